@@ -1,0 +1,54 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else.
+# GPU machines that already carry torch:  make gpu-check PYTHON=python3
+
+PY ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(BIN)/python
+ARMS ?= all
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint typecheck format bench gpu-check gpu-bench setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# mypy sees the installed shape of the package: the root folders linked under one `memo`.
+typecheck: setup
+	@rm -rf build/typed && mkdir -p build/typed/memo
+	@for f in memo/*; do ln -s ../../../$$f build/typed/memo/; done
+	@for d in swap allocator mip kernels; do ln -s ../../../$$d build/typed/memo/$$d; done
+	cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p memo
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARMS)
+
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check
+
+gpu-bench:
+	$(PYTHON) -m benchmarks.gpu_bench $(ARMS)
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,0 +1,1 @@
+"""Triton kernels of memory-bound work."""

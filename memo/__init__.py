@@ -1,0 +1,37 @@
+"""memo: train transformers on sequences far longer than GPU memory holds.
+
+    import memo
+
+    manager = memo.offload(model)
+    for batch in data:
+        with manager:
+            loss = model(**batch).loss
+        loss.backward()
+
+Names are resolved on first use, so that `import memo`, `memo.mip`, the command line's help and the trace viewer work
+without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memo.errors import MemoError
+
+if TYPE_CHECKING:
+    from memo.manager import Manager, offload
+
+__version__ = "0.1.0"
+__all__ = ["Manager", "MemoError", "__version__", "offload"]
+
+_HOME = {"offload": "memo.manager", "Manager": "memo.manager"}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'memo' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The `memo` command: one file per subcommand."""

@@ -1,0 +1,92 @@
+"""The `memo` command: finds the subcommand, runs it, turns errors into one line and an exit code.
+
+Subcommand modules are imported only when their name is given, so `memo --help` and the commands that need no torch stay
+quick and run without it. A subcommand module has `configure(parser)` and `run(args) -> ExitCode | int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from memo import __version__
+from memo.errors import ExitCode, MemoError
+
+__all__ = ["main"]
+
+# name -> (module, one line of help). The order is the order of a person's day.
+COMMANDS = {
+    "train": ("memo.cli.train", "train the GPT on text, its activations in memory, on host or on disk"),
+    "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
+    "check": ("memo.cli.check", "check a plan against every rule"),
+    "show": ("memo.cli.show", "show a plan as a table"),
+    "trace": ("memo.cli.trace", "statistics and pictures of a trace"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line on stderr for a usage error, not the whole usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: memo COMMAND ...",
+            "",
+            __doc_line__,
+            "",
+            "commands:",
+            *lines,
+            "",
+            "memo COMMAND --help tells more.",
+        ]
+    )
+
+
+__doc_line__ = "Activation memory for training transformers: keep, swap, recompute, planned."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns its exit code. Never lets a MemoError or a Ctrl-C become a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return ExitCode.OK if args else ExitCode.USAGE
+    if args[0] in ("-V", "--version"):
+        print(f"memo {__version__}")
+        return ExitCode.OK
+    name = args[0]
+    if name not in COMMANDS:
+        print(f"memo: unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return ExitCode.USAGE
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = _Parser(prog=f"memo {name}", description=COMMANDS[name][1])
+    module.configure(parser)
+    try:
+        parsed = parser.parse_args(args[1:])
+        return int(module.run(parsed))
+    except SystemExit as stop:  # argparse's own --help and usage errors
+        return int(stop.code or 0)
+    except MemoError as error:
+        message = " ".join(str(error).split())
+        print(f"memo {name}: {message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"memo {name}: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `memo ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The decoder-only GPT that memo trains: model, data, training loop."""

@@ -1,0 +1,1 @@
+"""Trace events, their files, statistics and pictures. Imports no torch."""

@@ -1,0 +1,110 @@
+"""Sizes, token counts and durations as people write them. Shared by every package; imports nothing of ours.
+
+`k` and `m` of token counts are 1024 and 1048576 (128k = 131072); bytes use IEC units only (`80GiB`), since GB is read as
+10^9 by some and 2^30 by others and a budget must mean one thing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from memo.errors import UsageError
+
+__all__ = [
+    "format_bytes",
+    "format_duration",
+    "format_tokens",
+    "parse_bytes",
+    "parse_duration_s",
+    "parse_tokens",
+]
+
+_BYTE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_DURATION_S = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_bytes(text: int | str, *, what: str = "size") -> int:
+    """Bytes from an int or from text such as `64KiB`, `1.5GiB`, `4096`.
+
+    Raises:
+        UsageError: negative, not a number, or a unit other than B, KiB, MiB, GiB, TiB.
+    """
+    if isinstance(text, bool):
+        raise UsageError(f"{what}: {text!r} is not a size; write for instance 8GiB")
+    if isinstance(text, int):
+        if text < 0:
+            raise UsageError(f"{what}: {text} is negative; write for instance 8GiB")
+        return text
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise UsageError(f"{what}: cannot read {text!r}; write for instance 8GiB (units B, KiB, MiB, GiB, TiB)")
+    return (
+        math.floor(float(match[1]) * _BYTE_UNITS[match[2]])
+        if "." in match[1]
+        else int(match[1]) * _BYTE_UNITS[match[2]]
+    )
+
+
+def format_bytes(nbytes: float) -> str:
+    """`1.50 GiB`: three significant digits or so, for people; `0 B` for zero."""
+    sign, value = ("-", -nbytes) if nbytes < 0 else ("", float(nbytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.4g} {unit}"
+        value /= 1024
+    return f"{sign}{value:.4g} TiB"
+
+
+def parse_tokens(text: int | str, *, what: str = "token count") -> int:
+    """Tokens from an int or from text such as `32k` (32768) or `1m` (1048576).
+
+    Raises:
+        UsageError: not a positive whole number of tokens.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        count: float = text
+    else:
+        match = _TOKENS.fullmatch(str(text).strip())
+        if match is None:
+            raise UsageError(f"{what}: cannot read {text!r}; write for instance 4096, 32k or 1m")
+        count = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if count <= 0 or count != int(count):
+        raise UsageError(f"{what}: {text!r} is not a positive whole number of tokens")
+    return int(count)
+
+
+def format_tokens(count: int) -> str:
+    """`32k`, `1m`, or the plain number when it is no whole multiple."""
+    for unit, size in (("m", 1 << 20), ("k", 1 << 10)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def parse_duration_s(text: float | str, *, what: str = "duration") -> float:
+    """Seconds from a number or from text such as `60s`, `500ms`, `2m`, `1h`.
+
+    Raises:
+        UsageError: negative, zero, or unreadable.
+    """
+    match = _DURATION.fullmatch(str(text).strip())
+    if match is None:
+        raise UsageError(f"{what}: cannot read {text!r}; write for instance 60s, 500ms or 2m")
+    seconds = float(match[1]) * _DURATION_S[match[2]]
+    if seconds <= 0 or not math.isfinite(seconds):
+        raise UsageError(f"{what}: {text!r} is not a positive duration")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """`340 ms`, `4.81 s`, `3 min 05 s`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"

@@ -1,0 +1,97 @@
+"""What the engine needs of a machine: streams that copy, events that order, memory of each kind (rule R10).
+
+Three implementations: `memo.swap.cuda` (CUDA streams), `memo.swap.cpu` (worker threads), and `memo.swap.checking`
+(deterministic schedules and vector clocks, for tests). The engine is the same above all three.
+
+Every buffer that crosses this interface is a one-dimensional uint8 tensor. A stream runs its operations in the order
+they were issued; different streams are ordered only by `record` and `wait`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "Timed"]
+
+
+class Event(Protocol):
+    """A point in a stream's order."""
+
+    def query(self) -> bool:
+        """True once everything before the point is done. Never blocks, never raises."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling host thread until then; raises the MemoError of the operation that failed, if one did."""
+
+
+class Timed(Event, Protocol):
+    """An event at the end of one operation that knows when the operation ran."""
+
+    def interval_ns(self) -> tuple[int, int] | None:
+        """(start, end) as `time.monotonic_ns()` readings; None while it runs or where it was not measured."""
+
+
+class CopyStream(Protocol):
+    """A lane that copies in order."""
+
+    def wait(self, event: Event) -> None:
+        """Everything issued later runs after `event`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Timed:
+        """Issues a copy of all of `source`; the caller keeps both buffers alive until the event is done."""
+
+
+class Extent(Protocol):
+    """A reserved range of the disk tier."""
+
+    nbytes: int
+
+
+class Disk(Protocol):
+    """The disk tier: reserved ranges, written and read by threads of its own (rule R9).
+
+    Operations on different extents run in any order; `after` is the only ordering. The store keeps `source` and
+    `target` alive until the event is done.
+    """
+
+    def reserve(self, nbytes: int) -> Extent | None:
+        """A range of at least `nbytes`, or None when the budget is used up."""
+
+    def release(self, extent: Extent) -> None:
+        """Gives the range back; no operation on it may be pending."""
+
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskEvent: ...
+
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskEvent: ...
+
+    def close(self) -> None:
+        """Waits for running operations, ends the threads, closes the files. Idempotent."""
+
+
+class DiskEvent(Timed, Protocol):
+    """The end of one disk operation."""
+
+    def cancel(self) -> bool:
+        """True if the operation had not begun and never will; the event is then done."""
+
+
+class Backend(Protocol):
+    """One device and its lanes."""
+
+    device: torch.device
+    d2h: CopyStream
+    h2d: CopyStream
+
+    def compute_event(self) -> Event:
+        """An event at the current end of the caller's compute stream, read at call time and never cached (R5)."""
+
+    def compute_wait(self, event: Event) -> None:
+        """Work issued later on the caller's compute stream runs after `event`."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory that belongs to the caller's compute stream."""
