@@ -1,0 +1,216 @@
+"""Reads trace files that may come from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
+
+Owns the limits below. Invariant: a Trace it returns holds only events of `memo.trace.events`, sorted by time, and says
+in `remarks` whatever was not as a finished run leaves it (torn line, no end line, dropped events). Files ending in
+`.gz` are read too; what they unpack to is held to the same limits.
+
+    header line, event line * n, end line            a finished run
+    header line, event line * n, half a line         a killed run: the half is left out and said
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import operator
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from memo.errors import TraceError
+from memo.trace.decode import check_depth, decode_event, decode_object, natural
+from memo.trace.events import FORMAT, VERSION, Event
+
+__all__ = ["Limits", "Trace", "read_trace", "read_traces"]
+
+_GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a file may ask of the reader; beyond any of these it is refused."""
+
+    header_nbytes: int = 4 << 20
+    """The first line: its `meta` may carry a whole plan."""
+    line_nbytes: int = 64 << 10
+    """Any other line."""
+    total_nbytes: int = 1 << 30
+    """The text in all, unpacked."""
+    events: int = 4_000_000
+    unpack_ratio: int = 100
+    """A .gz may unpack to this many times its size (traces reach about 15) before it is taken for a bomb."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One rank's file, read."""
+
+    path: str
+    rank: int
+    world_size: int
+    origin_unix_ns: int
+    """Wall clock at the trace's time zero; places the ranks on one axis."""
+    meta: dict[str, Any]
+    events: tuple[Event, ...]
+    """Sorted by `t`."""
+    dropped: int
+    """Events the writer's ring had no room for."""
+    remarks: tuple[str, ...] = ()
+    """What a reader of numbers made from this trace must know, one sentence each."""
+
+
+def read_traces(paths: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None) -> list[Trace]:
+    """Every rank's trace, by rank.
+
+    Raises:
+        TraceError: no path, an unreadable file, or two files of one rank.
+    """
+    if not paths:
+        raise TraceError("no trace file given")
+    traces = sorted((read_trace(path, limits=limits) for path in paths), key=operator.attrgetter("rank"))
+    for one, other in zip(traces, traces[1:], strict=False):
+        if one.rank == other.rank:
+            raise TraceError(f"{one.path!r} and {other.path!r} are both of rank {one.rank}; give one run at a time")
+    return traces
+
+
+def read_trace(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Trace:
+    """One trace file.
+
+    Raises:
+        TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
+    """
+    shown = ascii(os.fspath(path))[1:-1]
+    number = 0
+    try:
+        with _open(Path(path), limits or Limits()) as lines:
+            reading = _Reading(path=shown)
+            for number, (line, whole) in enumerate(lines, start=1):
+                reading.take(line, whole=whole)
+            return reading.finish()
+    except TraceError as error:
+        place = f"{shown}, line {number}" if number else shown
+        raise TraceError(f"{place}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise TraceError(f"{shown}: cannot read: {reason}") from None
+
+
+class _open:
+    """The lines of a file under the limits, as (text, ended with a newline)."""
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self._raw: IO[bytes] = path.open("rb")
+        packed = _GZIP_NAME.search(path.name) is not None
+        self._stream = gzip.open(self._raw) if packed else self._raw
+        self._limits = limits
+        self._cap = limits.total_nbytes
+        if packed:
+            size = os.fstat(self._raw.fileno()).st_size
+            self._cap = min(self._cap, max(size * limits.unpack_ratio, 1 << 20))
+
+    def __enter__(self) -> Iterator[tuple[str, bool]]:
+        return self._lines()
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self._raw.close()
+
+    def _lines(self) -> Iterator[tuple[str, bool]]:
+        limit = self._limits.header_nbytes
+        total = count = 0
+        buffered = io.BufferedReader(self._stream, 1 << 20) if isinstance(self._stream, gzip.GzipFile) else self._stream
+        while line := buffered.readline(limit + 1):
+            if len(line) > limit:
+                raise TraceError(f"line {count + 1} is longer than {limit} bytes")
+            total += len(line)
+            if total > self._cap:
+                raise TraceError(f"unpacks to more than {self._cap} bytes")
+            count += 1
+            if count > self._limits.events + 2:
+                raise TraceError(f"more than {self._limits.events} events; trace fewer steps or layers")
+            whole = line.endswith(b"\n")
+            try:
+                yield line.decode("utf-8"), whole
+            except UnicodeDecodeError:
+                if whole:
+                    raise TraceError("not UTF-8 text") from None
+                yield "", False
+            limit = self._limits.line_nbytes
+
+
+class _Reading:
+    """One file while its lines come in: header, then events, then the end line."""
+
+    def __init__(self, *, path: str) -> None:
+        self._path = path
+        self._header: dict[str, Any] | None = None
+        self._events: list[Event] = []
+        self._end: tuple[int, int] | None = None  # (events, dropped) as the writer counted them
+        self._torn = False
+
+    def take(self, line: str, *, whole: bool) -> None:
+        if self._header is None:
+            self._header = _header(line)
+            return
+        if self._end is not None:
+            raise TraceError("goes on after its end line")
+        try:
+            fields = decode_object(line)
+            if fields.get("k") == "end":
+                self._end = (natural(fields.get("events")), natural(fields.get("dropped")))
+            else:
+                self._events.append(decode_event(fields))
+        except TraceError:
+            if whole:
+                raise
+            self._torn = True
+
+    def finish(self) -> Trace:
+        if self._header is None:
+            raise TraceError("is empty")
+        dropped = self._end[1] if self._end else 0
+        self._events.sort(key=operator.attrgetter("t"))
+        return Trace(
+            path=self._path,
+            events=tuple(self._events),
+            dropped=dropped,
+            remarks=tuple(self._remarks(dropped)),
+            **self._header,
+        )
+
+    def _remarks(self, dropped: int) -> Iterator[str]:
+        if self._torn:
+            yield "The last line is torn: the run ended while it was written."
+        elif self._end is None:
+            yield "There is no end line: the run was killed, or is still going."
+        elif self._end[0] != len(self._events):
+            yield f"The end line counts {self._end[0]:,} events and the file has {len(self._events):,}."
+        if dropped:
+            yield f"{dropped:,} events were dropped because the ring was full; every sum is a lower bound."
+
+
+def _header(line: str) -> dict[str, Any]:
+    """The header's fields, as keyword arguments of Trace."""
+    fields = decode_object(line)
+    if fields.get("format") != FORMAT:
+        raise TraceError(f"is no {FORMAT} file (its first line lacks `\"format\": \"{FORMAT}\"`)")
+    if fields.get("version") != VERSION or type(fields["version"]) is not int:
+        raise TraceError(f"is version {ascii(fields.get('version'))[:40]}; this memo reads version {VERSION}")
+    meta = fields.get("meta", {})
+    if not isinstance(meta, dict):
+        raise TraceError("`meta` is no object")
+    check_depth(meta)
+    rank, world_size = natural(fields.get("rank")), natural(fields.get("world_size"))
+    if rank >= world_size:
+        raise TraceError(f"rank {rank} is outside a world of {world_size}")
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "origin_unix_ns": natural(fields.get("origin_unix_ns")),
+        "meta": meta,
+    }
