@@ -1,0 +1,163 @@
+"""The shape of a GPT: one validated dataclass, and the named sizes people ask for.
+
+Owns every number that decides a model's parameters and FLOPs, and nothing of torch, so that the command line and the
+planners can read it without importing torch. A GPTConfig that exists is consistent: heads divide the width, key/value
+heads divide the heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from memo.errors import UsageError
+
+__all__ = ["PRESETS", "GPTConfig", "Mlp", "Norm", "Positions", "Variant", "preset"]
+
+Norm = Literal["layernorm", "rmsnorm"]
+Mlp = Literal["gelu", "swiglu"]
+Positions = Literal["learned", "rotary"]
+Variant = Literal["gpt", "llama"]
+
+GPT2_VOCAB = 50257
+# A SwiGLU has three matrices where a GELU MLP has two: 2/3 of its width keeps the parameter count (Shazeer 2020,
+# "GLU Variants Improve Transformer"); the multiple of 256 is Llama's.
+SWIGLU_MULTIPLE = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """A decoder-only transformer. Raises UsageError when the numbers do not fit together."""
+
+    vocab_size: int
+    """Rows of the token embedding."""
+    hidden: int
+    """Width of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Query heads; each is hidden / heads wide."""
+    kv_heads: int
+    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    ffn: int
+    """Inner width of the MLP."""
+    max_seq: int
+    """Rows of the learned position table; rotary models take any length and keep this as a note."""
+    norm: Norm = "layernorm"
+    mlp: Mlp = "gelu"
+    positions: Positions = "learned"
+    dropout: float = 0.0
+    """On the embedding and on what each block adds; attention itself has none, since its fused kernels have none."""
+    tie_embeddings: bool = True
+    """The output projection is the token embedding."""
+    bias: bool = True
+    """Biases in the linear layers of the blocks and in LayerNorm."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"model: {name} is {value!r}; it must be a whole number of at least 1")
+        for name, kinds in (("norm", Norm), ("mlp", Mlp), ("positions", Positions)):
+            value, allowed = getattr(self, name), get_args(kinds)
+            if value not in allowed:
+                raise UsageError(f"model: {name} is {value!r}; one of {', '.join(allowed)}")
+        if self.hidden % self.heads:
+            raise UsageError(f"model: {self.heads} heads do not divide a hidden size of {self.hidden}")
+        if self.heads % self.kv_heads:
+            raise UsageError(f"model: {self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise UsageError(f"model: rotary positions need an even head size, not {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UsageError(f"model: dropout is {self.dropout}; it must be at least 0 and below 1")
+        if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
+            raise UsageError("model: rope_theta and norm_eps must be positive")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns that the fused query/key/value projection makes per token."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+def _gpt(*, layers: int, hidden: int, heads: int, max_seq: int = 2048, **others: Any) -> GPTConfig:
+    shape = {"vocab_size": GPT2_VOCAB, "kv_heads": heads, "ffn": 4 * hidden} | others
+    return GPTConfig(layers=layers, hidden=hidden, heads=heads, max_seq=max_seq, **shape)
+
+
+def _paper(*, layers: int, hidden: int, heads: int) -> GPTConfig:
+    # LayerNorm, GELU, 4h, vocabulary and shapes: MEMO (SIGMOD 2025), Table 2. Positions are not in that table; they are
+    # rotary here, since a learned table for a million tokens would add four billion parameters to the 7B model; nor is
+    # tying, and untied keeps the first and the last pipeline stage apart.
+    return _gpt(layers=layers, hidden=hidden, heads=heads, positions="rotary", tie_embeddings=False)
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "tiny": _gpt(layers=4, hidden=128, heads=2, max_seq=1024, vocab_size=257),
+    # 125m and 350m: Radford et al. 2019 (GPT-2) and Brown et al. 2020 (GPT-3), Table 2.1.
+    "125m": _gpt(layers=12, hidden=768, heads=12, max_seq=1024),
+    "350m": _gpt(layers=24, hidden=1024, heads=16, max_seq=1024),
+    # GPT-3 XL with 16 heads of 128, so that heads times head size is the hidden size.
+    "1.3b": _gpt(layers=24, hidden=2048, heads=16),
+    "7b": _paper(layers=32, hidden=4096, heads=32),
+    "13b": _paper(layers=40, hidden=5120, heads=40),
+    "30b": _paper(layers=48, hidden=7168, heads=56),
+    "65b": _paper(layers=80, hidden=8192, heads=64),
+}
+
+
+def preset(
+    name: str,
+    *,
+    variant: Variant = "gpt",
+    vocab_size: int | None = None,
+    max_seq: int | None = None,
+    **overrides: Any,
+) -> GPTConfig:
+    """The named size, as a GPT or in the manner of Llama, with fields of GPTConfig replaced.
+
+    `variant="llama"` means RMSNorm, rotary positions, SwiGLU, no biases, and four query heads to a key/value head.
+    Where `heads` or `hidden` is replaced, `kv_heads` and `ffn` follow in proportion unless they are given too.
+
+    Raises:
+        UsageError: unknown preset, variant or field, or numbers that do not fit together.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"unknown model {name!r}; one of {', '.join(PRESETS)}")
+    if variant not in get_args(Variant):
+        raise UsageError(f"unknown variant {variant!r}; one of {', '.join(get_args(Variant))}")
+    unknown = overrides.keys() - {field.name for field in dataclasses.fields(GPTConfig)}
+    if unknown:
+        raise UsageError(f"model: no field named {', '.join(sorted(unknown))}")
+    base = PRESETS[name]
+    given = {"vocab_size": vocab_size, "max_seq": max_seq} | overrides
+    changes = {field: value for field, value in given.items() if value is not None}
+    heads, hidden = changes.get("heads", base.heads), changes.get("hidden", base.hidden)
+    for field, value in (("heads", heads), ("hidden", hidden)):
+        if not isinstance(value, int):
+            raise UsageError(f"model: {field} is {value!r}; it must be a whole number of at least 1")
+    derived = _llama_manner(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}
+    return dataclasses.replace(base, **(derived | changes))
+
+
+def _llama_manner(hidden: int, heads: int) -> dict[str, Any]:
+    two_thirds = -(-8 * hidden // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
+    return {
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "positions": "rotary",
+        "bias": False,
+        "tie_embeddings": False,
+        "ffn": two_thirds,
+        "kv_heads": heads // 4 if heads % 4 == 0 else heads,
+    }

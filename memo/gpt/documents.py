@@ -1,0 +1,150 @@
+"""Finds the documents of a training set: which files, and the texts inside them, in an order that never changes.
+
+Owns the reading of text, directories, globs, JSON lines and Parquet. A document is one text; undecodable bytes become
+U+FFFD, empty documents are skipped. Whatever cannot be read is a DataError that names the file, the line where there is
+one, and what to do. Nothing read here is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from memo.errors import DataError
+
+__all__ = ["find_files", "read_documents", "standard_library"]
+
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".text", ".md", ".rst", ".tex", ".csv", ".tsv", ".html", ".htm", ".xml", ".toml", ".yaml", ".yml"}
+    | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql"}
+)
+JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
+
+# Installed packages and caches differ from machine to machine; what is left of a Python version is always the same.
+NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+ROWS_PER_READ = 256
+
+
+def find_files(data: Sequence[str] | None) -> list[Path]:
+    """The files that `data` names, sorted within each name; None is the running Python's standard library.
+
+    Raises:
+        DataError: a name that is no file, directory or glob with a match, or a directory without text files.
+    """
+    if data is None:
+        return standard_library()
+    if not data:
+        raise DataError("no data given; name text files, a directory, a glob, .jsonl or .parquet files")
+    files = [path for name in data for path in _named(name)]
+    return list(dict.fromkeys(files))
+
+
+def standard_library() -> list[Path]:
+    """The source of the running Python's standard library: tens of megabytes of text that every machine has."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in root.rglob("*.py") if not NOT_STANDARD.intersection(path.relative_to(root).parts))
+    if not files:
+        raise DataError(f"this Python carries no source of its standard library in {root}; name data with --data")
+    return files
+
+
+def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[str]:
+    """The non-empty texts of `files` in order; `field` is the key or column that holds them where rows have several."""
+    for path in files:
+        kind = _kind(path)
+        try:
+            if kind in JSON_LINES_SUFFIXES:
+                yield from filter(None, _json_lines(path, field))
+            elif kind in PARQUET_SUFFIXES:
+                yield from filter(None, _parquet(path, field))
+            else:
+                with _open(path) as stream:
+                    text = stream.read().decode("utf-8", errors="replace")
+                if text:
+                    yield text
+        except (OSError, EOFError) as error:  # EOFError: a gzip file that ends too soon
+            raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _named(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        wanted = TEXT_SUFFIXES | JSON_LINES_SUFFIXES | PARQUET_SUFFIXES
+        found = sorted(file for file in path.rglob("*") if _kind(file) in wanted and file.is_file())
+        if not found:
+            raise DataError(f"{name}: no text, .jsonl or .parquet file in this directory")
+        return found
+    if path.exists():
+        return [path]
+    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+    found = [match for match in matches if match.is_file()]
+    if not found:
+        raise DataError(f"{name}: no such file, directory or glob with a match")
+    return found
+
+
+def _kind(path: Path) -> str:
+    """The suffix that tells the format, `.gz` looked through."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _json_lines(path: Path, field: str) -> Iterator[str]:
+    with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            yield _field_of(row, field, where=f"{path}, line {number}")
+
+
+def _field_of(row: object, field: str, *, where: str) -> str:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object")
+    if field not in row:
+        raise DataError(f"{where}: no field {field!r}; it has {_listed(row)}; choose one with --field")
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} is not text but {type(text).__name__}")
+    # JSON may hold half a surrogate pair, which no encoding takes.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f'{path}: reading Parquet needs pyarrow; pip install "memo-train[data]"') from error
+    try:
+        with ParquetFile(path) as table:
+            columns = table.schema_arrow.names
+            if field not in columns:
+                raise DataError(f"{path}: no column {field!r}; it has {_listed(columns)}; choose one with --field")
+            for rows in table.iter_batches(batch_size=ROWS_PER_READ, columns=[field]):
+                for text in rows.column(0).to_pylist():
+                    if text is not None and not isinstance(text, str):
+                        raise DataError(f"{path}: column {field!r} is not text but {type(text).__name__}")
+                    yield text or ""
+    except ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
+
+
+def _listed(names: Iterable[object], most: int = 8) -> str:
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "") if shown else "none"

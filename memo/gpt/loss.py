@@ -1,0 +1,131 @@
+"""Cross-entropy of a linear projection, without ever holding the logits of the whole sequence.
+
+Owns the last matrix product of the model and the softmax behind it. Tokens are taken a chunk at a time; one chunk's
+logits exist at a time, and gradients are made on the way, while they do:
+
+    forward    chunk: logits -> loss, d logits -> d hidden, d weight     (chunk's logits die here)
+    backward   d hidden and d weight times the incoming gradient
+
+The invariant: what is alive beyond inputs and gradients does not depend on the number of tokens, and every reduction
+over tokens or vocabulary is in float32 at least, whatever the inputs are. (torch's own F.linear_cross_entropy sums the
+chunks of a bfloat16 loss in bfloat16 and is off by up to a tenth there; it also does not exist before torch 2.13.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+__all__ = ["IGNORE", "chunk_tokens", "linear_cross_entropy"]
+
+# Targets that do not count, as in torch.nn.functional.cross_entropy.
+IGNORE = -100
+
+# Logits alive at one time: 2^25 elements are 128 MiB in float32.
+CHUNK_LOGITS = 1 << 25
+MAX_CHUNK_TOKENS = 8192
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens per chunk: a power of two, so that matrix tiles stay full, within the budget of logits."""
+    fitting = max(1, CHUNK_LOGITS // vocab_size)
+    return min(MAX_CHUNK_TOKENS, 1 << (fitting.bit_length() - 1))
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Mean over the counted tokens of -log softmax(hidden @ weight.T)[target], a scalar in float32 or wider.
+
+    `hidden` is (..., h), `weight` (vocabulary, h), `targets` (...) of int64 with IGNORE where a token does not count.
+    When no token counts the loss and its gradients are zero. Matrix products run in the autocast dtype where
+    autocast is on, else in the inputs' dtype; the gradient is once differentiable.
+    """
+    compute = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+    rows = chunk or chunk_tokens(weight.shape[0])
+    with_grad = torch.is_grad_enabled()
+    flat = hidden.flatten(0, -2)
+    loss = _LinearCrossEntropy.apply(flat, weight, targets.flatten(), rows, compute, with_grad)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See the module; `with_grad` is grad mode at the call, which is always off inside a Function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        rows: int,
+        compute: torch.dtype,
+        with_grad: bool,
+    ) -> torch.Tensor:
+        for_hidden = with_grad and ctx.needs_input_grad[0]
+        for_weight = with_grad and ctx.needs_input_grad[1]
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, grad_hidden, grad_weight = _chunked(hidden, weight, targets, rows, compute, for_hidden, for_weight)
+        # Through save_for_backward, not as attributes: they are freed when backward has used them, even while the
+        # caller still holds the loss.
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return _times(grad_hidden, grad), _times(grad_weight, grad), None, None, None, None
+
+
+def _times(tensor: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor | None:
+    return None if tensor is None else tensor * grad.to(tensor.dtype)
+
+
+def _chunked(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    rows: int,
+    compute: torch.dtype,
+    for_hidden: bool,
+    for_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss, and the gradients that are asked for, at an incoming gradient of one."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    matrix = weight.to(compute)
+    count = (targets != IGNORE).sum().clamp(min=1)
+    total = torch.zeros((), device=hidden.device, dtype=torch.float64)
+    grad_hidden = torch.empty_like(hidden) if for_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
+    for first in range(0, hidden.shape[0], rows):
+        x, target = hidden[first : first + rows].to(compute), targets[first : first + rows]
+        counted = (target != IGNORE)[:, None]
+        index = target[:, None].where(counted, 0)
+        logits = (x @ matrix.T).to(wide)
+        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        losses = (normaliser - logits.gather(-1, index)).where(counted, 0)
+        total += losses.sum(dtype=torch.float64)
+        if grad_hidden is None and grad_weight is None:
+            continue
+        slope = _softmax_minus_one_hot(logits, normaliser, index).mul_(counted / count).to(compute)
+        if grad_hidden is not None:
+            grad_hidden[first : first + rows] = slope @ matrix
+        if grad_weight is not None:
+            grad_weight += slope.T @ x
+    mean = (total / count).to(wide)
+    return mean, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _softmax_minus_one_hot(logits: torch.Tensor, normaliser: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """d loss / d logits of one token each, written over `logits`."""
+    slope = logits.sub_(normaliser).exp_()
+    return slope.scatter_(-1, index, slope.gather(-1, index) - 1)
