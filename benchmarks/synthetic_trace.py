@@ -81,9 +81,10 @@ class Run:
         self.events: list[Event] = []
 
     def run(self) -> list[Event]:
-        for self._step in range(self._work.steps):
+        while self._step < self._work.steps:
             self._one_step()
             self._clock += 2 * MILLISECOND
+            self._step += 1
         self.events.sort(key=lambda event: event.t + getattr(event, "d", 0))
         return self.events
 
@@ -250,8 +251,14 @@ def header(workload: Workload, *, rank: int = 0, world_size: int = 1) -> dict[st
             "model": f"gpt, {workload.layers} layers (synthetic)",
             "hardware": "synthetic: 1 GPU, PCIe 4.0 x16, 1 NVMe",
             "versions": {"memo": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-            "plan": {"alpha": 0.88, "predicted_peak_nbytes": {"device": 4 << 30, "host": int(moved * 0.9)}},
-            "budgets": {"device": 6 << 30, "host": 64 << 30, "disk": 1 << 40},
+            "plan": {
+                "alpha": 0.88,
+                "predicted_peak_nbytes": {
+                    "device": workload.tensors * workload.tensor_nbytes * 2,
+                    "host": int(moved * 0.9),
+                },
+            },
+            "budgets": {"device": 8 << 30, "host": 64 << 30, "disk": 1 << 40},
             "link_bytes_per_s": {
                 "d2h": workload.d2h_bytes_per_s * 1.05,
                 "h2d": workload.h2d_bytes_per_s * 1.05,

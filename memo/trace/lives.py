@@ -41,12 +41,14 @@ class Life:
 
     @property
     def start_ns(self) -> int:
-        return min(event.t for event in (*self.states[:1], *self.moves[:1], *self.uses[:1], *self.stalls[:1]))
+        points: list[StateChange | Use | Span | Stall] = [*self.states[:1], *self.uses[:1]]
+        return min(event.t for event in (*points, *self.moves[:1], *self.stalls[:1]))
 
     @property
     def end_ns(self) -> int:
-        ends = [event.t for event in (*self.states[-1:], *self.uses[-1:])]
-        return max(ends + [span.t + span.d for span in (*self.moves[-1:], *self.stalls[-1:])])
+        points: list[StateChange | Use] = [*self.states[-1:], *self.uses[-1:]]
+        spans: list[Span | Stall] = [*self.moves[-1:], *self.stalls[-1:]]
+        return max([event.t for event in points] + [span.t + span.d for span in spans])
 
     @property
     def tier(self) -> Tier:
@@ -72,7 +74,7 @@ class _Draft:
     def finish(self, key: int) -> Life:
         named = next((state for state in self.states if state.module is not None), None)
         everything: list[StateChange | Use | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
-        sizes = [event.nbytes or 0 for event in (*self.states, *self.moves)]
+        sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
         return Life(
             id=key,
             step=min(event.step for event in everything),
@@ -141,7 +143,10 @@ def _replay(number: int, life: Life) -> Iterator[Holding]:
             wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
         if state.to in (TensorState.LEAVING, TensorState.AWAY):
             wanted[lower] = state.nbytes
-        elif state.to in (TensorState.RETURNING, TensorState.BACK):  # the engine gives the place back with the last handle
+        elif state.to in (
+            TensorState.RETURNING,
+            TensorState.BACK,
+        ):  # the engine gives the place back with the last handle
             wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
         for tier in Tier:
             if wanted[tier] != held[tier]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import io
+import itertools
 import operator
 import os
 import re
@@ -72,7 +72,7 @@ def read_traces(paths: Sequence[str | os.PathLike[str]], *, limits: Limits | Non
     if not paths:
         raise TraceError("no trace file given")
     traces = sorted((read_trace(path, limits=limits) for path in paths), key=operator.attrgetter("rank"))
-    for one, other in zip(traces, traces[1:], strict=False):
+    for one, other in itertools.pairwise(traces):
         if one.rank == other.rank:
             raise TraceError(f"{one.path!r} and {other.path!r} are both of rank {one.rank}; give one run at a time")
     return traces
@@ -85,28 +85,27 @@ def read_trace(path: str | os.PathLike[str], *, limits: Limits | None = None) ->
         TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
     """
     shown = ascii(os.fspath(path))[1:-1]
-    number = 0
+    reading = _Reading(path=shown)
     try:
-        with _open(Path(path), limits or Limits()) as lines:
-            reading = _Reading(path=shown)
-            for number, (line, whole) in enumerate(lines, start=1):
+        with _Lines(Path(path), limits or Limits()) as lines:
+            for line, whole in lines:
                 reading.take(line, whole=whole)
-            return reading.finish()
+        return reading.finish()
     except TraceError as error:
-        place = f"{shown}, line {number}" if number else shown
+        place = f"{shown}, line {reading.line}" if reading.line else shown
         raise TraceError(f"{place}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise TraceError(f"{shown}: cannot read: {reason}") from None
 
 
-class _open:
+class _Lines:
     """The lines of a file under the limits, as (text, ended with a newline)."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._raw: IO[bytes] = path.open("rb")
         packed = _GZIP_NAME.search(path.name) is not None
-        self._stream = gzip.open(self._raw) if packed else self._raw
+        self._stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=self._raw) if packed else self._raw
         self._limits = limits
         self._cap = limits.total_nbytes
         if packed:
@@ -123,10 +122,9 @@ class _open:
     def _lines(self) -> Iterator[tuple[str, bool]]:
         limit = self._limits.header_nbytes
         total = count = 0
-        buffered = io.BufferedReader(self._stream, 1 << 20) if isinstance(self._stream, gzip.GzipFile) else self._stream
-        while line := buffered.readline(limit + 1):
+        while line := self._stream.readline(limit + 1):
             if len(line) > limit:
-                raise TraceError(f"line {count + 1} is longer than {limit} bytes")
+                raise TraceError(f"the next line is longer than {limit} bytes")
             total += len(line)
             if total > self._cap:
                 raise TraceError(f"unpacks to more than {self._cap} bytes")
@@ -152,8 +150,10 @@ class _Reading:
         self._events: list[Event] = []
         self._end: tuple[int, int] | None = None  # (events, dropped) as the writer counted them
         self._torn = False
+        self.line = 0
 
     def take(self, line: str, *, whole: bool) -> None:
+        self.line += 1
         if self._header is None:
             self._header = _header(line)
             return
@@ -198,7 +198,7 @@ def _header(line: str) -> dict[str, Any]:
     """The header's fields, as keyword arguments of Trace."""
     fields = decode_object(line)
     if fields.get("format") != FORMAT:
-        raise TraceError(f"is no {FORMAT} file (its first line lacks `\"format\": \"{FORMAT}\"`)")
+        raise TraceError(f'is no {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
     if fields.get("version") != VERSION or type(fields["version"]) is not int:
         raise TraceError(f"is version {ascii(fields.get('version'))[:40]}; this memo reads version {VERSION}")
     meta = fields.get("meta", {})

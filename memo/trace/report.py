@@ -1,0 +1,127 @@
+"""Everything that is said about a set of traces, computed once: lives, figures and verdicts of every rank and step.
+
+The terminal, the page, the picture and the comparison all show a Report, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from memo.errors import UsageError
+from memo.trace.events import Event
+from memo.trace.lives import Life, lives_of
+from memo.trace.reader import Trace
+from memo.trace.stats import RankStats, StepStats, rank_stats, representative_step, to_json
+from memo.trace.verdict import Evidence, Sentence, verdict
+
+__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "report_on"]
+
+FORMAT = "memo-trace-stats"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    trace: Trace
+    lives: Sequence[Life]
+    stats: RankStats
+    verdicts: dict[int | None, tuple[Sentence, ...]]
+    """By step; None is the whole trace."""
+
+    def step(self, step: int | None) -> StepStats:
+        """The figures of one step, or (None) of the whole trace.
+
+        Raises:
+            UsageError: the trace has no such step.
+        """
+        if step is None:
+            return self.stats.total
+        for one in self.stats.steps:
+            if one.step == step:
+                return one
+        known = [one.step for one in self.stats.steps]
+        has = f"steps {known[0]} to {known[-1]}" if known else "no steps"
+        raise UsageError(f"rank {self.trace.rank} has no step {step}; it has {has}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Ranks by number, and the one rank and step that stand for the run."""
+
+    ranks: Sequence[RankReport]
+    rank: int
+    step: int | None
+
+    def of_rank(self, rank: int) -> RankReport:
+        """One rank's part.
+
+        Raises:
+            UsageError: no trace of that rank was given.
+        """
+        for one in self.ranks:
+            if one.trace.rank == rank:
+                return one
+        raise UsageError(
+            f"no trace of rank {rank} was given; there is {', '.join(str(r.trace.rank) for r in self.ranks)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": self.rank,
+            "step": self.step,
+            "ranks": [_rank_json(one) for one in self.ranks],
+        }
+
+
+def report_on(traces: Sequence[Trace]) -> Report:
+    """The report of one run; the rank whose representative step took longest stands for it, since the others wait."""
+    lives = [lives_of(trace.events) for trace in traces]
+    stats = [rank_stats(trace, lives=own) for trace, own in zip(traces, lives, strict=True)]
+    chosen = max((representative_step(one) for one in stats), key=lambda step: (step.duration_ns, -step.rank))
+    ranks = [
+        RankReport(trace=trace, lives=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
+        for trace, own, one in zip(traces, lives, stats, strict=True)
+    ]
+    return Report(ranks=ranks, rank=chosen.rank, step=chosen.step)
+
+
+def _verdicts(
+    trace: Trace, lives: Sequence[Life], stats: RankStats, others: Sequence[RankStats]
+) -> dict[int | None, tuple[Sentence, ...]]:
+    events: dict[int | None, list[Event]] = collections.defaultdict(list)
+    for event in trace.events:
+        events[event.step].append(event)
+    by_step: dict[int | None, list[Life]] = collections.defaultdict(list)
+    for life in lives:
+        by_step[life.step].append(life)
+    events[None], by_step[None] = list(trace.events), list(lives)
+    return {
+        one.step: verdict(
+            Evidence(trace=trace, stats=one, events=events[one.step], lives=by_step[one.step], others=others)
+        )
+        for one in (*stats.steps, stats.total)
+    }
+
+
+def _rank_json(one: RankReport) -> dict[str, Any]:
+    trace = one.trace
+    return {
+        "rank": trace.rank,
+        "world_size": trace.world_size,
+        "path": trace.path,
+        "events": len(trace.events),
+        "dropped_events": trace.dropped,
+        "remarks": list(trace.remarks),
+        "total": _step_json(one, one.stats.total),
+        "steps": [_step_json(one, step) for step in one.stats.steps],
+    }
+
+
+def _step_json(one: RankReport, step: StepStats) -> dict[str, Any]:
+    figures: dict[str, Any] = to_json(step)
+    return figures | {"verdict": [dataclasses.asdict(sentence) for sentence in one.verdicts[step.step]]}

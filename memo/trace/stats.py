@@ -1,0 +1,357 @@
+"""What a trace adds up to: per rank, and per step of each rank, the numbers that the report and the verdict quote.
+
+Pure functions from traces to nouns. docs/trace-format.md defines each figure; the definitions that are a choice:
+
+- Compute is running while a compute or recompute span is open and no stall is: a layer's span may contain its waits.
+- A copy is hidden while compute is running; `overlap_percent` is hidden copy time over all copy time, lanes united.
+- A rate is bytes over the time the lane was busy, not over the step, so that it compares with the measured link.
+- A prefetch is hit when a reload had been issued before backward asked; uses that found the live source count apart.
+- Added time is stalls and recompute: what this step would not have spent had everything stayed on the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from memo.trace.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, Tier, Use, UseKind
+from memo.trace.intervals import Interval, intersection, length, subtraction, union
+from memo.trace.lives import Life, holdings_of, layer_of, lives_of
+from memo.trace.reader import Trace
+
+__all__ = [
+    "COPY_LANES",
+    "LaneStats",
+    "LayerCost",
+    "PrefetchStats",
+    "RankStats",
+    "StallStats",
+    "StepStats",
+    "TierPeak",
+    "prediction_of",
+    "rank_stats",
+    "representative_step",
+    "to_json",
+]
+
+COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
+_WORST_LAYERS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStats:
+    """One copy lane."""
+
+    lane: Lane
+    copies: int
+    nbytes: int
+    busy_ns: int
+    hidden_ns: int
+    forward_busy_percent: float | None
+    backward_busy_percent: float | None
+    bytes_per_s: float | None
+    link_bytes_per_s: float | None
+    """What the link gave when it was measured alone, if the header says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StallStats:
+    cause: StallCause
+    count: int
+    total_ns: int
+    longest_ns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchStats:
+    """How backward found what it asked for."""
+
+    prefetched: int
+    fetched: int
+    live: int
+    late: int
+    """Prefetched, and yet waited for."""
+    hit_percent: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TierPeak:
+    """The most bytes in a tier."""
+
+    tier: Tier
+    saved_nbytes: int
+    """Of saved storages, replayed from their states."""
+    at_ns: int
+    measured_nbytes: int | None
+    """Of everything in the tier, where the run measured it."""
+    budget_nbytes: int | None
+    predicted_nbytes: int | None
+    """What the plan expected of `saved_nbytes`."""
+
+    @property
+    def used_nbytes(self) -> int:
+        """What the budget is about: all of the device, but only memo's part of the lower tiers."""
+        measured = self.measured_nbytes if self.tier is Tier.DEVICE else None
+        return self.saved_nbytes if measured is None else max(measured, self.saved_nbytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    layer: str
+    stall_ns: int
+    recompute_ns: int
+    moved_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step of one rank, or (`step` None) the whole trace."""
+
+    rank: int
+    step: int | None
+    start_ns: int
+    duration_ns: int
+    forward_ns: int
+    backward_ns: int
+    compute_ns: int
+    recompute_ns: int
+    stall_ns: int
+    """Time in which at least one stall was open."""
+    added_ns: int
+    added_percent: float | None
+    """Of the step without it."""
+    copy_ns: int
+    hidden_ns: int
+    overlap_percent: float | None
+    lanes: tuple[LaneStats, ...]
+    stalls: tuple[StallStats, ...]
+    prefetch: PrefetchStats
+    peaks: tuple[TierPeak, ...]
+    worst_layers: tuple[LayerCost, ...]
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankStats:
+    rank: int
+    steps: tuple[StepStats, ...]
+    total: StepStats
+
+
+def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStats:
+    """Every figure of one rank's trace."""
+    residence = _Residence(trace, lives_of(trace.events) if lives is None else lives)
+    by_step: dict[int, list[Event]] = collections.defaultdict(list)
+    for event in trace.events:
+        by_step[event.step].append(event)
+    steps = tuple(_measure(trace, residence, events, step=step) for step, events in sorted(by_step.items()))
+    return RankStats(rank=trace.rank, steps=steps, total=_measure(trace, residence, trace.events, step=None))
+
+
+def representative_step(stats: RankStats) -> StepStats:
+    """The step of median duration, first and unfinished ones aside (they profile, warm up, or break off)."""
+    steps = stats.steps[1:] if len(stats.steps) > 1 else stats.steps
+    if not steps:
+        return stats.total
+    by_duration = sorted(steps, key=lambda step: (step.duration_ns, step.step))
+    return by_duration[len(by_duration) // 2]
+
+
+def to_json(value: object) -> Any:
+    """Nouns as objects, ready for json; keys carry their unit as the fields do."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def prediction_of(meta: Mapping[str, Any]) -> dict[Tier, int]:
+    """The peaks that the header's plan foretold: `plan.predicted_peak_nbytes`, by tier."""
+    plan = meta.get("plan")
+    return _naturals_by(Tier, plan.get("predicted_peak_nbytes") if isinstance(plan, dict) else None)
+
+
+def _naturals_by(keys: type[Any], found: object) -> dict[Any, int]:
+    """The entries of a free-form object that are what they should be; a header's meta is never trusted."""
+    if not isinstance(found, dict):
+        return {}
+    return {key: found[key] for key in keys if type(found.get(key)) in (int, float) and found[key] > 0}
+
+
+class _Residence:
+    """Bytes of saved storages in each tier over time, and the most of them within a window."""
+
+    def __init__(self, trace: Trace, lives: Sequence[Life]) -> None:
+        self.module_of = {life.id: life.module for life in lives}
+        self._times: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        self._totals: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        held = dict.fromkeys(Tier, 0)
+        for change in holdings_of(lives):
+            held[change.tier] += change.delta
+            self._times[change.tier].append(change.t)
+            self._totals[change.tier].append(held[change.tier])
+        self._budgets = _naturals_by(Tier, trace.meta.get("budgets"))
+        self._predicted = prediction_of(trace.meta)
+
+    def peaks(self, window: Interval, counters: Mapping[Tier, int]) -> tuple[TierPeak, ...]:
+        return tuple(self._peak(tier, window, counters.get(tier)) for tier in Tier)
+
+    def _peak(self, tier: Tier, window: Interval, measured: int | None) -> TierPeak:
+        times, totals = self._times[tier], self._totals[tier]
+        first = bisect.bisect_right(times, window[0]) - 1  # what is held when the window opens
+        last = bisect.bisect_right(times, window[1])
+        saved, at = 0, window[0]
+        for index in range(max(first, 0), last):
+            if totals[index] > saved:
+                saved, at = totals[index], max(times[index], window[0])
+        return TierPeak(
+            tier=tier,
+            saved_nbytes=saved,
+            at_ns=at,
+            measured_nbytes=measured,
+            budget_nbytes=self._budgets.get(tier),
+            predicted_nbytes=self._predicted.get(tier),
+        )
+
+
+def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, step: int | None) -> StepStats:
+    spans: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
+    stalls: list[Stall] = []
+    uses: list[Use] = []
+    counters: dict[Tier, int] = {}
+    for event in events:
+        if isinstance(event, Span):
+            spans[event.lane].append(event)
+        elif isinstance(event, Stall):
+            stalls.append(event)
+        elif isinstance(event, Use):
+            uses.append(event)
+        elif isinstance(event, CounterEvent):
+            counters[event.tier] = max(counters.get(event.tier, 0), event.nbytes)
+    window = _window(events)
+    waits = _union_of(stalls)
+    recompute = _union_of(spans[Lane.RECOMPUTE])
+    running = subtraction(_union_of([*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]]), waits)
+    forward = _union_of(span for span in spans[Lane.COMPUTE] if span.phase == "forward")
+    backward = _union_of(span for span in [*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]] if span.phase == "backward")
+    copying = _union_of(itertools.chain.from_iterable(spans[lane] for lane in COPY_LANES))
+    hidden = length(intersection(copying, running))
+    duration = window[1] - window[0]
+    added = length(union([*waits, *recompute]))
+    links = _naturals_by(Lane, trace.meta.get("link_bytes_per_s"))
+    return StepStats(
+        rank=trace.rank,
+        step=step,
+        start_ns=window[0],
+        duration_ns=duration,
+        forward_ns=length(forward),
+        backward_ns=length(backward),
+        compute_ns=length(running),
+        recompute_ns=length(recompute),
+        stall_ns=length(waits),
+        added_ns=added,
+        added_percent=_percent(added, duration - added),
+        copy_ns=length(copying),
+        hidden_ns=hidden,
+        overlap_percent=_percent(hidden, length(copying)),
+        lanes=tuple(_lane_stats(lane, spans[lane], running, forward, backward, links.get(lane)) for lane in COPY_LANES),
+        stalls=_stall_stats(stalls),
+        prefetch=_prefetch_stats(uses, stalls),
+        peaks=residence.peaks(window, counters),
+        worst_layers=_worst_layers(stalls, spans, residence),
+    )
+
+
+def _window(events: Sequence[Event]) -> Interval:
+    """From the first `begin` to the last `end`; a missing mark is replaced by the first or last event."""
+    marks = [event for event in events if isinstance(event, StepMark)]
+    begins = [mark.t for mark in marks if mark.phase == "begin"]
+    ends = [mark.t for mark in marks if mark.phase == "end"]
+    start = min(begins) if begins else min((event.t for event in events), default=0)
+    complete = len(ends) >= len(begins) > 0
+    end = max(ends) if complete else max((event.t + getattr(event, "d", 0) for event in events), default=start)
+    return start, max(start, end)
+
+
+def _union_of(spans: Iterable[Span | Stall]) -> list[Interval]:
+    return union((span.t, span.t + span.d) for span in spans)
+
+
+def _percent(part: int, whole: int) -> float | None:
+    return 100 * part / whole if whole > 0 else None
+
+
+def _lane_stats(
+    lane: Lane,
+    spans: Sequence[Span],
+    running: Sequence[Interval],
+    forward: Sequence[Interval],
+    backward: Sequence[Interval],
+    link: float | None,
+) -> LaneStats:
+    busy = _union_of(spans)
+    nbytes = sum(span.nbytes or 0 for span in spans)
+    return LaneStats(
+        lane=lane,
+        copies=len(spans),
+        nbytes=nbytes,
+        busy_ns=length(busy),
+        hidden_ns=length(intersection(busy, running)),
+        forward_busy_percent=_percent(length(intersection(busy, forward)), length(forward)),
+        backward_busy_percent=_percent(length(intersection(busy, backward)), length(backward)),
+        bytes_per_s=nbytes / length(busy) * 1e9 if busy and nbytes else None,
+        link_bytes_per_s=link,
+    )
+
+
+def _stall_stats(stalls: Sequence[Stall]) -> tuple[StallStats, ...]:
+    by_cause: dict[StallCause, list[int]] = collections.defaultdict(list)
+    for stall in stalls:
+        by_cause[stall.cause].append(stall.d)
+    found = (
+        StallStats(cause=cause, count=len(times), total_ns=sum(times), longest_ns=max(times))
+        for cause, times in by_cause.items()
+    )
+    return tuple(sorted(found, key=lambda one: (-one.total_ns, one.cause)))
+
+
+def _prefetch_stats(uses: Sequence[Use], stalls: Sequence[Stall]) -> PrefetchStats:
+    count = collections.Counter(use.how for use in uses)
+    waited = {stall.id for stall in stalls if stall.cause is StallCause.RELOAD and stall.d > 0}
+    prefetched, fetched = count[UseKind.PREFETCHED], count[UseKind.FETCHED]
+    return PrefetchStats(
+        prefetched=prefetched,
+        fetched=fetched,
+        live=count[UseKind.LIVE],
+        late=sum(use.how is UseKind.PREFETCHED and use.id in waited for use in uses),
+        hit_percent=_percent(prefetched, prefetched + fetched),
+    )
+
+
+def _worst_layers(
+    stalls: Sequence[Stall], spans: Mapping[Lane, Sequence[Span]], residence: _Residence
+) -> tuple[LayerCost, ...]:
+    """The layers that cost most time; a stall with no module counts for its tensor's."""
+    stalled: collections.Counter[str] = collections.Counter()
+    recomputed: collections.Counter[str] = collections.Counter()
+    moved: collections.Counter[str] = collections.Counter()
+    for stall in stalls:
+        stalled[layer_of(stall.module or residence.module_of.get(-1 if stall.id is None else stall.id, ""))] += stall.d
+    for span in spans[Lane.RECOMPUTE]:
+        recomputed[layer_of(span.module or "")] += span.d
+    for span in itertools.chain.from_iterable(spans[lane] for lane in COPY_LANES):
+        moved[layer_of(residence.module_of.get(span.id if span.id is not None else -1, ""))] += span.nbytes or 0
+    costs = (
+        LayerCost(layer=layer, stall_ns=stalled[layer], recompute_ns=recomputed[layer], moved_nbytes=moved[layer])
+        for layer in {*stalled, *recomputed}
+    )
+    ranked = sorted(costs, key=lambda cost: (-cost.stall_ns - cost.recompute_ns, cost.layer))
+    return tuple(ranked[:_WORST_LAYERS])

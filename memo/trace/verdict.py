@@ -1,0 +1,314 @@
+"""The trace in a few plain sentences. Each comes from one rule, named in the output and documented in docs/verdict.md.
+
+A rule is a function from the evidence of one step to a sentence or None; RULES lists them in the order a person asks.
+No rule guesses: what is not in the trace is not said, and every advice states the arithmetic it rests on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from memo.trace.events import Event, Lane, Span, Stall, StallCause, TensorState
+from memo.trace.intervals import length, subtraction, union
+from memo.trace.lives import Life, layer_of
+from memo.trace.reader import Trace
+from memo.trace.stats import LaneStats, RankStats, StepStats
+from memo.trace.words import duration, percent, printable, rate
+from memo.units import format_bytes
+
+__all__ = ["RULES", "Evidence", "Sentence", "verdict"]
+
+SLOW_LINK = 0.75
+"""A lane is called slow below this share of its measured link."""
+TIGHT = 0.95
+"""A budget is called tight above this share of it."""
+NOTABLE = 0.001
+"""Time under this share of the step is not worth a sentence."""
+UNEVEN = 1.03
+"""Ranks are called uneven when the slowest takes this many times the median."""
+
+_LANE_NAMES = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.DISK_WRITE: "NVMe write", Lane.DISK_READ: "NVMe read"}
+_WAITS = {
+    Lane.D2H: (StallCause.DRAIN,),
+    Lane.H2D: (StallCause.RELOAD,),
+    Lane.DISK_WRITE: (StallCause.HOST_FULL, StallCause.DISK_QUEUE),
+    Lane.DISK_READ: (StallCause.RELOAD,),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sentence:
+    rule: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the rules may look at: one step of one rank, its events and lives, and the other ranks' figures."""
+
+    trace: Trace
+    stats: StepStats
+    events: Sequence[Event]
+    lives: Sequence[Life]
+    others: Sequence[RankStats] = ()
+
+    def lane(self, lane: Lane) -> LaneStats:
+        return next(one for one in self.stats.lanes if one.lane is lane)
+
+    def waited_ns(self, *causes: StallCause) -> int:
+        return sum(one.total_ns for one in self.stats.stalls if one.cause in causes)
+
+    def notable(self, ns: int) -> bool:
+        return ns > 0 and ns >= NOTABLE * self.stats.duration_ns
+
+
+def verdict(evidence: Evidence) -> tuple[Sentence, ...]:
+    """What the rules have to say, in order."""
+    said = ((name, rule(evidence)) for name, rule in RULES.items())
+    return tuple(Sentence(rule=name, text=text) for name, text in said if text is not None)
+
+
+def _step_time(evidence: Evidence) -> str | None:
+    stats = evidence.stats
+    what = "The trace covers" if stats.step is None else f"Step {stats.step} took"
+    if stats.added_ns == 0:
+        return f"{what} {duration(stats.duration_ns)}; it waited for no copy and recomputed nothing."
+    parts = []
+    if stats.stall_ns:
+        parts.append(f"stalls {duration(stats.stall_ns)}")
+    if stats.recompute_ns:
+        parts.append(f"recompute {duration(stats.recompute_ns)}")
+    above = percent(stats.added_percent)
+    return f"{what} {duration(stats.duration_ns)}, {above} above the same work without offloading ({', '.join(parts)})."
+
+
+def _declined(evidence: Evidence) -> str | None:
+    if any(lane.copies for lane in evidence.stats.lanes) or evidence.stats.recompute_ns:
+        return None
+    saved = evidence.stats.peaks[0].saved_nbytes
+    return f"Nothing was moved or recomputed: all {format_bytes(saved)} of saved activations stayed on the device."
+
+
+def _copies_out(evidence: Evidence) -> str | None:
+    return _hiding(evidence, Lane.D2H, "forward", evidence.lane(Lane.D2H).forward_busy_percent)
+
+
+def _copies_in(evidence: Evidence) -> str | None:
+    return _hiding(evidence, Lane.H2D, "backward", evidence.lane(Lane.H2D).backward_busy_percent)
+
+
+def _hiding(evidence: Evidence, lane: Lane, phase: str, busy_percent: float | None) -> str | None:
+    if not evidence.lane(lane).copies or busy_percent is None:
+        return None
+    waited = evidence.waited_ns(*_WAITS[lane])
+    ending = f"costs {duration(waited)} of waiting" if waited else "hides fully"
+    return f"{_LANE_NAMES[lane]} is busy {percent(busy_percent)} of the {phase} and {ending}."
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Episode:
+    """Stalls of one cause at one layer with no other stall between them: one wait, tensor by tensor."""
+
+    first: Stall
+    layer: str
+    d: int
+
+
+def _episodes(evidence: Evidence) -> list[_Episode]:
+    modules = {life.id: life.module for life in evidence.lives}
+    stalls = [event for event in evidence.events if isinstance(event, Stall)]
+
+    def place(stall: Stall) -> tuple[StallCause, str]:
+        named = stall.module or modules.get(-1 if stall.id is None else stall.id, "")
+        return stall.cause, layer_of(named)
+
+    episodes = []
+    for (_, layer), group in itertools.groupby(stalls, key=place):
+        members = list(group)
+        episodes.append(_Episode(first=members[0], layer=layer, d=sum(stall.d for stall in members)))
+    return episodes
+
+
+def _worst_stall(evidence: Evidence) -> str | None:
+    worst = max(_episodes(evidence), key=lambda episode: episode.d, default=None)
+    if worst is None or not evidence.notable(worst.d):
+        return None
+    who = printable(worst.layer) if worst.layer else "one storage"
+    if worst.first.cause is StallCause.RELOAD:
+        return f"{who}'s reload waits {duration(worst.d)} {_why_reload_waits(evidence, worst)}."
+    return f"{who} waits {duration(worst.d)} {_WHY[worst.first.cause](evidence)}."
+
+
+def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
+    """Late, if the lane had idle time since backward began that would have taken the wait; else the link is full."""
+    stall = episode.first
+    life = next((life for life in evidence.lives if life.id == stall.id and life.start_ns <= stall.t), None)
+    returns = [state.t for state in life.states if state.to is TensorState.RETURNING] if life else []
+    copies = [span for span in life.moves if span.lane in (Lane.H2D, Lane.DISK_READ)] if life else []
+    if life is None or not copies:
+        return "for a copy the trace does not show"
+    begun = min([*returns, copies[0].t])
+    slow = max(copies, key=lambda span: span.d).lane
+    backward = [event for event in evidence.events if _is_backward_layer(event)]
+    opened = min((span.t for span in backward), default=stall.t)
+    busy = union(
+        (event.t, event.t + event.d) for event in evidence.events if isinstance(event, Span) and event.lane is slow
+    )
+    idle = length(subtraction([(opened, begun)], busy)) if begun > opened else 0
+    if idle < episode.d:
+        return f"because {_LANE_NAMES[slow]} was never idle long enough since backward began: move fewer bytes"
+    why = "because nothing asked for it earlier" if begun >= stall.t else "because its prefetch began late"
+    return f"{why}; {_deeper(evidence, episode, begun, backward, life)}"
+
+
+def _is_backward_layer(event: Event) -> bool:
+    return isinstance(event, Span) and event.lane is Lane.COMPUTE and event.phase == "backward"
+
+
+def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Life) -> str:
+    """How many layers ahead the reload must begin to be `episode.d` earlier, and what the device holds more for it."""
+
+    def layers_since(t: int) -> int:
+        return sum(event.t < episode.first.t and event.t + getattr(event, "d", 0) > t for event in backward)
+
+    now = layers_since(begun)
+    depth = max(now + 1, layers_since(begun - episode.d))
+    layer = layer_of(life.module)
+    needed = (depth - now) * sum(
+        one.nbytes for one in evidence.lives if one.step == life.step and one.moves and layer_of(one.module) == layer
+    )
+    device = evidence.stats.peaks[0]
+    room = None if device.budget_nbytes is None else device.budget_nbytes - device.used_nbytes
+    text = f"beginning {depth} layer{'s' * (depth > 1)} ahead would need {format_bytes(needed)} and remove it"
+    if room is not None and room < needed:
+        text += f", but only {format_bytes(max(room, 0))} of the device budget is free"
+    return text
+
+
+def _why_drain(evidence: Evidence) -> str:
+    lane, forward = evidence.lane(Lane.D2H), evidence.stats.forward_ns
+    why = "for its copy out to end"
+    if not lane.bytes_per_s or not forward or not lane.nbytes:
+        return why
+    share = lane.bytes_per_s * forward / 1e9 / lane.nbytes
+    if share >= 1:
+        return f"{why}, though D2H could carry all of forward's bytes: they come in bursts"
+    return (
+        f"{why}: forward saves {format_bytes(lane.nbytes)} and D2H carries {rate(lane.bytes_per_s)};"
+        f" moving {percent(100 * share)} of that would hide"
+    )
+
+
+def _why_host_full(evidence: Evidence) -> str:
+    host = evidence.stats.peaks[1]
+    budget = f" of {format_bytes(host.budget_nbytes)}" if host.budget_nbytes else ""
+    return f"because the host arena{budget} is full until a write to disk ends; a larger one would remove it"
+
+
+def _why_disk_queue(evidence: Evidence) -> str:
+    lane = evidence.lane(Lane.DISK_WRITE)
+    return f"because the disk is behind at {rate(lane.bytes_per_s)}; send fewer bytes to it or stripe over more disks"
+
+
+_WHY: dict[StallCause, Callable[[Evidence], str]] = {
+    StallCause.DRAIN: _why_drain,
+    StallCause.HOST_FULL: _why_host_full,
+    StallCause.DISK_QUEUE: _why_disk_queue,
+}
+
+
+def _slow_link(evidence: Evidence) -> str | None:
+    slow = [
+        f"{_LANE_NAMES[lane.lane]} ran at {rate(lane.bytes_per_s)}, {percent(100 * lane.bytes_per_s / link)} of the "
+        f"{rate(link)} measured alone"
+        for lane in evidence.stats.lanes
+        if lane.bytes_per_s and (link := lane.link_bytes_per_s) and lane.bytes_per_s < SLOW_LINK * link
+    ]
+    return "; ".join(slow) + "." if slow else None
+
+
+def _missed_prefetch(evidence: Evidence) -> str | None:
+    prefetch = evidence.stats.prefetch
+    if not prefetch.fetched:
+        return None
+    asked = prefetch.fetched + prefetch.prefetched
+    return f"{prefetch.fetched:,} of {asked:,} reloads began only when backward asked for them."
+
+
+def _budget(evidence: Evidence) -> str | None:
+    texts = []
+    for peak in evidence.stats.peaks:
+        if not peak.budget_nbytes or not peak.used_nbytes:
+            continue
+        if peak.used_nbytes > peak.budget_nbytes:
+            over = format_bytes(peak.used_nbytes - peak.budget_nbytes)
+            texts.append(f"{peak.tier} is {over} over its budget of {format_bytes(peak.budget_nbytes)}")
+        elif peak.used_nbytes > TIGHT * peak.budget_nbytes:
+            share = percent(100 * peak.used_nbytes / peak.budget_nbytes)
+            texts.append(f"{peak.tier} peaks at {share} of its budget of {format_bytes(peak.budget_nbytes)}")
+    if not texts:
+        return None
+    sentence = "; ".join(texts) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _recompute(evidence: Evidence) -> str | None:
+    """Worth a word only when copying instead would have been free: D2H and H2D idle for most of their phase."""
+    stats = evidence.stats
+    out, back = evidence.lane(Lane.D2H).forward_busy_percent, evidence.lane(Lane.H2D).backward_busy_percent
+    if not evidence.notable(stats.recompute_ns) or stats.stall_ns or not out or not back or max(out, back) > 80:
+        return None
+    return (
+        f"Recompute takes {duration(stats.recompute_ns)} while D2H is idle {percent(100 - out)} of the forward and "
+        f"H2D {percent(100 - back)} of the backward: a larger share could be moved instead."
+    )
+
+
+def _plan(evidence: Evidence) -> str | None:
+    texts = []
+    for peak in evidence.stats.peaks:
+        if peak.predicted_nbytes and abs(peak.saved_nbytes / peak.predicted_nbytes - 1) > 1 - TIGHT:
+            word = "above" if peak.saved_nbytes > peak.predicted_nbytes else "below"
+            off = abs(peak.saved_nbytes / peak.predicted_nbytes - 1)
+            texts.append(f"{peak.tier} peaks {percent(100 * off)} {word} the {format_bytes(peak.predicted_nbytes)}")
+    return f"Against the plan: {'; '.join(texts)} foretold." if texts else None
+
+
+def _uneven_ranks(evidence: Evidence) -> str | None:
+    took = {
+        rank.rank: step.duration_ns
+        for rank in evidence.others
+        for step in (*rank.steps, rank.total)
+        if step.step == evidence.stats.step
+    }
+    if len(took) < 2:
+        return None
+    middle = sorted(took.values())[(len(took) - 1) // 2]
+    slowest = max(took, key=lambda rank: took[rank])
+    if took[slowest] < UNEVEN * middle:
+        return None
+    share = percent(100 * (took[slowest] / middle - 1))
+    return f"Rank {slowest} is the slowest with {duration(took[slowest])}, {share} above the median rank."
+
+
+def _health(evidence: Evidence) -> str | None:
+    return " ".join(evidence.trace.remarks) or None
+
+
+RULES: dict[str, Callable[[Evidence], str | None]] = {
+    "step-time": _step_time,
+    "declined": _declined,
+    "copies-out": _copies_out,
+    "copies-in": _copies_in,
+    "worst-stall": _worst_stall,
+    "missed-prefetch": _missed_prefetch,
+    "slow-link": _slow_link,
+    "budget": _budget,
+    "recompute": _recompute,
+    "plan": _plan,
+    "uneven-ranks": _uneven_ranks,
+    "health": _health,
+}
+"""Rule by name, in the order they are said."""
