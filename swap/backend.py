@@ -3,8 +3,8 @@
 Three implementations: `memo.swap.cuda` (CUDA streams), `memo.swap.cpu` (worker threads), and `memo.swap.checking`
 (deterministic schedules and vector clocks, for tests). The engine is the same above all three.
 
-Every buffer that crosses this interface is a one-dimensional uint8 tensor. A stream runs its operations in the order
-they were issued; different streams are ordered only by `record` and `wait`.
+Every buffer that crosses this interface is a one-dimensional uint8 tensor. A copy stream runs its operations in the
+order they were issued; different streams are ordered only by `record` and `wait`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "Timed"]
+__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "Stamp", "Timed"]
 
 
 class Event(Protocol):
@@ -35,6 +35,9 @@ class Timed(Event, Protocol):
     def interval_ns(self) -> tuple[int, int] | None:
         """(start, end) as `time.monotonic_ns()` readings; None while it runs or where it was not measured."""
 
+    def cancel(self) -> bool:
+        """True if the operation had not begun and never will; the event is then done. False where that cannot be."""
+
 
 class CopyStream(Protocol):
     """A lane that copies in order."""
@@ -49,7 +52,8 @@ class CopyStream(Protocol):
 class Extent(Protocol):
     """A reserved range of the disk tier."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Disk(Protocol):
@@ -65,33 +69,50 @@ class Disk(Protocol):
     def release(self, extent: Extent) -> None:
         """Gives the range back; no operation on it may be pending."""
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskEvent: ...
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed: ...
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskEvent: ...
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed: ...
 
     def close(self) -> None:
         """Waits for running operations, ends the threads, closes the files. Idempotent."""
 
 
-class DiskEvent(Timed, Protocol):
-    """The end of one disk operation."""
+class Stamp(Protocol):
+    """A point of the compute stream in time."""
 
-    def cancel(self) -> bool:
-        """True if the operation had not begun and never will; the event is then done."""
+    def ns(self) -> int | None:
+        """`time.monotonic_ns()` when the stream passed it; None while it has not."""
 
 
 class Backend(Protocol):
     """One device and its lanes."""
 
-    device: torch.device
-    d2h: CopyStream
-    h2d: CopyStream
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def d2h(self) -> CopyStream: ...
+
+    @property
+    def h2d(self) -> CopyStream: ...
 
     def compute_event(self) -> Event:
         """An event at the current end of the caller's compute stream, read at call time and never cached (R5)."""
 
     def compute_wait(self, event: Event) -> None:
-        """Work issued later on the caller's compute stream runs after `event`."""
+        """Work issued later on the caller's compute stream runs after `event`; raises if its operation failed."""
+
+    def compute_uses(self, buffer: torch.Tensor) -> None:
+        """Says that the caller's compute stream has just used `buffer` or is about to: its memory must outlive that."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory that belongs to the caller's compute stream."""
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        """A host arena of exactly `nbytes` (page-locked where the device has a bus to cross)."""
+
+    def stamp(self) -> Stamp:
+        """Now, on the caller's compute stream."""
+
+    def close(self) -> None:
+        """Ends the lanes. Idempotent."""

@@ -1,0 +1,282 @@
+"""`memo.offload`: the context manager around a model's forward.
+
+It owns the choice of layers, budgets and tiers, and nothing of how bytes move (memo.swap). Hooks are on the model only
+between `__enter__` and `__exit__`; what was saved in between comes back in backward, wherever that runs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from memo.errors import MemoError, UsageError
+from memo.report import Report
+from memo.swap.cpu import CpuBackend
+from memo.swap.disk import DiskStore
+from memo.swap.engine import Engine, Group
+from memo.swap.layers import Layer, find_layers
+from memo.swap.tiers import DiskTier, HostTier
+from memo.trace.recorder import TraceRecorder
+from memo.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from memo.swap.backend import Backend, Disk
+    from memo.swap.stats import Stats
+    from memo.swap.tiers import Tier
+
+__all__ = ["Manager", "offload"]
+
+# Of the host memory that is free at construction, what `host="auto"` may take: the rest is the data loader's, the
+# checkpoint's and the operating system's.
+AUTO_HOST_SHARE = 0.7
+
+_Path = str | os.PathLike[str]
+
+
+def offload(
+    model: nn.Module,
+    *,
+    plan: None = None,
+    alpha: float | None = None,
+    device: int | str | None = None,
+    host: int | str = "auto",
+    disk: _Path | Sequence[_Path] | None = None,
+    disk_budget: int | str | None = None,
+    layers: nn.ModuleList | Sequence[nn.Module] | type | None = None,
+    min_bytes: int | str = "64KiB",
+    on_full: str = "spill",
+    verify: bool = False,
+    trace: _Path | None = None,
+) -> Manager:
+    """Moves what the model's repeated layers save for backward out of the device, and back in time.
+
+    Gradients are bit-identical to the same model without memo. Whole tensors move: host memory first, then disk.
+
+    Args:
+        model: any module with repeated layers; it is not modified outside the `with`.
+        plan: reserved for activation plans; None.
+        alpha: fraction of the tokens that is moved rather than recomputed; 1.0, or None for the same.
+        device: bytes of reloaded activations to hold ahead of backward, as int or "8GiB"; None for one layer.
+        host: bytes of host memory for activations; "auto" takes a share of what is free when the model is on a GPU and
+            nothing when it is on the CPU, where host memory is the device; 0 turns the tier off.
+        disk: a directory or a list of them for an anonymous scratch file; None uses the system's temporary directory
+            when the model is on the CPU and no disk otherwise.
+        disk_budget: bytes of disk; None takes what the file system has free, as it is needed.
+        layers: a ModuleList, a list of modules or a class, when the automatic choice is not wanted.
+        min_bytes: smaller storages stay where they are.
+        on_full: "spill" hands over to the next tier when one is full; "raise" raises at once.
+        verify: keep a checksum of each block on disk and compare it when it is read.
+        trace: file, or directory, for `trace.rank0.jsonl`; None records nothing.
+
+    Raises:
+        UsageError: an argument that cannot mean anything.
+        NoRepeatedLayers: no layers were found.
+        ScratchUnusable, ScratchFull: the scratch directory cannot be used or has no room for `disk_budget`.
+    """
+    if plan is not None:
+        raise UsageError("plan: activation plans are not supported by this version; leave it None")
+    if alpha is not None and alpha != 1.0:
+        raise UsageError(f"alpha: {alpha} is not supported by this version; 1.0 moves whole tensors")
+    if on_full not in ("spill", "raise"):
+        raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise'")
+    found = find_layers(model, layers)
+    where = _device_of(model)
+    prefetch = None if device is None else parse_bytes(device, what="device")
+    smallest = parse_bytes(min_bytes, what="min_bytes")
+    disk_bytes = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
+    host_bytes = _host_budget(host, where)
+    directories = _directories(disk, where, host_bytes)
+    if host_bytes == 0 and not directories:
+        raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
+    recorder = None if trace is None else _recorder(trace, model, host_bytes, disk_bytes)
+    backend = _backend(where, timing=recorder is not None)
+    tiers: list[Tier] = []
+    if host_bytes > 0:
+        tiers.append(HostTier(backend, host_bytes))
+    if directories:
+        store = DiskStore(directories, disk_bytes, verify=verify)
+        tiers.append(DiskTier(_for_device(store, where), disk_bytes))
+    engine = Engine(
+        backend,
+        tiers,
+        min_bytes=smallest,
+        spill=on_full == "spill",
+        prefetch_bytes=prefetch,
+        tracer=recorder,
+    )
+    return Manager(model, found, engine, recorder)
+
+
+class Manager:
+    """A reusable context manager around forwards; made by `memo.offload`."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], engine: Engine, recorder: TraceRecorder | None = None
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._engine = engine
+        self._recorder = recorder
+        self._depth = 0
+        self._hooks: list[RemovableHandle] = []
+        self._saving: saved_tensors_hooks | None = None
+        self._running: dict[int, list[Group]] = {}
+        self._closer = weakref.finalize(self, _close, engine, recorder)
+        if recorder is not None:
+            recorder.begin_step(0)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since construction."""
+        return self._engine.stats
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers whose activations are managed."""
+        return self._layers
+
+    def __enter__(self) -> Manager:
+        if not self._closer.alive:
+            raise MemoError("this manager is closed; call memo.offload again")
+        self._depth += 1
+        if self._depth > 1:
+            return self
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        self._engine.begin_forwards(t.untyped_storage() for t in tensors if _has_storage(t))
+        for position, layer in enumerate(self._layers):
+            self._hooks += self._hook(position, layer)
+        self._saving = saved_tensors_hooks(self._engine.pack, self._engine.unpack)
+        self._saving.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        assert self._saving is not None
+        self._saving.__exit__(None, None, None)
+        self._saving = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._running.clear()
+        self._engine.end_forwards()
+
+    def _hook(self, position: int, layer: Layer) -> list[RemovableHandle]:
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
+            self._running.setdefault(position, []).append(group)
+
+        def end(module: nn.Module, args: object, output: object) -> None:
+            running = self._running.get(position)
+            if running:  # empty when an earlier hook of the module raised before ours began
+                self._engine.end_layer(running.pop(), between=not layer.last)
+
+        return [
+            layer.module.register_forward_pre_hook(begin, with_kwargs=True),
+            layer.module.register_forward_hook(end, always_call=True),
+        ]
+
+    def step_done(self, step: int | None = None) -> None:
+        """Marks the end of a training step in the trace; `step` names the next one (default: one more)."""
+        self._engine.end_step()
+        if self._recorder is not None:
+            self._recorder.end_step()
+            self._recorder.begin_step(self._recorder.step + 1 if step is None else step)
+
+    def report(self) -> Report:
+        """What went where and what it cost, so far."""
+        return Report.of(self._engine, layers=len(self._layers))
+
+    def close(self) -> None:
+        """Waits for running copies, gives back every buffer and the scratch file, ends the trace. Idempotent."""
+        self._closer()
+
+
+def _close(engine: Engine, recorder: TraceRecorder | None) -> None:
+    try:
+        engine.close()
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    kinds = {device.type for device in devices}
+    if kinds == {"meta"}:
+        raise UsageError("the model is on the meta device; move it to a real one before memo.offload")
+    accelerators = {device for device in devices if device.type == "cuda"}
+    if len(accelerators) > 1:
+        names = ", ".join(sorted(map(str, accelerators)))
+        raise UsageError(f"the model is spread over {names}; memo manages one GPU a process")
+    return accelerators.pop() if accelerators else torch.device("cpu")
+
+
+def _host_budget(host: int | str, where: torch.device) -> int:
+    if host != "auto":
+        return parse_bytes(host, what="host")
+    if where.type == "cpu":
+        return 0
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; the node's ranks share its memory
+    return int(free * AUTO_HOST_SHARE / ranks)
+
+
+def _directories(disk: _Path | Sequence[_Path] | None, where: torch.device, host_bytes: int) -> list[Path]:
+    from pathlib import Path
+
+    if disk is None:
+        return [Path(tempfile.gettempdir())] if where.type == "cpu" and host_bytes == 0 else []
+    if isinstance(disk, (str, os.PathLike)):
+        return [Path(disk)]
+    return [Path(directory) for directory in disk]
+
+
+def _backend(where: torch.device, *, timing: bool) -> Backend:
+    if where.type == "cpu":
+        return CpuBackend()
+    from memo.swap.cuda import CudaBackend
+
+    return CudaBackend(where, timing=timing)
+
+
+def _for_device(store: DiskStore, where: torch.device) -> Disk:
+    """The disk as the device sees it: the CPU's memory is the store's own, a GPU's bytes pass through host blocks."""
+    if where.type == "cpu":
+        return store
+    from memo.swap.cuda import copy_stream, page_locked
+    from memo.swap.staged import StagedDisk
+
+    return StagedDisk(store, copy_stream(where), copy_stream(where), page_locked)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int | None) -> TraceRecorder:
+    import platform
+    import sys
+    from pathlib import Path
+
+    meta = {
+        "command": " ".join(sys.argv),
+        "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "plan": None,
+        "budgets": {"host": host_bytes, "disk": disk_bytes},
+    }
+    return TraceRecorder.beside(Path(trace), rank=int(os.environ.get("RANK", "0")), meta=meta)

@@ -1,0 +1,107 @@
+"""What a manager did, as numbers and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from memo.trace.events import StallCause, Tier, UseKind
+from memo.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from memo.swap.engine import Engine
+
+__all__ = ["Report", "TierUse"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """One tier's share."""
+
+    tier: Tier
+    moved_bytes: int
+    """Bytes moved into the tier since construction; for the device, bytes that stayed until backward took them."""
+    peak_bytes: int
+    budget_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A snapshot; `str()` is the table."""
+
+    layers: int
+    tiers: tuple[TierUse, ...]
+    saved_tensors: int
+    deduplicated: int
+    reloaded_bytes: int
+    uses: dict[UseKind, int]
+    cancelled: int
+    spilled: int
+    failed_writes: int
+    stalls_s: dict[StallCause, float]
+    live_entries: int
+
+    @classmethod
+    def of(cls, engine: Engine, *, layers: int) -> Report:
+        """The state of `engine` now."""
+        stats = engine.stats
+        moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
+        return cls(
+            layers=layers,
+            tiers=(
+                TierUse(
+                    tier=Tier.DEVICE,
+                    moved_bytes=stats.bytes_forwarded,
+                    peak_bytes=stats.peak_device_bytes,
+                    budget_bytes=None,
+                ),
+                *(
+                    TierUse(
+                        tier=tier.name, moved_bytes=moved[tier.name], peak_bytes=tier.peak, budget_bytes=tier.budget
+                    )
+                    for tier in engine.tiers
+                ),
+            ),
+            saved_tensors=stats.packed,
+            deduplicated=stats.deduplicated,
+            reloaded_bytes=stats.bytes_reloaded,
+            uses=dict(stats.uses),
+            cancelled=stats.cancelled,
+            spilled=stats.spilled,
+            failed_writes=stats.failed_writes,
+            stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
+            live_entries=stats.live_entries,
+        )
+
+    @property
+    def prefetch_hits(self) -> float | None:
+        """Share of the reloads that had been issued before backward asked; None when nothing was reloaded."""
+        reloads = self.uses[UseKind.PREFETCHED] + self.uses[UseKind.FETCHED]
+        return self.uses[UseKind.PREFETCHED] / reloads if reloads else None
+
+    def __str__(self) -> str:
+        rows = [("tier", "moved", "peak", "budget", "used")]
+        for use in self.tiers:
+            budget = "-" if use.budget_bytes is None else format_bytes(use.budget_bytes)
+            share = "-" if not use.budget_bytes else f"{100 * use.peak_bytes / use.budget_bytes:.0f} %"
+            rows.append((use.tier, format_bytes(use.moved_bytes), format_bytes(use.peak_bytes), budget, share))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+        hits = self.prefetch_hits
+        stalls = ", ".join(f"{cause} {format_duration(s)}" for cause, s in self.stalls_s.items() if s >= 5e-4)
+        lines = [
+            f"{self.layers} layers, {self.saved_tensors} saved tensors ({self.deduplicated} shared a storage)",
+            *table,
+            f"reloaded {format_bytes(self.reloaded_bytes)}, prefetch hits "
+            + ("-" if hits is None else f"{100 * hits:.1f} %")
+            + f", forwarded {self.uses[UseKind.LIVE]}, cancelled {self.cancelled}, spilled {self.spilled}",
+            f"stalls: {stalls or 'none'}",
+        ]
+        if self.failed_writes:
+            lines.append(f"failed writes: {self.failed_writes} (their bytes went to another tier)")
+        if self.live_entries:
+            lines.append(f"still saved: {self.live_entries} storages")
+        return "\n".join(lines)

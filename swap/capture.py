@@ -1,0 +1,93 @@
+"""Which saved tensors may move at all (rule R3), and what of a layer call they belong to.
+
+Never moved: parameters, their views and autocast's casts of them; the storages of a layer's other arguments and of the
+model's buffers; small storages; tensors of another device, sparse, quantised or conjugated tensors and subclasses. What
+does not move is kept by reference, so a wrong answer here costs memory and never a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["argument_storages", "cast_of_parameter", "is_plain", "view_of_parameter"]
+
+# Nodes that change how a parameter is seen and not what it holds. The walk stops at the first other node.
+_SEEN_THROUGH = frozenset(
+    {
+        "AliasBackward0",
+        "AsStridedBackward0",
+        "CloneBackward0",
+        "DetachBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SplitWithSizesBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+_MAX_HOPS = 6
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for an ordinary strided tensor whose storage is all there is to it."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
+def view_of_parameter(tensor: torch.Tensor) -> bool:
+    """True for a parameter or a view of one: `nn.Linear` saves `weight.t()`, which is no Parameter itself."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+
+
+def cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """True for autocast's low-precision copy of a parameter and views of it, found by walking back to the leaf."""
+    node: Any = tensor.grad_fn
+    for _ in range(_MAX_HOPS):
+        if node is None:
+            return False
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return isinstance(leaf, Parameter)
+        if node.name() not in _SEEN_THROUGH:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:
+    """Storages of a layer call's arguments other than its hidden states (the first tensor, or `hidden_states`)."""
+    found = list(_tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs)))
+    storages = [tensor.untyped_storage() for tensor in found if is_plain(tensor)]
+    return set(storages) - set(storages[:1])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

@@ -1,0 +1,171 @@
+"""The CPU backend: "device" memory is ordinary memory, copies run on worker threads.
+
+The host is its own compute stream, so a compute event is done when it is taken and waiting for one blocks the host.
+Used in production on CPU, where the tier that matters is the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.swap.aligned import aligned_empty
+
+if TYPE_CHECKING:
+    from memo.swap.backend import Event
+
+__all__ = ["CpuBackend", "Done", "HostEvent"]
+
+
+class Done:
+    """An event in the past."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+_DONE = Done()
+
+
+class HostEvent:
+    """The end of an operation that a worker thread runs."""
+
+    __slots__ = ("_done", "_error", "_interval", "_lock", "_started")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._started = False
+        self._error: BaseException | None = None
+        self._interval: tuple[int, int] | None = None
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def interval_ns(self) -> tuple[int, int] | None:
+        return self._interval
+
+    def cancel(self) -> bool:
+        with self._lock:
+            if self._started:
+                return False
+            self._started = True
+        self._done.set()
+        return True
+
+    def start(self) -> bool:
+        """Called by the worker: True if it is to run the operation, False if that was cancelled."""
+        with self._lock:
+            if self._started:
+                return False
+            self._started = True
+            return True
+
+    def finish(self, begin_ns: int, error: BaseException | None = None) -> None:
+        """Called by the worker, once."""
+        self._interval = (begin_ns, time.monotonic_ns())
+        self._error = error
+        self._done.set()
+
+
+_Operation = tuple[HostEvent, torch.Tensor, torch.Tensor, "list[Event]"]
+
+
+class _ThreadStream:
+    """Copies in order on one thread, started at the first copy."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._waits: list[Event] = []
+        self._thread: threading.Thread | None = None
+
+    def wait(self, event: Event) -> None:
+        if not event.query():
+            self._waits.append(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> HostEvent:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"memo-{self._name}", daemon=True)
+            self._thread.start()
+        event = HostEvent()
+        self._queue.put((event, target, source, self._waits))
+        self._waits = []
+        return event
+
+    def _work(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            event, target, source, waits = operation
+            begin = time.monotonic_ns()
+            try:
+                for other in waits:
+                    other.synchronize()
+                if event.start():
+                    begin = time.monotonic_ns()
+                    # A foreign call, so the interpreter runs on; torch's own copy would take the compute threads.
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+                    event.finish(begin)
+            except BaseException as error:
+                event.finish(begin, error)
+            del operation, event, target, source, waits  # the buffers' lives are not this thread's
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class _Stamp:
+    __slots__ = ("_ns",)
+
+    def __init__(self) -> None:
+        self._ns = time.monotonic_ns()
+
+    def ns(self) -> int | None:
+        return self._ns
+
+
+class CpuBackend:
+    """Worker threads in place of copy engines."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.d2h = _ThreadStream("d2h")
+        self.h2d = _ThreadStream("h2d")
+
+    def compute_event(self) -> Event:
+        return _DONE
+
+    def compute_wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def compute_uses(self, buffer: torch.Tensor) -> None:
+        return None
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return aligned_empty(nbytes)
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    def stamp(self) -> _Stamp:
+        return _Stamp()
+
+    def close(self) -> None:
+        self.d2h.close()
+        self.h2d.close()

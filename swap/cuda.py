@@ -1,0 +1,192 @@
+"""The CUDA backend: one stream out, one stream in, events between them and the caller's own stream.
+
+Copies never run on the caller's stream and the caller's stream is read at each call: under pipelines, FSDP2 or recompute
+the current stream is not the one a constructor saw. Device buffers are allocated on the caller's stream, so that the
+caching allocator reuses their memory in that stream's order; `record_stream` is used only where a buffer is consumed on
+another stream than it was allocated on.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.errors import SwapError
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from memo.swap.backend import CopyStream, Event
+
+__all__ = ["CudaBackend", "copy_stream", "page_locked"]
+
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
+
+
+class _Clock:
+    """Ties the device's event clock to the host's: one event whose host time is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._origin = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        self._origin.record(torch.cuda.current_stream(device))
+        self._origin.synchronize()
+        self._origin_ns = time.monotonic_ns()
+
+    def ns(self, event: torch.cuda.Event) -> int:
+        return self._origin_ns + int(self._origin.elapsed_time(event) * 1e6)
+
+
+class _CudaEvent:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Work issued later on `stream` runs after this event; the host does not wait."""
+        stream.wait_event(self._event)
+
+
+class _CudaCopy(_CudaEvent):
+    __slots__ = ("_begin", "_clock")
+
+    def __init__(self, event: torch.cuda.Event, begin: torch.cuda.Event | None, clock: _Clock | None) -> None:
+        super().__init__(event)
+        self._begin = begin
+        self._clock = clock
+
+    def interval_ns(self) -> tuple[int, int] | None:
+        if self._begin is None or self._clock is None or not self._event.query():
+            return None
+        return self._clock.ns(self._begin), self._clock.ns(self._event)
+
+    def cancel(self) -> bool:
+        return False  # what stands in a stream's order cannot be taken back
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device, clock: _Clock | None) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._clock = clock
+
+    def wait(self, event: Event) -> None:
+        _order(event, self.stream)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> _CudaCopy:
+        timing = self._clock is not None
+        begin = torch.cuda.Event(enable_timing=True) if timing else None
+        end = torch.cuda.Event(enable_timing=timing)
+        with torch.cuda.stream(self.stream):
+            if begin is not None:
+                begin.record(self.stream)
+            target.copy_(source, non_blocking=True)
+            end.record(self.stream)
+        return _CudaCopy(end, begin, self._clock)
+
+
+class _CudaStamp:
+    __slots__ = ("_clock", "_event")
+
+    def __init__(self, device: torch.device, clock: _Clock) -> None:
+        self._clock = clock
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def ns(self) -> int | None:
+        return self._clock.ns(self._event) if self._event.query() else None
+
+
+def _order(event: Event, stream: torch.cuda.Stream) -> None:
+    """`stream` after `event`: by the device where both are the device's, by the host where a thread made the event."""
+    if isinstance(event, _CudaEvent):
+        event.order(stream)
+    else:
+        event.synchronize()
+
+
+class CudaBackend:
+    """Copy engines of one GPU.
+
+    `timing` takes two timed events a copy, for a trace; without it events are the cheap kind.
+    """
+
+    def __init__(self, device: torch.device, *, timing: bool = False) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._clock = _Clock(self.device) if timing else None
+        self.d2h = _CudaStream(self.device, self._clock)
+        self.h2d = _CudaStream(self.device, self._clock)
+        # Storage -> the stream its memory belongs to.
+        self._home: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+
+    def compute_event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return _CudaEvent(event)
+
+    def compute_wait(self, event: Event) -> None:
+        _order(event, torch.cuda.current_stream(self.device))
+
+    def compute_uses(self, buffer: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(self.device)
+        home = self._home.get(buffer.untyped_storage())
+        if home is not None and home != current:
+            buffer.record_stream(current)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._home[buffer.untyped_storage()] = torch.cuda.current_stream(self.device)
+        return buffer
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        return page_locked(nbytes)
+
+    def stamp(self) -> _CudaStamp:
+        assert self._clock is not None, "stamps are taken only for a trace, and a trace asks for timing"
+        return _CudaStamp(self.device, self._clock)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """A copy stream of its own, for bytes on their way to and from disk."""
+    return _CudaStream(device, None)
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory of exactly `nbytes` rounded up to a page; unlocked when its storage dies.
+
+    torch's pinned allocator rounds to a power of two (1.78 times what was asked, measured) and never gives back.
+
+    Raises:
+        SwapError: the system refuses to lock the pages.
+    """
+    mapping = mmap.mmap(-1, nbytes)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    address = memory.data_ptr()
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+    if code != 0:
+        raise SwapError(
+            f"cannot page-lock {format_bytes(nbytes)} of host memory (CUDA error {code}); "
+            f"lower the host budget, or raise the memlock limit (ulimit -l)"
+        )
+    # The finalizer holds the mapping, so that the pages are unlocked before they are unmapped.
+    weakref.finalize(memory.untyped_storage(), _unlock, address, mapping).atexit = False
+    return memory
+
+
+def _unlock(address: int, mapping: mmap.mmap) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+    del mapping

@@ -1,0 +1,612 @@
+"""The swap engine: moves what autograd saved out of the device in forward and back in backward.
+
+It owns the order of copies and the lifetimes of buffers. It does not own memory kinds (tiers), lanes (backend), or the
+choice of layers (the manager). One invariant holds it together: a buffer is given up only when every operation that
+touches it is ordered before whatever may use its memory next (R5).
+
+    forward    layer 0 | layer 1 | layer 2 | ...           pack: compute event -> copy out waits for it
+    copies       out 0 |   out 1 |   out 2 |
+    dropped             ^ end of layer 1: compute waits for out 0, then the sources of layer 0 go
+
+    backward   ... | layer 2 | layer 1 | layer 0           first unpack of layer 2: reload 1 while 2 computes
+    reloads        |    in 1 |    in 0 |                   unpack: compute waits for the reload it needs
+
+Every ordering between streams is one of these edges; the checking backend proves each of them necessary.
+
+    E1  copy out waits for the compute event taken at pack
+    E2  compute waits for the copy out before its source is dropped
+    E3  reload waits for the compute event taken when its buffer was allocated
+    E4  compute waits for the reload before autograd sees the buffer
+    E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError
+from memo.swap.capture import argument_storages, cast_of_parameter, is_plain, view_of_parameter
+from memo.swap.saved import Handle, Kept, SavedStorage, State, Token, storage_bytes
+from memo.swap.stats import Stats
+from memo.trace.events import Lane, Note, Span, Stall, StallCause, StateChange, Tier, Use, UseKind
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+    from memo.swap.backend import Backend, Event, Stamp, Timed
+    from memo.swap.tiers import Place
+    from memo.swap.tiers import Tier as TierRoom
+    from memo.trace.events import Tracer
+
+__all__ = ["Engine", "Group"]
+
+_KEEP = object()  # what the identity map holds for a storage that never moves
+
+
+class Group:
+    """What one call of one layer saved."""
+
+    __slots__ = ("ahead", "began", "external", "index", "key", "module", "saved", "wait_for_next")
+
+    def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
+        self.index = index  # position in the forward order since the engine was last empty
+        self.key = key  # (layer, how often this layer was called since then)
+        self.module = module
+        self.wait_for_next = wait_for_next  # copies begin only when another layer follows
+        self.saved: list[SavedStorage] = []
+        self.external: set[torch.UntypedStorage] = set()
+        self.ahead = False  # reloaded before backward reached it
+        self.began: Stamp | None = None  # when its forward began; taken only for a trace
+
+
+class Engine:
+    """One device's saved tensors.
+
+    `tiers` are tried in order. `prefetch_bytes` bounds how much may be reloaded ahead of backward; None means one layer.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tiers: Sequence[TierRoom],
+        *,
+        min_bytes: int,
+        spill: bool = True,
+        prefetch_bytes: int | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.backend = backend
+        self.tiers = tiers
+        self.stats = Stats()
+        self._min_bytes = min_bytes
+        self._spill = spill
+        self._prefetch_bytes = prefetch_bytes
+        self._tracer = tracer
+        self._device = backend.device
+        self._nothing = torch.empty(0, device=backend.device)
+        # Storage -> weak token, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+        self._groups: dict[int, Group] = {}
+        self._next_index = 0
+        self._calls: collections.Counter[int] = collections.Counter()
+        self._open: Group | None = None
+        self._held: Group | None = None  # the group whose copies wait until another layer follows
+        self._unretired: collections.deque[Group] = collections.deque()
+        self._reading: Group | None = None
+        self._order_before: dict[tuple[int, int], tuple[int, int]] = {}
+        self._order_now: list[tuple[int, int]] = []
+        self._limbo: collections.deque[SavedStorage] = collections.deque()
+        self._dropped: collections.deque[SavedStorage] = collections.deque()
+        self._spans: collections.deque[tuple[SavedStorage, Lane, Timed]] = collections.deque()
+        self._layer_spans: collections.deque[tuple[str, str, Stamp, Stamp]] = collections.deque()
+        self._backward: tuple[str, Stamp] | None = None  # the layer whose backward is under way, for a trace
+        # Not re-entrant on purpose: a garbage collection inside a locked section may drop tokens, and their release then
+        # waits for the section to end.
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._closed = False
+
+    # Layers. The manager calls these around each layer's forward.
+
+    def begin_forwards(self, keep: Iterable[torch.UntypedStorage]) -> None:
+        """Before a forward: names storages that never move, and starts a new order if nothing is alive."""
+        for storage in keep:
+            self._known[storage] = _KEEP
+        self._drain()
+        if self.stats.live_entries == 0:
+            if self._order_now:
+                self._order_before = dict(zip(self._order_now, self._order_now[1:], strict=False))
+            self._order_now = []
+            self._groups.clear()
+            self._calls.clear()
+            self._next_index = 0
+            self._reading = None
+
+    def begin_layer(
+        self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
+    ) -> Group:
+        """A layer's forward begins: what is saved from now on belongs to it."""
+        with self._lock:
+            self._issue_held()
+            group = Group(self._next_index, (layer, self._calls[layer]), module, wait_for_next=last)
+            self._calls[layer] += 1
+            self._next_index += 1
+            self._groups[group.index] = group
+            group.external = argument_storages(args, kwargs)
+            self._open = group
+            if self._tracer is not None:
+                self._end_backward_span()
+                group.began = self.backend.stamp()
+        return group
+
+    def end_layer(self, group: Group, *, between: bool) -> None:
+        """A layer's forward has ended, by return or by exception.
+
+        `between` says that another layer of the stack follows: what is saved until then (a checkpoint's input) belongs to
+        this group still.
+        """
+        with self._lock:
+            group.external = set()
+            self._open = group if between else None
+            if group.began is not None:
+                self._layer_spans.append((group.module, "forward", group.began, self.backend.stamp()))
+            if group.wait_for_next:
+                self._held = group
+            self._unretired.append(group)
+            while len(self._unretired) > 1:
+                self._retire(self._unretired.popleft())
+            self._clear_limbo()
+        self._drain()
+
+    def end_forwards(self) -> None:
+        """After a forward: nothing that is saved later moves."""
+        self._open = None
+        self._drain()
+
+    # What autograd calls.
+
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time."""
+        group = self._open
+        if group is None or type(tensor) is not torch.Tensor:
+            return Kept(tensor)
+        if tensor.device != self._device or tensor.layout is not torch.strided:
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_bytes:
+            return Kept(tensor)
+        known = self._known.get(storage)
+        if known is _KEEP:
+            return Kept(tensor)
+        with self._lock:
+            self.stats.packed += 1
+            token = known() if known is not None else None
+            if token is None or token.version != tensor._version:
+                if storage in group.external or self._stays(tensor):
+                    self._known[storage] = _KEEP
+                    return Kept(tensor)
+                token = self._take(tensor, storage, group)
+            else:
+                self.stats.deduplicated += 1
+        if self._dropped:
+            self._drain()
+        return Handle(tensor, token, self._nothing)
+
+    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+        """Called by autograd when backward needs a tensor; may be called again for the same handle."""
+        if type(handle) is Kept:
+            return handle.get()
+        assert isinstance(handle, Handle)
+        handle.check()
+        with self._lock:
+            buffer = self._bring(handle.token.saved)
+            tensor = handle.rebuild(buffer)
+        if self._dropped:
+            self._drain()
+        return tensor
+
+    # Out of the device.
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return view_of_parameter(tensor) or not is_plain(tensor) or cast_of_parameter(tensor)
+
+    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> Token:
+        source = storage_bytes(storage, self._device)
+        saved = SavedStorage(
+            source,
+            group=group.index,
+            module=group.module,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+        token = Token(saved, tensor._version, self._drop)
+        self._known[storage] = weakref.ref(token)
+        group.saved.append(saved)
+        self.stats.live_entries += 1
+        self.stats.on_device(saved.nbytes)
+        if self._tracer is not None:
+            self._trace_state(saved, None, first=True)
+        self.backend.compute_uses(source)
+        if not group.wait_for_next:
+            self._send(saved)
+        return token
+
+    def _send(self, saved: SavedStorage) -> None:
+        """Issues the copy out (E1)."""
+        assert saved.source is not None
+        place = self._claim(saved)
+        saved.place = place
+        saved.out = place.leave(saved.source, after=self._written())
+        self.stats.moved(place.tier.name, saved.nbytes)
+        self._move(saved, State.LEAVING)
+        if self._tracer is not None:
+            self._spans.append((saved, place.tier.lane_out, saved.out))
+
+    def _claim(self, saved: SavedStorage) -> Place:
+        for position, tier in enumerate(self.tiers):
+            place = tier.claim(saved.nbytes)
+            if place is not None:
+                self.stats.spilled += position > 0
+                return place
+            self._clear_limbo()  # a dropped storage may still hold room here
+            place = tier.claim(saved.nbytes)
+            if place is not None:
+                self.stats.spilled += position > 0
+                return place
+            if not self._spill:
+                break
+        raise self._no_room(saved)
+
+    def _no_room(self, saved: SavedStorage) -> SwapError:
+        tiers = self.tiers if self._spill else self.tiers[:1]
+        state = ", ".join(
+            f"{tier.name} {format_bytes(tier.used)} used"
+            + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
+            for tier in tiers
+        )
+        kind = ScratchFull if tiers[-1].name is Tier.DISK else HostBudgetExceeded
+        return kind(
+            f"no room for {format_bytes(saved.nbytes)} saved by {saved.module} ({state}); "
+            f"raise the host or disk budget, or train on a shorter sequence"
+        )
+
+    def _issue_held(self) -> None:
+        """Another layer follows the one whose copies were held back: they are worth making after all."""
+        group, self._held = self._held, None
+        if group is not None:
+            group.wait_for_next = False
+            for saved in group.saved:
+                if saved.state is State.LIVE:
+                    self._send(saved)
+
+    def _retire(self, group: Group) -> None:
+        """Drops the sources of an earlier layer's storages, ordered after their copies (E2)."""
+        for saved in group.saved:
+            if saved.state is not State.LEAVING:
+                continue
+            try:
+                self._copied_out(saved)
+            except StoreWriteError as error:
+                self._rescue(saved, error)
+            saved.source = None
+            self.stats.on_device(-saved.nbytes)
+            self._move(saved, State.AWAY)
+
+    def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
+        """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
+        self.stats.failed_writes += 1
+        failed = saved.place
+        assert failed is not None
+        assert saved.source is not None
+        self._move(saved, State.LIVE)
+        saved.place = saved.out = None
+        failed.release()
+        if self._spill:
+            for tier in self.tiers:
+                place = tier.claim(saved.nbytes) if tier is not failed.tier else None
+                if place is not None:
+                    self._warn("disk-write", f"{error}; the bytes went to the {tier.name} tier instead")
+                    saved.place = place
+                    saved.out = place.leave(saved.source, after=self._written())
+                    self.stats.moved(tier.name, saved.nbytes)
+                    self._move(saved, State.LEAVING)
+                    self._copied_out(saved)
+                    return
+        raise error
+
+    # Back to the device.
+
+    def _bring(self, saved: SavedStorage) -> torch.Tensor:
+        group = self._groups.get(saved.group)
+        if group is not None and group is not self._reading:
+            self._reach(group)
+        if saved.source is not None:
+            self._forward(saved)
+            return saved.source
+        if self._closed and saved.returned is None:
+            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
+        how = UseKind.PREFETCHED
+        if saved.state is State.AWAY:
+            how = UseKind.FETCHED
+            self._fetch(saved)
+        if saved.state is State.RETURNING:
+            try:
+                self._copied_back(saved)
+            except SwapError:
+                saved.returned = saved.returning = None
+                self.stats.on_device(-saved.nbytes)
+                self._move(saved, State.AWAY)
+                raise
+            self._move(saved, State.BACK)
+            self._count_use(saved, how)
+        assert saved.returned is not None
+        self.backend.compute_uses(saved.returned)
+        return saved.returned
+
+    def _forward(self, saved: SavedStorage) -> None:
+        """Backward came before the source was dropped: it gets the source, and a copy that has not begun is undone."""
+        if saved.state is State.LEAVING:
+            assert saved.out is not None
+            assert saved.place is not None
+            if saved.out.cancel():
+                self.stats.cancelled += 1
+                self.stats.moved(saved.place.tier.name, -saved.nbytes)
+                saved.place.release()
+                saved.place = saved.out = None
+                self._move(saved, State.LIVE)
+        self.stats.bytes_forwarded += saved.nbytes
+        self._count_use(saved, UseKind.LIVE)
+
+    def _fetch(self, saved: SavedStorage) -> None:
+        """Allocates the buffer on the compute stream and issues the reload into it (E3)."""
+        assert saved.place is not None
+        saved.returned = self.backend.empty(saved.nbytes)
+        saved.returning = saved.place.enter(saved.returned, after=self._allocated())
+        saved.ordered = False
+        self.stats.on_device(saved.nbytes)
+        self.stats.bytes_reloaded += saved.nbytes
+        self._move(saved, State.RETURNING)
+        if self._tracer is not None:
+            self._spans.append((saved, saved.place.tier.lane_in, saved.returning))
+
+    def _reach(self, group: Group) -> None:
+        """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
+        self._reading = group
+        self._order_now.append(group.key)
+        if self._tracer is not None:
+            self._end_backward_span()
+            self._backward = (group.module, self.backend.stamp())
+        self._poll_limbo()
+        group.ahead = False
+        self._fetch_group(group)
+        room = self._prefetch_bytes
+        following = self._following(group)
+        first = True
+        while following is not None:
+            nbytes = sum(saved.nbytes for saved in following.saved if saved.state is State.AWAY)
+            if not first and (room is None or nbytes > room):
+                break
+            self._fetch_group(following)
+            following.ahead = True
+            room = None if room is None else room - nbytes
+            first = False
+            following = self._following(following)
+
+    def _fetch_group(self, group: Group) -> None:
+        for saved in reversed(group.saved):  # backward asks in about this order
+            if saved.state is State.AWAY:
+                self._fetch(saved)
+
+    def _following(self, group: Group) -> Group | None:
+        """The group that backward will reach next: as in the step before, else the nearest earlier one in forward order.
+
+        "Reverse of the forward" alone is wrong across the microbatches of a pipeline.
+        """
+        key = self._order_before.get(group.key)
+        if key is not None:
+            for other in self._groups.values():
+                if other.key == key and other.saved:
+                    return other
+        for index in range(group.index - 1, -1, -1):
+            other_group = self._groups.get(index)
+            if other_group is not None and other_group.saved:
+                return other_group
+        return None
+
+    # The end of a life.
+
+    def _drop(self, saved: SavedStorage) -> None:
+        """The last handle of a storage is gone. May run in any thread, also inside this engine's own locked sections."""
+        self._dropped.append(saved)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self._end(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+    def _end(self, saved: SavedStorage) -> None:
+        self.stats.live_entries -= 1
+        group = self._groups.get(saved.group)
+        if group is not None:
+            group.saved.remove(saved)
+            if not group.saved and group is not self._open:
+                del self._groups[saved.group]
+        if self._in_flight(saved) is None:
+            self._free(saved)
+        elif saved.out is not None and saved.state is State.LEAVING and saved.out.cancel():
+            assert saved.place is not None
+            self.stats.cancelled += 1
+            self.stats.moved(saved.place.tier.name, -saved.nbytes)
+            self._free(saved)
+        else:
+            self._limbo.append(saved)  # E5
+
+    def _clear_limbo(self) -> None:
+        """Frees what a copy had kept back. The compute stream waits rather than the host, as in E2."""
+        while self._limbo:
+            saved = self._limbo.popleft()
+            event = self._in_flight(saved)
+            if event is not None:
+                try:
+                    self._wait(event, StallCause.DRAIN, saved)
+                except SwapError as error:
+                    # Nobody needs these bytes any more; the failure itself must still be seen.
+                    self._warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
+            self._free(saved)
+
+    def _poll_limbo(self) -> None:
+        """Frees what is done already; waits for nothing."""
+        for _ in range(len(self._limbo)):
+            saved = self._limbo.popleft()
+            if self._in_flight(saved) is None:
+                self._free(saved)
+            else:
+                self._limbo.append(saved)
+
+    def _free(self, saved: SavedStorage) -> None:
+        if saved.source is not None or saved.returned is not None:
+            self.stats.on_device(-saved.nbytes)
+        saved.source = saved.returned = None
+        if saved.place is not None:
+            saved.place.release()
+            saved.place = None
+        self._move(saved, State.GONE)
+
+    # The ordering edges, one method each.
+
+    def _written(self) -> Event:
+        """E1: what the compute stream has issued so far, the saved tensor's kernel among it."""
+        return self.backend.compute_event()
+
+    def _copied_out(self, saved: SavedStorage) -> None:
+        """E2: what the compute stream issues from now on runs after the copy out, so the source's memory is free."""
+        assert saved.out is not None
+        self._wait(saved.out, StallCause.DRAIN, saved)
+
+    def _allocated(self) -> Event:
+        """E3: earlier work of the compute stream may still use the memory that a fresh buffer was made of."""
+        return self.backend.compute_event()
+
+    def _copied_back(self, saved: SavedStorage) -> None:
+        """E4: what the compute stream issues from now on runs after the reload."""
+        assert saved.returning is not None
+        self._wait(saved.returning, StallCause.RELOAD, saved)
+
+    def _in_flight(self, saved: SavedStorage) -> Event | None:
+        """E5: the copy that may still touch the buffers of a storage whose handles are gone."""
+        if saved.state is State.LEAVING and saved.out is not None and not saved.out.query():
+            return saved.out
+        if saved.state is State.RETURNING and saved.returning is not None and not saved.returning.query():
+            return saved.returning
+        return None
+
+    # Waiting, counting, telling.
+
+    def _wait(self, event: Event, cause: StallCause, saved: SavedStorage) -> None:
+        """The compute stream waits; host time lost in it is counted as a stall."""
+        begin = time.monotonic_ns()
+        try:
+            self.backend.compute_wait(event)
+        finally:
+            duration = time.monotonic_ns() - begin
+            self.stats.stalls_ns[cause] += duration
+            if self._tracer is not None and duration > 20_000:
+                t = self._tracer.at(begin)
+                self._tracer.emit(
+                    Stall(t=t, d=duration, step=self._tracer.step, cause=cause, module=saved.module, id=saved.id)
+                )
+
+    def _move(self, saved: SavedStorage, state: State) -> None:
+        saved.move_to(state)
+        if self._tracer is not None:
+            self._trace_state(saved, saved.place.tier.name if saved.place is not None else None)
+
+    def _trace_state(self, saved: SavedStorage, tier: Tier | None, *, first: bool = False) -> None:
+        assert self._tracer is not None
+        self._tracer.emit(
+            StateChange(
+                t=self._tracer.now(),
+                step=self._tracer.step,
+                id=saved.id,
+                to=saved.state,
+                nbytes=saved.nbytes,
+                tier=tier,
+                module=saved.module if first else None,
+                shape=saved.shape if first else None,
+                dtype=saved.dtype if first else None,
+            )
+        )
+
+    def _count_use(self, saved: SavedStorage, how: UseKind) -> None:
+        self.stats.uses[how] += 1
+        if self._tracer is not None:
+            self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
+
+    def _warn(self, cause: str, message: str) -> None:
+        if self._tracer is not None:
+            self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _end_backward_span(self) -> None:
+        if self._backward is not None:
+            module, began = self._backward
+            self._layer_spans.append((module, "backward", began, self.backend.stamp()))
+            self._backward = None
+
+    def end_step(self) -> None:
+        """A training step is over: what it did can be told."""
+        self._drain()
+        if self._tracer is not None:
+            self._end_backward_span()
+            self._emit_spans()
+
+    def _emit_spans(self) -> None:
+        """Emits the spans that have ended since the last call; keeps those still running."""
+        tracer = self._tracer
+        assert tracer is not None
+        for _ in range(len(self._spans)):
+            saved, lane, event = self._spans.popleft()
+            if not event.query():
+                self._spans.append((saved, lane, event))
+                continue
+            interval = event.interval_ns()
+            if interval is not None:
+                start, end = tracer.at(interval[0]), tracer.at(interval[1])
+                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=saved.id, nbytes=saved.nbytes))
+        for _ in range(len(self._layer_spans)):
+            module, phase, first, second = self._layer_spans.popleft()
+            begin_ns, end_ns = first.ns(), second.ns()
+            if begin_ns is None or end_ns is None:
+                self._layer_spans.append((module, phase, first, second))
+                continue
+            t = tracer.at(begin_ns)
+            tracer.emit(
+                Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=Lane.COMPUTE, module=module, phase=phase)
+            )
+
+    def close(self) -> None:
+        """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""
+        if self._closed:
+            return
+        self._drain()
+        with self._lock:
+            self._closed = True
+            self._clear_limbo()
+        for tier in self.tiers:
+            tier.close()
+        self.backend.close()

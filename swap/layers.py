@@ -1,0 +1,79 @@
+"""Finds a model's repeated layers: the unit in which activations are saved, moved and reloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from memo.errors import NoRepeatedLayers, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Layer", "find_layers"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One repeated layer of a model."""
+
+    module: nn.Module
+    name: str
+    last: bool
+    """Last of its stack: its backward usually begins at once, so its copies wait until another layer follows."""
+
+
+def find_layers(model: nn.Module, wanted: nn.ModuleList | Sequence[nn.Module] | type | None = None) -> list[Layer]:
+    """The layers of `model` in definition order.
+
+    Without `wanted`: the children of every outermost ModuleList with at least two children of one class (or Sequential of
+    such composite children); an encoder-decoder has two such stacks. `wanted` may be a ModuleList, a list of modules, or
+    a class.
+
+    Raises:
+        NoRepeatedLayers: none was found.
+        UsageError: `wanted` is not part of the model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if wanted is None:
+        stacks = list(_stacks(model))
+    elif isinstance(wanted, type):
+        stacks = [[module for module in names if isinstance(module, wanted)]]
+    else:
+        stacks = [list(wanted)]
+    layers = [
+        Layer(module=module, name=_name(names, module), last=module is stack[-1])
+        for stack in stacks
+        for module in stack
+    ]
+    if not layers:
+        raise NoRepeatedLayers(
+            f"no repeated layers found in {type(model).__name__}: no ModuleList with two or more children of one class; "
+            f"name them: memo.offload(model, layers=[...])"
+        )
+    return layers
+
+
+def _name(names: dict[nn.Module, str], module: nn.Module) -> str:
+    if module not in names:
+        raise UsageError(f"layers: {type(module).__name__} is not a part of the model")
+    return names[module] or type(module).__name__
+
+
+def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _repeats(child):
+            yield list(child.children())
+        else:
+            yield from _stacks(child)
+
+
+def _repeats(stack: nn.Module) -> bool:
+    kinds = [type(child) for child in stack.children()]
+    repeated = {kind for kind in kinds if kinds.count(kind) >= 2}
+    if isinstance(stack, nn.ModuleList):
+        return bool(repeated)
+    # A Sequential of plain operations is one layer's inside (Linear, GELU, Linear), not a stack of layers.
+    return any(type(child) in repeated and any(child.children()) for child in stack.children())

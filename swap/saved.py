@@ -1,0 +1,170 @@
+"""One saved storage: what it is, where its bytes are, and which way its life may go (rules R2, R4, R11).
+
+    Handle --strong--> Token --strong--> SavedStorage
+      ^ what pack returned      ^ weakly mapped from the storage
+
+Autograd holds handles. When the last handle of a storage dies its token dies, and the token tells the engine to give
+everything back; nothing else ends a life, so a graph that is never backwarded frees itself (R1). The SavedStorage is the
+ledger entry that groups and queues may hold without keeping the tensor's life going.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.errors import ModifiedAfterSave
+from memo.trace.events import TensorState as State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memo.swap.backend import Timed
+    from memo.swap.tiers import Place
+
+__all__ = ["Handle", "Kept", "SavedStorage", "State", "Token", "storage_bytes"]
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.LIVE: frozenset({State.LEAVING, State.GONE}),
+    # back to live: the copy out was cancelled, or failed with the source still held
+    State.LEAVING: frozenset({State.AWAY, State.LIVE, State.GONE}),
+    State.AWAY: frozenset({State.RETURNING, State.GONE}),
+    State.RETURNING: frozenset({State.BACK, State.AWAY, State.GONE}),
+    State.BACK: frozenset({State.GONE}),
+    State.GONE: frozenset(),
+}
+
+_ids = itertools.count(1)
+
+
+def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """All of a storage as one-dimensional uint8; shares the memory and keeps it alive."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class SavedStorage:
+    """The ledger entry of one storage at one version.
+
+    Who holds the bytes: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
+    """
+
+    __slots__ = (
+        "dtype",
+        "group",
+        "id",
+        "module",
+        "nbytes",
+        "ordered",
+        "out",
+        "place",
+        "returned",
+        "returning",
+        "shape",
+        "source",
+        "state",
+    )
+
+    def __init__(self, source: torch.Tensor, *, group: int, module: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.id = next(_ids)
+        self.nbytes = source.numel()
+        self.group = group
+        self.module = module
+        self.shape = shape
+        self.dtype = dtype
+        self.state = State.LIVE
+        self.source: torch.Tensor | None = source
+        self.place: Place | None = None
+        self.out: Timed | None = None  # end of the copy out
+        self.returned: torch.Tensor | None = None
+        self.returning: Timed | None = None  # end of the reload
+        self.ordered = False  # the compute stream has waited for `returning`
+
+    def move_to(self, state: State) -> None:
+        """The one place where a state changes.
+
+        Raises:
+            AssertionError: the transition is not in the table; a bug of the engine, never of its user.
+        """
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"saved storage {self.id} cannot go from {self.state} to {state}")
+        self.state = state
+
+    @property
+    def on_device(self) -> bool:
+        """True while the bytes take device memory."""
+        return self.source is not None or self.returned is not None
+
+
+class Token:
+    """The lifetime of a SavedStorage: dies with its last handle."""
+
+    __slots__ = ("__weakref__", "_dropped", "saved", "version")
+
+    def __init__(self, saved: SavedStorage, version: int, dropped: Callable[[SavedStorage], None]) -> None:
+        self.saved = saved
+        self.version = version
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped(self.saved)
+
+
+class Kept:
+    """A saved tensor that stays where it is; watched for in-place changes all the same (R4)."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A detached alias shares memory and version counter but not the graph: holding the tensor itself would tie an
+        # operation's output to its own node for ever.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def get(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
+        return self.tensor
+
+
+class Handle:
+    """What pack returns for a storage that may move: its token and the exact geometry of this tensor in it.
+
+    `guard` is an empty tensor that shares the saved tensor's version counter and holds none of its memory: the in-place
+    check that autograd loses behind hooks.
+    """
+
+    __slots__ = ("dtype", "guard", "offset", "size", "stride", "token", "version")
+
+    def __init__(self, tensor: torch.Tensor, token: Token, nothing: torch.Tensor) -> None:
+        self.token = token
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        guard = tensor.detach()
+        self.version = guard._version
+        guard.data = nothing
+        self.guard = guard
+
+    def check(self) -> None:
+        """Raises ModifiedAfterSave if the tensor was changed in place after it was saved."""
+        if self.guard._version != self.version:
+            raise _modified(self.size, self.dtype, self.version, self.guard._version, self.token.saved.module)
+
+    def rebuild(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor with its exact offset, size and stride over `buffer`'s storage (Inductor asserts all three)."""
+        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
+            buffer.untyped_storage(), self.offset, self.size, self.stride
+        )
+
+
+def _modified(
+    shape: torch.Size, dtype: torch.dtype, saved: int, now: int, module: str | None = None
+) -> ModifiedAfterSave:
+    where = f" in {module}" if module else ""
+    return ModifiedAfterSave(
+        f"a tensor{where} of shape {tuple(shape)} and type {dtype} that backward needs was changed in place after it was "
+        f"saved (version {now}, saved at version {saved}); use an out-of-place operation, or change it before it is used"
+    )

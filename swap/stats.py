@@ -1,0 +1,64 @@
+"""What the engine has done so far, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memo.trace.events import StallCause, Tier, UseKind
+
+__all__ = ["Stats"]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counters since construction; bytes are cumulative unless a name says peak or live."""
+
+    packed: int = 0
+    """Tensors that autograd gave to save."""
+    deduplicated: int = 0
+    """Of these, tensors whose storage had been saved already."""
+    live_entries: int = 0
+    """Storages whose handles are alive now."""
+    bytes_host: int = 0
+    """Bytes copied from the device to the host arena."""
+    bytes_disk: int = 0
+    """Bytes written from the device to disk."""
+    bytes_reloaded: int = 0
+    """Bytes copied back to the device."""
+    bytes_forwarded: int = 0
+    """Bytes that backward took from the device before their copy had replaced them."""
+    bytes_recomputed: int = 0
+    """Bytes computed again in backward instead of being moved."""
+    cancelled: int = 0
+    """Copies out that were taken back before they began."""
+    spilled: int = 0
+    """Storages that went to a further tier because the first was full."""
+    failed_writes: int = 0
+    """Disk writes that failed; their bytes were then put elsewhere."""
+    device_bytes: int = 0
+    """Bytes of saved storages on the device now, by the engine's own ledger."""
+    peak_device_bytes: int = 0
+    """Largest value of `device_bytes`."""
+    recompute_s: float = 0.0
+    """Host seconds spent recomputing."""
+    uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
+    """How backward found what it asked for, by kind."""
+    stalls_ns: dict[StallCause, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(StallCause, 0))
+    """Host nanoseconds spent waiting, by cause."""
+
+    @property
+    def stall_s(self) -> float:
+        """Host seconds spent waiting for copies, all causes."""
+        return sum(self.stalls_ns.values()) / 1e9
+
+    def moved(self, tier: Tier, nbytes: int) -> None:
+        """Counts bytes that left the device for `tier`."""
+        if tier is Tier.HOST:
+            self.bytes_host += nbytes
+        else:
+            self.bytes_disk += nbytes
+
+    def on_device(self, nbytes: int) -> None:
+        """Counts bytes that came to (positive) or went from (negative) the device."""
+        self.device_bytes += nbytes
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
