@@ -1,0 +1,86 @@
+"""First-fit division of one range of bytes: the scratch file, and the host slab until a plan exists.
+
+Owns only offsets, never memory. Holes are kept in address order and merged when neighbours meet, so that after every
+allocation is freed there is one hole again. First fit packs low addresses: the high end stays whole for large requests.
+Invariant: holes and allocations tile [0, capacity) exactly, and no two holes touch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+__all__ = ["FreeList"]
+
+
+class FreeList:
+    """Offsets in [0, capacity), each a multiple of `align`. Not thread-safe; its owner holds the lock."""
+
+    def __init__(self, capacity: int, *, align: int) -> None:
+        if align <= 0:
+            raise ValueError(f"align must be positive, not {align}")
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative, is {capacity}")
+        self.align = align
+        self.used = 0
+        self.peak = 0
+        self.capacity = capacity - capacity % align
+        self._starts = [0] if self.capacity else []
+        self._sizes = [self.capacity] if self.capacity else []
+        self._allocated: dict[int, int] = {}
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest hole: what one `allocate` can still get."""
+        return max(self._sizes, default=0)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The lowest offset where `nbytes`, rounded up to `align`, fit; None when no hole is large enough."""
+        if nbytes <= 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes")
+        size = -(-nbytes // self.align) * self.align
+        index = next((i for i, hole in enumerate(self._sizes) if hole >= size), None)
+        if index is None:
+            return None
+        offset = self._starts[index]
+        if self._sizes[index] == size:
+            del self._starts[index], self._sizes[index]
+        else:
+            self._starts[index] += size
+            self._sizes[index] -= size
+        self._allocated[offset] = size
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Gives the allocation at `offset` back.
+
+        Raises:
+            ValueError: nothing is allocated at `offset` (freed twice, or never allocated); the list is unchanged.
+        """
+        size = self._allocated.pop(offset, None)
+        if size is None:
+            raise ValueError(f"offset {offset} is not allocated: freed twice, or never allocated")
+        self.used -= size
+        self._insert_hole(offset, size)
+
+    def extend(self, nbytes: int) -> None:
+        """Appends `nbytes`, rounded down to `align`, at the end of the range."""
+        size = nbytes - nbytes % self.align
+        if size <= 0:
+            raise ValueError(f"cannot extend by {nbytes} bytes")
+        start = self.capacity
+        self.capacity += size
+        self._insert_hole(start, size)
+
+    def _insert_hole(self, start: int, size: int) -> None:
+        starts, sizes = self._starts, self._sizes
+        index = bisect_right(starts, start)
+        if index < len(starts) and start + size == starts[index]:
+            size += sizes[index]
+            del starts[index], sizes[index]
+        if index and starts[index - 1] + sizes[index - 1] == start:
+            sizes[index - 1] += size
+        else:
+            starts.insert(index, start)
+            sizes.insert(index, size)

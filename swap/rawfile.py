@@ -1,0 +1,165 @@
+"""One anonymous scratch file in one directory: the seam through which every raw disk operation goes.
+
+The file has no name (O_TMPFILE, or created exclusively and unlinked at once), so the kernel frees it when the process
+ends, however it ends, and no other process can meet it. It is opened O_DIRECT where the file system allows: the page
+cache would cost a copy, and memory that the budgets do not know of. Tests put a faulty file in this one's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import uuid
+import warnings
+from pathlib import Path
+
+from memo.errors import ScratchFull, ScratchUnusable
+from memo.units import format_bytes
+
+__all__ = ["BLOCK_ALIGN", "NO_SPACE", "RawFile", "error_name"]
+
+BLOCK_ALIGN = 4096  # offsets and lengths; a multiple of every logical block size in use
+
+# What a file system answers when the bytes cannot be had: full, over quota, over RLIMIT_FSIZE.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT})
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+
+def error_name(error: OSError) -> str:
+    """`ENOSPC (No space left on device)`."""
+    return f"{errno.errorcode.get(error.errno or 0, 'error')} ({error.strerror or error})"
+
+
+class RawFile:
+    """An unnamed file of mode 0600 in `directory`.
+
+    Raises:
+        ScratchUnusable: the directory is missing, no directory, not writable, or world-writable without sticky bit;
+            nothing is left open.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.fd, self.direct = _open_anonymous(directory)
+        try:
+            self.memory_align = self._probe_memory_align()
+        except BaseException:
+            self.close()
+            raise
+        if not self.direct:
+            warnings.warn(
+                f"{directory}: the file system has no O_DIRECT; scratch goes through the page cache, slower",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def pwrite(self, data: memoryview, offset: int) -> int:
+        """Bytes written, as the kernel says; may be fewer than `data` has."""
+        return os.pwrite(self.fd, data, offset)
+
+    def pread(self, data: memoryview, offset: int) -> int:
+        """Bytes read into `data`; 0 at the end of the file."""
+        return os.preadv(self.fd, [data], offset)
+
+    def fallocate(self, nbytes: int) -> None:
+        """Makes the file `nbytes` long with its blocks reserved, so that later writes cannot find the disk full."""
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            if self.free_bytes() < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            os.ftruncate(self.fd, nbytes)
+            warnings.warn(
+                f"{self.directory}: the file system cannot reserve blocks; a full disk shows only when it is written",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def free_bytes(self) -> int:
+        """Bytes that this process may still take on the file system."""
+        volume = os.fstatvfs(self.fd)
+        return volume.f_bavail * volume.f_frsize
+
+    def close(self) -> None:
+        """Idempotent; the kernel frees the blocks."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _probe_memory_align(self) -> int:
+        """The smallest buffer alignment the device takes: the kernel tells only newer programs than ours."""
+        if not self.direct:
+            return 1
+        with mmap.mmap(-1, 2 * BLOCK_ALIGN) as pages, memoryview(pages) as view:
+            for align in (512, BLOCK_ALIGN):
+                try:
+                    os.pwrite(self.fd, view[align : align + BLOCK_ALIGN], 0)
+                    return align
+                except OSError as error:
+                    if error.errno in NO_SPACE:
+                        raise ScratchFull(
+                            f"{self.directory}: not even {BLOCK_ALIGN} bytes of scratch can be written:"
+                            f" {error_name(error)}; {format_bytes(self.free_bytes())} are free"
+                        ) from error
+                    if error.errno != errno.EINVAL:
+                        raise ScratchUnusable(f"{self.directory}: cannot write: {error_name(error)}") from error
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
+        return 1
+
+
+def _open_anonymous(directory: Path) -> tuple[int, bool]:
+    """(descriptor, whether it is O_DIRECT)."""
+    try:
+        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ScratchUnusable(
+            f"scratch directory {directory}: {error_name(error)}; give a directory that exists and that you may write"
+        ) from error
+    try:
+        _refuse_unsafe(directory, parent)
+        for direct in (os.O_DIRECT, 0):
+            try:
+                return _create(directory, parent, direct), bool(direct)
+            except OSError as error:
+                if not (direct and error.errno == errno.EINVAL):
+                    raise ScratchUnusable(
+                        f"scratch directory {directory}: cannot create a file: {error_name(error)}"
+                    ) from error
+        raise AssertionError("unreachable: the buffered attempt returns or raises")
+    finally:
+        os.close(parent)
+
+
+def _refuse_unsafe(directory: Path, parent: int) -> None:
+    mode = os.fstat(parent).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ScratchUnusable(
+            f"scratch directory {directory} is writable by everyone and has no sticky bit: any user could take its"
+            " files away; use a directory of your own, or chmod +t"
+        )
+
+
+def _create(directory: Path, parent: int, direct: int) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | direct
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    name = f".memo-{uuid.uuid4().hex}"
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=parent)
+    try:
+        os.unlink(name, dir_fd=parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    return fd
