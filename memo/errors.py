@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "CorruptBlock",
     "DataError",
+    "DeviceOutOfMemory",
     "ExitCode",
     "HostBudgetExceeded",
     "Infeasible",
@@ -27,6 +28,7 @@ __all__ = [
     "StoreWriteError",
     "SwapError",
     "TraceError",
+    "TrainingDiverged",
     "UsageError",
 ]
 
@@ -61,6 +63,14 @@ class DataError(MemoError):
 
 class CheckpointError(MemoError):
     """A checkpoint that cannot be written, read, or does not fit the run."""
+
+
+class TrainingDiverged(MemoError):
+    """The loss or a gradient is not finite; the weights are those before the step."""
+
+
+class DeviceOutOfMemory(MemoError):
+    """A training step does not fit into the device's memory."""
 
 
 class PlanError(MemoError):

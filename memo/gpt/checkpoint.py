@@ -1,0 +1,236 @@
+"""Checkpoints of a run: one directory, one subdirectory a step, each of them whole or not there.
+
+    DIR/step-00000200/meta.json        format, step, settings of the run, sizes of the other files
+                      .metadata        \\ torch.distributed.checkpoint: weights, optimizer state,
+                      __0_0.distcp     / random generators
+    DIR/.step-00000300.partial/        being written
+
+A checkpoint is written under its partial name, forced to disk, and only then renamed; so a name without a dot is always
+a complete checkpoint, whatever killed the writer. The directory is locked while a run writes to it; the lock is the
+kernel's, on the directory itself, and goes with the process.
+
+torch.distributed.checkpoint pickles its own metadata: a checkpoint is trusted input, as a program is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from memo.errors import CheckpointError
+
+__all__ = ["Checkpoint", "CheckpointDir"]
+
+_FORMAT = "memo-checkpoint"
+_VERSION = 1
+_META = "meta.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+    """Steps done."""
+    settings: dict[str, Any]
+    """What the run was told, as JSON."""
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Reads `meta.json` and holds the files against it.
+
+        Raises:
+            CheckpointError: not a checkpoint, of another version, or files missing or cut short.
+        """
+        try:
+            meta = json.loads((path / _META).read_text(encoding="utf-8"))
+            known = (meta["format"], meta["version"]) == (_FORMAT, _VERSION)
+            step, settings, files = int(meta["step"]), dict(meta["settings"]), dict(meta["files"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a checkpoint of memo train: {_cause(error)}") from error
+        if not known:
+            raise CheckpointError(f"{path} has format {meta['format']} version {meta['version']}, not {_VERSION}")
+        for name, nbytes in files.items():
+            found = (path / name).stat().st_size if (path / name).is_file() else None
+            if found != nbytes:
+                raise CheckpointError(f"{path} is damaged: {name} has {found or 0} of {nbytes} bytes")
+        return cls(path=path, step=step, settings=settings)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fills the tensors of `state` in place, and the random generators.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
+        """
+        random = _random_state()
+        with _single_process():
+            try:
+                dcp_load({**state, "random": random}, storage_reader=FileSystemReader(self.path), no_dist=True)
+            except CheckpointException as error:
+                raise CheckpointError(f"cannot load {self.path}: {_first_failure(error)}") from None
+            except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+                raise CheckpointError(f"cannot load {self.path}: {_cause(error)}") from error
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"])
+
+
+class CheckpointDir:
+    """The checkpoints of one run, oldest to newest. Holds the directory's lock until `close`."""
+
+    def __init__(self, path: Path, *, keep: int) -> None:
+        self.path = path
+        self._keep = keep
+        self._made = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"cannot use checkpoint directory {path}: {_cause(error)}") from error
+        try:
+            self._claim()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def latest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and why newer ones were passed over."""
+        skipped: list[str] = []
+        for path in reversed(self._paths()):
+            try:
+                return Checkpoint.at(path), skipped
+            except CheckpointError as error:
+                skipped.append(str(error))
+        return None, skipped
+
+    def is_empty(self) -> bool:
+        """True when there is no checkpoint, whole or damaged."""
+        return not self._paths()
+
+    def save(self, step: int, state: dict[str, Any], settings: dict[str, Any]) -> Checkpoint:
+        """Writes the checkpoint of `step`, then removes the oldest beyond `keep`.
+
+        Raises:
+            CheckpointError: it could not be written; the partial directory is gone and older checkpoints are untouched.
+        """
+        target = self.path / f"step-{step:08d}"
+        if target.exists():
+            return Checkpoint.at(target)  # resumed and stopped again without a step between
+        partial = self.path / f".{target.name}.partial"
+        try:
+            _write(partial, step, {**state, "random": _random_state()}, settings)
+            os.rename(partial, target)
+            os.fsync(self._lock)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, CheckpointException):
+                raise CheckpointError(f"cannot write {target}: {_first_failure(error)}") from None
+            if isinstance(error, (OSError, RuntimeError)):
+                raise CheckpointError(f"cannot write {target}: {_cause(error)}") from error
+            raise
+        for old in self._paths()[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return Checkpoint(path=target, step=step, settings=settings)
+
+    def close(self) -> None:
+        """Gives the lock back; a directory that this run made and wrote nothing to is removed. Idempotent."""
+        if self._lock < 0:
+            return
+        if self._made:
+            with contextlib.suppress(OSError):  # not empty: it stays
+                self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> CheckpointDir:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _claim(self) -> None:
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot write to checkpoint directory {self.path}; choose another --checkpoint-dir")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise CheckpointError(
+                    f"another run is writing to {self.path}; choose another --checkpoint-dir"
+                ) from error
+            # A file system without locks (some network mounts): go on without.
+        for path in self.path.iterdir():
+            if _PARTIAL.fullmatch(path.name):  # the writer was killed; the lock says that it is gone
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _paths(self) -> list[Path]:
+        steps = {int(match[1]): path for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))}
+        return [steps[step] for step in sorted(steps)]
+
+
+def _write(partial: Path, step: int, state: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Everything under the partial name, forced to disk."""
+    shutil.rmtree(partial, ignore_errors=True)
+    with _single_process():
+        dcp_save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
+    meta = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "step": step,
+        "settings": settings,
+        "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+    }
+    with open(partial / _META, "x", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    directory = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+@contextlib.contextmanager
+def _single_process() -> Iterator[None]:
+    """Without the warning that torch.distributed gives when one process is exactly what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _first_failure(error: CheckpointException) -> str:
+    failure, _ = next(iter(error.failures.values()))
+    return _cause(failure)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{errno.errorcode.get(error.errno, error.errno)} {os.strerror(error.errno)}"
+    return f"{type(error).__name__} {error}".splitlines()[0]

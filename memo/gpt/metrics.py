@@ -1,0 +1,153 @@
+"""The figures of a step: one object a line in a file, and one line of text for people.
+
+The file has every step exactly once: a resumed run first cuts off what the former run wrote after its checkpoint, and a
+torn last line with it. Nothing else of a file is ever changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from memo.errors import DataError, UsageError
+
+__all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step. Fields up to `recompute_s` are the file's keys; the unit is in the name."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu_causal: float | None
+    """None where the device's peak is not known, as on a CPU; the same for the next two."""
+    mfu_full: float | None
+    hfu: float | None
+    peak_device_bytes: int | None
+    """Of the run so far; None on a CPU."""
+    peak_rss_bytes: int
+    """Of the run so far."""
+    host_bytes: int
+    """Sent to host memory in this step."""
+    disk_bytes: int
+    """Sent to disk in this step."""
+    stall_s: float
+    recompute_s: float
+    eval_loss: float | None = None
+    """In the file only for steps that were followed by an evaluation."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's object."""
+        line = dataclasses.asdict(self)
+        if self.eval_loss is None:
+            del line["eval_loss"]
+        return line
+
+    def to_line(self, usage: StepUsage) -> str:
+        """The line for people. Rates are bytes over the whole step, since copies run beside the compute."""
+        parts = [
+            f"step {self.step}",
+            f"loss {self.loss:.5f}",
+            f"grad_norm {self.grad_norm:.3f}",
+            f"memory {usage.memory_bytes / 2**30:.2f} GiB {usage.memory_bytes / usage.memory_total_bytes:.0%}",
+        ]
+        if usage.offloads:
+            out = self.host_bytes + self.disk_bytes
+            rates = [nbytes / usage.duration_s / 1e9 for nbytes in (out, usage.reloaded_bytes, self.disk_bytes)]
+            parts += [
+                f"host {self.host_bytes / 2**30:.2f} GiB",
+                f"nvme {self.disk_bytes / 2**30:.2f} GiB",
+                "d2h/h2d/nvme " + "/".join(f"{rate:.2f}" for rate in rates) + " GB/s",
+                f"stall {self.stall_s * 1e3:.0f} ms",
+                f"recompute {self.recompute_s * 1e3:.0f} ms",
+            ]
+        parts.append(f"tps {self.tokens_per_s:,.0f}")
+        if self.mfu_causal is not None:
+            parts.append(f"mfu_causal {self.mfu_causal:.1%}")
+        if self.eval_loss is not None:
+            parts.append(f"eval_loss {self.eval_loss:.5f}")
+        return "  ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepUsage:
+    """What the line for people shows beyond the file's figures."""
+
+    duration_s: float
+    memory_bytes: int
+    """Peak so far of the memory that counts: the device's, or the process's on a CPU."""
+    memory_total_bytes: int
+    offloads: bool
+    """Whether an offload manager is at work."""
+    reloaded_bytes: int
+    """Brought back to the device in this step."""
+
+
+class MetricsFile:
+    """Appends lines. The file is made with its first line, so a run that never starts leaves none."""
+
+    def __init__(self, path: Path, *, after_step: int = 0) -> None:
+        """Goes on after `after_step`; 0 begins a new file.
+
+        Raises:
+            UsageError: a new run, and the file already has something in it.
+            DataError: the file cannot be written, or has a whole line that is no step of ours.
+        """
+        self.path = path
+        self._file: IO[str] | None = None
+        if path.is_dir():
+            raise DataError(f"metrics file {path} is a directory")
+        parent = path.parent
+        if not os.access(path if path.exists() else parent, os.W_OK):
+            raise DataError(f"cannot write metrics file {path}: {parent} is missing or not writable")
+        if not path.exists():
+            return
+        if after_step:
+            self._cut_after(after_step)
+        elif path.stat().st_size:
+            raise UsageError(f"metrics file {path} already exists; remove it, choose another name, or --resume")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """One step; on its way to the disk before this returns, so that a killed run loses none."""
+        try:
+            if self._file is None:
+                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._file.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(f"cannot write metrics file {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _cut_after(self, step: int) -> None:
+        end = 0
+        with open(self.path, "r+b") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # torn: the writer was killed
+                try:
+                    if int(json.loads(line)["step"]) > step:
+                        break
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise DataError(f"{self.path} is not a metrics file of memo train; choose another name") from error
+                end += len(line)
+            file.truncate(end)

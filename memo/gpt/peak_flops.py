@@ -1,0 +1,26 @@
+"""Peak FLOPs per second of GPUs that memo knows by name: dense bfloat16 on tensor cores, from the makers' data sheets."""
+
+from __future__ import annotations
+
+__all__ = ["peak_flops"]
+
+# First match wins, so a longer name stands before the shorter one it contains.
+_BF16_DENSE = (
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A10", 125e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The bfloat16 peak of the device torch calls by this name; None when it is not in the table."""
+    return next((flops for name, flops in _BF16_DENSE if name in device_name), None)

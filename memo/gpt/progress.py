@@ -1,0 +1,50 @@
+"""What a person sees while a run goes on: a line a step, and on a terminal a bar below them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """Prints lines; between `with` and its end a terminal also shows how far the run is."""
+
+    def __init__(self, *, done: int, steps: int) -> None:
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("training", total=steps, completed=done)
+
+    def line(self, text: str) -> None:
+        """One line, whole, at once also into a pipe."""
+        self._console.print(text)
+        self._console.file.flush()
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def __enter__(self) -> Reporter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,253 @@
+"""A whole training run: data, model, offload manager, checkpoints and metrics put together around the step loop.
+
+Owns the order of things: everything that can be refused is refused before anything is written, and whatever ends the
+run (the last step, a stop request, an error) closes what was opened, in reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+
+from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, UsageError
+from memo.gpt.batches import Batches
+from memo.gpt.checkpoint import Checkpoint, CheckpointDir
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.counts import parameter_count
+from memo.gpt.interrupt import StopRequest
+from memo.gpt.metrics import MetricsFile
+from memo.gpt.model import GPT
+from memo.gpt.observer import Observer
+from memo.gpt.offloading import open_manager
+from memo.gpt.process_memory import return_freed_memory
+from memo.gpt.progress import Reporter
+from memo.gpt.run_config import RunConfig
+from memo.gpt.tokens import TokenFile, open_tokens
+from memo.gpt.training import Precision, StepResult, TrainConfig, Trainer
+from memo.units import format_tokens
+
+__all__ = ["train"]
+
+
+def train(config: RunConfig) -> ExitCode:
+    """Runs to the last step, or to a stop request, and says with its exit code which.
+
+    Raises:
+        MemoError: whatever the leaf says; the newest checkpoint, if any, is whole.
+    """
+    device = _prepare(config)
+    try:
+        with ExitStack() as stack:
+            return _Run(config, device, stack).go()
+    except torch.OutOfMemoryError as error:
+        raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch's CPU allocator has no error class of its own
+            raise
+        raise DeviceOutOfMemory(f"the machine's memory is full; {_TO_FIT}") from None
+
+
+_TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a smaller model"
+
+
+class _Run:
+    """The parts of one run, opened in an order in which a refusal leaves nothing behind."""
+
+    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack) -> None:
+        self.config = config
+        self.stop = StopRequest()
+        self.checkpoints = _open_checkpoints(config, stack)
+        start, notes = _starting_point(config, self.checkpoints)
+        self.done = start.step if start is not None else 0
+        self.metrics = None
+        if config.metrics is not None:
+            self.metrics = stack.enter_context(MetricsFile(config.metrics, after_step=self.done))
+        tokens = open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
+        shape = _shape(config, tokens)
+        precision = _precision(config, device)
+        self.settings = _settings(config, shape, precision)
+        notes += _differences(start, self.settings)
+        batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="train")
+        self.eval_batches = None
+        if config.eval_every:
+            self.eval_batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="eval")
+        torch.manual_seed(config.seed)
+        model = GPT(shape, device=device, dtype=precision.weight_dtype)
+        self.manager = open_manager(config.offload, model, device)
+        if self.manager is not None:
+            stack.enter_context(closing(self.manager))
+        self.trainer = Trainer(
+            model, batches, _train_config(config, precision), device=device, around_forward=self.manager
+        )
+        if start is not None:
+            start.load(self.trainer.state())
+        self.observer = Observer(
+            shape,
+            seq=config.seq,
+            device=device,
+            precision=precision,
+            peak=config.peak_flops,
+            manager=self.manager,
+            alpha=config.offload.alpha,
+        )
+        self.reporter = stack.enter_context(Reporter(done=self.done, steps=config.schedule.steps))
+        for line in (*notes, *self._banner(shape, precision, device, tokens)):
+            self.reporter.line(line)
+
+    def go(self) -> ExitCode:
+        """The loop."""
+        with self.stop.listening():
+            while self.done < self.config.schedule.steps and not self.stop:
+                result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+                if result is None:
+                    break
+                self.done = result.step
+                self._observe(result)
+                if self._due(self.config.checkpoint_every):
+                    self._save()
+            if self.done:
+                self._save()
+        if self.manager is not None:
+            self.reporter.line(str(self.manager.report()))
+        if self.stop and self.done < self.config.schedule.steps:
+            kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
+            self.reporter.line(f"stopped after step {self.done}{kept}")
+            return ExitCode.INTERRUPTED
+        return ExitCode.OK
+
+    def _observe(self, result: StepResult) -> None:
+        eval_loss = None
+        if self.eval_batches is not None and self._due(self.config.eval_every):
+            eval_loss = self.trainer.evaluate(self.eval_batches)
+        metrics, usage = self.observer.observe(result, eval_loss)
+        if self.manager is not None:
+            self.manager.step_done()
+        if self.metrics is not None:
+            self.metrics.write(metrics)
+        self.reporter.line(metrics.to_line(usage))
+        self.reporter.advance()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.done % every == 0 or self.done == self.config.schedule.steps)
+
+    def _save(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.done, self.trainer.state(), self.settings)
+
+    def _banner(self, shape: GPTConfig, precision: Precision, device: torch.device, tokens: TokenFile) -> list[str]:
+        config = self.config
+        where = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        )
+        return [
+            f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
+            f"of {shape.hidden}, {precision} on {where}",
+            f"data     {len(tokens):,} tokens; a step takes {config.accumulate} x {config.batch} x "
+            f"{format_tokens(config.seq)}",
+            f"run      steps {self.done + 1} to {config.schedule.steps}, offload {config.offload.mode}",
+        ]
+
+
+def _prepare(config: RunConfig) -> torch.device:
+    """Chooses the device and sets what belongs to the process: determinism, and how free() behaves."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before its first use
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if has_gpu and config.device != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return_freed_memory()
+    return torch.device("cpu")
+
+
+def _open_checkpoints(config: RunConfig, stack: ExitStack) -> CheckpointDir | None:
+    if config.checkpoint_dir is None:
+        return None
+    return stack.enter_context(CheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+
+
+def _starting_point(config: RunConfig, checkpoints: CheckpointDir | None) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and what to tell about the choice."""
+    if config.resume is None:
+        if checkpoints is not None and not checkpoints.is_empty():
+            raise UsageError(f"{checkpoints.path} has checkpoints already; add --resume or choose another directory")
+        return None, []
+    if config.resume != "latest":
+        start = Checkpoint.at(config.resume)
+        return start, [f"resume   {start.path}"]
+    assert checkpoints is not None  # RunConfig sees to it
+    newest, skipped = checkpoints.latest()
+    notes = [f"warning  {reason}" for reason in skipped]
+    if newest is None and skipped:
+        raise CheckpointError(f"no checkpoint in {checkpoints.path} is whole: {skipped[0]}")
+    if newest is None:
+        return None, [f"resume   no checkpoint in {checkpoints.path} yet; starting at step 1"]
+    return newest, [*notes, f"resume   {newest.path}"]
+
+
+def _shape(config: RunConfig, tokens: TokenFile) -> GPTConfig:
+    return preset(
+        config.model,
+        variant=config.variant,
+        vocab_size=tokens.vocab_size,
+        max_seq=config.seq,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        dropout=config.dropout,
+    )
+
+
+def _train_config(config: RunConfig, precision: Precision) -> TrainConfig:
+    return TrainConfig(
+        schedule=config.schedule,
+        accumulate=config.accumulate,
+        weight_decay=config.weight_decay,
+        clip=config.clip,
+        precision=precision,
+        eval_steps=config.eval_steps,
+    )
+
+
+def _precision(config: RunConfig, device: torch.device) -> Precision:
+    if config.precision is not None:
+        return Precision(config.precision)
+    return Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
+
+
+def _settings(config: RunConfig, shape: GPTConfig, precision: Precision) -> dict[str, Any]:
+    """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
+    return {
+        "model": dataclasses.asdict(shape),
+        "schedule": dataclasses.asdict(config.schedule),
+        "data": None if config.data is None else [str(path) for path in config.data],
+        "seq": config.seq,
+        "batch": config.batch,
+        "accumulate": config.accumulate,
+        "seed": config.seed,
+        "weight_decay": config.weight_decay,
+        "clip": config.clip,
+        "precision": precision.value,
+    }
+
+
+def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
+    """A line for each setting that is not what it was; another model is refused."""
+    if start is None:
+        return []
+    former = start.settings
+    if former.get("model") != settings["model"]:
+        was, now = dict(former.get("model") or {}), settings["model"]
+        changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
+        raise CheckpointError(f"{start.path} is of another model: {changed}")
+    return [
+        f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
+        for key, value in settings.items()
+        if former.get(key) != value
+    ]

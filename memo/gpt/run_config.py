@@ -1,0 +1,112 @@
+"""What a person asks of a training run: one frozen dataclass, checked as a whole. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from memo.errors import UsageError
+from memo.gpt.config import PRESETS, Variant
+from memo.gpt.schedule import Schedule
+
+__all__ = ["OffloadConfig", "OffloadMode", "RunConfig"]
+
+
+class OffloadMode(enum.StrEnum):
+    """Where activations go between forward and backward."""
+
+    NONE = "none"
+    HOST = "host"
+    DISK = "disk"
+    AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """The tiers, and what they may take."""
+
+    mode: OffloadMode = OffloadMode.NONE
+    host_budget: int | None = None
+    """Bytes; with mode disk, host memory is filled first when this is given."""
+    disk_dir: Path | None = None
+    """None is the system's temporary directory."""
+    disk_budget: int | None = None
+    alpha: float | None = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        given = {
+            "--host-budget": self.host_budget,
+            "--disk-dir": self.disk_dir,
+            "--disk-budget": self.disk_budget,
+            "--alpha": self.alpha,
+            "--trace": self.trace,
+        }
+        useless = {
+            OffloadMode.NONE: list(given),
+            OffloadMode.HOST: ["--disk-dir", "--disk-budget"],
+        }.get(self.mode, [])
+        for flag in useless:
+            if given[flag] is not None:
+                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload disk or auto")
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise UsageError(f"alpha {self.alpha} is not between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run of `memo train`."""
+
+    model: str
+    variant: Variant
+    seq: int
+    batch: int
+    accumulate: int
+    schedule: Schedule
+    layers: int | None = None
+    """These four replace the preset's."""
+    hidden: int | None = None
+    heads: int | None = None
+    dropout: float | None = None
+    data: Sequence[str] | None = None
+    """None is the source of Python's standard library."""
+    field: str = "text"
+    tokenizer: str | None = None
+    seed: int = 0
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    precision: Literal["fp32", "bf16-autocast", "bf16"] | None = None
+    """None is bf16-autocast on a GPU, fp32 on a CPU."""
+    deterministic: bool = False
+    eval_every: int = 0
+    """Steps between evaluations; 0 is never."""
+    eval_steps: int = 8
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 is only at the end and when stopped."""
+    checkpoint_keep: int = 2
+    resume: Path | Literal["latest"] | None = None
+    metrics: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    peak_flops: float | None = None
+    """Per second, of the device; None looks the device up."""
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+
+    def __post_init__(self) -> None:
+        if self.model not in PRESETS:
+            raise UsageError(f"unknown model {self.model!r}; one of {', '.join(PRESETS)}")
+        for name in ("batch", "accumulate", "eval_steps", "checkpoint_keep"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1")
+        for name in ("seed", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
+        if self.checkpoint_every and self.checkpoint_dir is None:
+            raise UsageError("--checkpoint-every needs --checkpoint-dir")
+        if self.resume == "latest" and self.checkpoint_dir is None:
+            raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")

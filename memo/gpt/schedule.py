@@ -1,0 +1,41 @@
+"""The learning rate of each step: linear warmup, then a cosine down to a floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from memo.errors import UsageError
+
+__all__ = ["Schedule"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A pure function of the step number, so that a resumed run needs no scheduler state."""
+
+    peak: float
+    """Learning rate at the end of the warmup."""
+    floor: float
+    """Learning rate at the last step."""
+    warmup: int
+    """Steps from almost zero to `peak`; 0 starts at `peak`."""
+    steps: int
+    """Length of the whole run."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.peak) and self.peak > 0):
+            raise UsageError(f"lr {self.peak} is not a positive number")
+        if not 0 <= self.floor <= self.peak:
+            raise UsageError(f"min-lr {self.floor} is not between 0 and lr {self.peak}")
+        if self.warmup < 0:
+            raise UsageError(f"warmup {self.warmup} is negative")
+        if self.steps < 1:
+            raise UsageError(f"steps {self.steps} is less than 1")
+
+    def at(self, step: int) -> float:
+        """The rate of step `step`, counted from 1."""
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        fraction = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * fraction))

@@ -1,0 +1,194 @@
+"""One training step after another: forward, backward, clip, AdamW.
+
+Owns the model, the optimizer and their state between steps. Does not own the batches (pure functions of the step
+number), the offload manager (a context manager around forwards), files, or signals. A step either happens whole or not
+at all: until the optimizer moves, an exception or a stop request leaves the state of the step before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memo.errors import TrainingDiverged, UsageError
+from memo.gpt.optimizer import adamw, empty_state
+from memo.gpt.schedule import Schedule
+
+__all__ = ["BatchSource", "Precision", "StepResult", "TrainConfig", "Trainer"]
+
+
+class Precision(enum.StrEnum):
+    """The type of weights and of arithmetic."""
+
+    FP32 = "fp32"
+    BF16_AUTOCAST = "bf16-autocast"  # weights in float32, matrix products in bfloat16
+    BF16 = "bf16"  # everything in bfloat16, the optimizer's state too
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self is Precision.BF16 else torch.float32
+
+
+class BatchSource(Protocol):
+    """Where a step's tokens come from: deterministic, without state."""
+
+    def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets, int64, (batch, seq)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train; what to train on and where to write stand elsewhere."""
+
+    schedule: Schedule
+    accumulate: int = 1
+    """Microbatches a step; their gradients are averaged."""
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = 1.0
+    """Largest norm of all gradients together; None does not clip."""
+    precision: Precision = Precision.FP32
+    eval_steps: int = 8
+    """Batches of one evaluation."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise UsageError(f"accumulate {self.accumulate} is less than 1")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise UsageError(f"weight-decay {self.weight_decay} is not zero or a positive number")
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(f"clip {self.clip} is not a positive number")
+        if self.eval_steps < 1:
+            raise UsageError(f"eval-steps {self.eval_steps} is less than 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    step: int
+    loss: float
+    """Mean over the microbatches, of the weights before the update; the float32 value, exactly."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    duration_s: float
+    tokens: int
+
+
+class Trainer:
+    """Steps a model. `around_forward` is entered anew for every forward of a step, for instance memo's manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: BatchSource,
+        config: TrainConfig,
+        *,
+        device: torch.device,
+        around_forward: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.device = device
+        self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
+        self._batches = batches
+        self._around_forward = around_forward if around_forward is not None else nullcontext()
+
+    def step(self, step: int, *, stop: Callable[[], bool] = lambda: False) -> StepResult | None:
+        """Runs step `step` (from 1); None if `stop` said so between two microbatches, with nothing changed.
+
+        Raises:
+            TrainingDiverged: the loss or a gradient is not finite; the weights are those of the step before.
+        """
+        begin = time.perf_counter()
+        accumulated = self._gradients(step, stop)
+        if accumulated is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+        loss, tokens = accumulated
+        norm = self._clip()
+        self._require_finite(step, loss, norm)
+        lr = self._update(step)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # else the time of the last kernels would count for the next step
+        return StepResult(
+            step=step, loss=loss, grad_norm=norm, lr=lr, duration_s=time.perf_counter() - begin, tokens=tokens
+        )
+
+    def evaluate(self, batches: BatchSource) -> float:
+        """Mean loss over `config.eval_steps` batches, without gradients, dropout or offload."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                losses = [
+                    float(self.model(*self._to_device(batches.at(index)))) for index in range(self.config.eval_steps)
+                ]
+        finally:
+            self.model.train()
+        return math.fsum(losses) / len(losses)
+
+    def state(self) -> dict[str, Any]:
+        """Everything the next step depends on, as tensors that share memory with the live ones, in nested dicts.
+
+        Optimizer state is keyed by parameter name, so that it does not depend on the order of groups.
+        """
+        if not self.optimizer.state:
+            empty_state(self.optimizer)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()},
+        }
+
+    def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
+        total, tokens = torch.zeros((), device=self.device), 0
+        for microbatch in range(self.config.accumulate):
+            if stop():
+                return None
+            inputs, targets = self._to_device(self._batches.at(step, microbatch))
+            with ExitStack() as contexts:
+                contexts.enter_context(self._around_forward)
+                contexts.enter_context(self._autocast())
+                loss = self.model(inputs, targets)
+            (loss / self.config.accumulate).backward()
+            total += loss.detach()
+            tokens += inputs.numel()
+        return float(total / self.config.accumulate), tokens
+
+    def _clip(self) -> float:
+        limit = math.inf if self.config.clip is None else self.config.clip
+        return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def _require_finite(self, step: int, loss: float, norm: float) -> None:
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise TrainingDiverged(
+                    f"step {step}: the {name} is {value}; the weights of step {step - 1} are unchanged; "
+                    f"use a lower --lr, a longer --warmup, or --precision fp32"
+                )
+
+    def _update(self, step: int) -> float:
+        lr = self.config.schedule.at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.precision is Precision.BF16_AUTOCAST:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _to_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = batch
+        return tokens.to(self.device), targets.to(self.device)
