@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from memo.swap.backend import Event
 
-__all__ = ["CheckingBackend", "CheckingDisk", "Race"]
+__all__ = ["CheckingBackend", "CheckingDisk", "Past", "Race"]
 
 Policy = Literal["lazy", "eager", "random"]
 _POISON = 0xFF  # NaN in every floating type
@@ -104,11 +104,11 @@ class _LaneEvent:
         return False
 
 
-class _Past:
-    """The compute stream at one moment: the host is the compute stream, so it is done."""
+class Past:
+    """The compute stream at one moment: the host is the compute stream, so it is done. Without a clock, no moment."""
 
-    def __init__(self, clock: _Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: _Clock | None = None) -> None:
+        self.clock: _Clock = collections.Counter() if clock is None else clock
 
     def query(self) -> bool:
         return True
@@ -129,7 +129,7 @@ class _CheckingStream:
 
 
 def _wait(lane: _Lane, event: Event) -> None:
-    assert isinstance(event, (_LaneEvent, _Past))
+    assert isinstance(event, (_LaneEvent, Past))
     lane.clock |= event.clock
     if isinstance(event, _LaneEvent):
         lane.issue(lambda: event.lane.run_until(event.position))
@@ -183,13 +183,13 @@ class CheckingBackend:
             if not access.before(self.compute.clock):
                 self.races.append(f"memory freed while an access on {access.lane} is not ordered before it")
 
-    def compute_event(self) -> _Past:
-        event = _Past(self.compute.clock.copy())
+    def compute_event(self) -> Past:
+        event = Past(self.compute.clock.copy())
         self.compute.tick()
         return event
 
     def compute_wait(self, event: Event) -> None:
-        assert isinstance(event, (_LaneEvent, _Past))
+        assert isinstance(event, (_LaneEvent, Past))
         event.synchronize()
 
     def compute_uses(self, buffer: torch.Tensor) -> None:

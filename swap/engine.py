@@ -326,14 +326,14 @@ class Engine:
     # Back to the device.
 
     def _bring(self, saved: SavedStorage) -> torch.Tensor:
+        if self._closed and not saved.on_device:
+            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
         group = self._groups.get(saved.group)
-        if group is not None and group is not self._reading:
+        if group is not None and group is not self._reading and not self._closed:
             self._reach(group)
         if saved.source is not None:
             self._forward(saved)
             return saved.source
-        if self._closed and saved.returned is None:
-            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
         how = UseKind.PREFETCHED
         if saved.state is State.AWAY:
             how = UseKind.FETCHED
@@ -369,9 +369,9 @@ class Engine:
     def _fetch(self, saved: SavedStorage) -> None:
         """Allocates the buffer on the compute stream and issues the reload into it (E3)."""
         assert saved.place is not None
-        saved.returned = self.backend.empty(saved.nbytes)
-        saved.returning = saved.place.enter(saved.returned, after=self._allocated())
-        saved.ordered = False
+        buffer = self.backend.empty(saved.nbytes)
+        saved.returning = saved.place.enter(buffer, after=self._allocated())
+        saved.returned = buffer
         self.stats.on_device(saved.nbytes)
         self.stats.bytes_reloaded += saved.nbytes
         self._move(saved, State.RETURNING)

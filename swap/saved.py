@@ -56,7 +56,6 @@ class SavedStorage:
         "id",
         "module",
         "nbytes",
-        "ordered",
         "out",
         "place",
         "returned",
@@ -79,7 +78,6 @@ class SavedStorage:
         self.out: Timed | None = None  # end of the copy out
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
-        self.ordered = False  # the compute stream has waited for `returning`
 
     def move_to(self, state: State) -> None:
         """The one place where a state changes.
