@@ -14,7 +14,6 @@ import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from memo.errors import DataError
 
@@ -97,7 +96,7 @@ def _kind(path: Path) -> str:
     return Path(name).suffix
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
 
 

@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return _times(grad_hidden, grad), _times(grad_weight, grad), None, None, None, None
@@ -116,7 +116,7 @@ def _chunked(
         total += losses.sum(dtype=torch.float64)
         if grad_hidden is None and grad_weight is None:
             continue
-        slope = _softmax_minus_one_hot(logits, normaliser, index).mul_(counted / count).to(compute)
+        slope = _softmax_minus_one_hot(logits, normaliser, index).mul_(counted.to(wide) / count).to(compute)
         if grad_hidden is not None:
             grad_hidden[first : first + rows] = slope @ matrix
         if grad_weight is not None:
