@@ -11,7 +11,9 @@ import glob
 import gzip
 import io
 import json
+import os
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -69,19 +71,20 @@ def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[st
                     text = stream.read().decode("utf-8", errors="replace")
                 if text:
                     yield text
-        except (OSError, EOFError) as error:  # EOFError: a gzip file that ends too soon
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file cut short, or damaged
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _named(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    if path.is_dir():
+    # os.path, not Path: for a name that no file could have it says no instead of raising.
+    if os.path.isdir(path):
         wanted = TEXT_SUFFIXES | JSON_LINES_SUFFIXES | PARQUET_SUFFIXES
         found = sorted(file for file in path.rglob("*") if _kind(file) in wanted and file.is_file())
         if not found:
             raise DataError(f"{name}: no text, .jsonl or .parquet file in this directory")
         return found
-    if path.exists():
+    if os.path.exists(path):
         return [path]
     matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
     found = [match for match in matches if match.is_file()]
