@@ -231,7 +231,8 @@ class DiskStore:
                 # Asked first: allocating terabytes only to find the end takes long, and starves others meanwhile.
                 if needed > free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                file.fallocate(needed)
+                if needed:
+                    file.fallocate(needed)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
@@ -258,7 +259,8 @@ class DiskStore:
             if file.free_bytes() - more < self._spare_bytes:
                 return False
             try:
-                file.fallocate(needed)
+                if more:
+                    file.fallocate(needed)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise

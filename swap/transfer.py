@@ -28,7 +28,7 @@ __all__ = ["Transfer"]
 
 READ_RETRIES = 2
 _RETRY_PAUSE_S = 0.01
-_MAX_BARREN = 1000  # calls in a row that move no whole block (EINTR, EAGAIN, a few bytes) before that is an error
+_MAX_BARREN = 200  # calls in a row that move no whole block (EINTR, EAGAIN, a few bytes) before that is an error
 _BARREN_PAUSE_S = 0.001
 
 
