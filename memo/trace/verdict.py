@@ -269,11 +269,15 @@ def _recompute(evidence: Evidence) -> str | None:
 def _plan(evidence: Evidence) -> str | None:
     texts = []
     for peak in evidence.stats.peaks:
-        if peak.predicted_nbytes and abs(peak.saved_nbytes / peak.predicted_nbytes - 1) > 1 - TIGHT:
-            word = "above" if peak.saved_nbytes > peak.predicted_nbytes else "below"
-            off = abs(peak.saved_nbytes / peak.predicted_nbytes - 1)
-            texts.append(f"{peak.tier} peaks {percent(100 * off)} {word} the {format_bytes(peak.predicted_nbytes)}")
-    return f"Against the plan: {'; '.join(texts)} foretold." if texts else None
+        if not peak.predicted_nbytes:
+            continue
+        off = peak.saved_nbytes / peak.predicted_nbytes - 1
+        if abs(off) > 1 - TIGHT:
+            word = "above" if off > 0 else "below"
+            texts.append(
+                f"{peak.tier} peaks {percent(100 * abs(off))} {word} its {format_bytes(peak.predicted_nbytes)}"
+            )
+    return f"Against the plan, {', '.join(texts)}." if texts else None
 
 
 def _uneven_ranks(evidence: Evidence) -> str | None:

@@ -36,7 +36,7 @@ def duration(ns: float) -> str:
         return f"{ns / 1e6:.0f} ms"
     if ns >= 0.9995e6:
         return f"{ns / 1e6:.1f} ms"
-    return f"{ns / 1e3:.0f} µs"
+    return f"{ns / 1e3:.0f} µs" if ns else "0 s"
 
 
 def percent(value: float | None) -> str:

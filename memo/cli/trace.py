@@ -1,0 +1,291 @@
+"""`memo trace stats|html|diff|chrome|png`: what a run's trace says, on the terminal and as files.
+
+Files are written to a sibling first and then renamed, and never over an existing one without `--force`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from memo.errors import ExitCode, TraceError, UsageError
+from memo.trace import diff
+from memo.trace.reader import read_traces
+from memo.trace.report import RankReport, Report, report_on
+from memo.trace.stats import StepStats
+from memo.trace.words import duration, percent, printable, rate
+from memo.units import format_bytes
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome|png", required=True)
+    stats = _command(commands, "stats", "figures and verdict of a run", _stats)
+    _choice(stats)
+    stats.add_argument("--json", action="store_true", help="one object, every rank and step")
+    html = _command(commands, "html", "one self-contained page with every byte and millisecond", _html)
+    html.add_argument("--plan", type=Path, help="an address plan to show as a packing picture")
+    _output(html)
+    chrome = _command(commands, "chrome", "Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
+    _output(chrome)
+    png = _command(commands, "png", "the picture of one step (.png, .pdf or .svg)", _png)
+    _choice(png)
+    _output(png)
+    two = commands.add_parser("diff", help="two runs side by side", description="Two runs side by side.")
+    two.add_argument("a", help="trace file of the first run")
+    two.add_argument("b", help="trace file of the second run")
+    two.add_argument("--json", action="store_true", help="one object, every figure")
+    two.set_defaults(act=_diff)
+
+
+def run(args: argparse.Namespace) -> int:
+    act: Callable[[argparse.Namespace], int] = args.act
+    return act(args)
+
+
+def _command(commands: Any, name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("traces", nargs="+", metavar="trace.rank*.jsonl", help="one file a rank, of one run; .gz too")
+    parser.set_defaults(act=act)
+    return parser
+
+
+def _choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rank", type=int, help="default: the rank whose median step is slowest")
+    parser.add_argument("--step", help="a step's number, or `all`; default: that rank's median step")
+
+
+def _output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("-f", "--force", action="store_true", help="write over an existing file")
+
+
+def _stats(args: argparse.Namespace) -> int:
+    report = report_on(read_traces(args.traces))
+    rank, step = _chosen(report, args)
+    if args.json:
+        print(json.dumps(report.to_json(), allow_nan=False))
+        return ExitCode.OK
+    one = report.of_rank(rank)
+    _print_stats(one, one.step(step), console=_console())
+    return ExitCode.OK
+
+
+def _html(args: argparse.Namespace) -> int:
+    from memo.mip.files import read_plan
+    from memo.trace.html import render_page
+    from memo.trace.packing import packing_of
+    from memo.trace.pagedata import page_data
+
+    report = report_on(read_traces(args.traces))
+    packing = packing_of(read_plan(args.plan), title=args.plan.name) if args.plan else []
+    data = page_data(report, packing=packing)
+    model = report.of_rank(report.rank).trace.meta.get("model")
+    title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
+    with _replacing(args.output, force=args.force) as target:
+        target.write_text(render_page(data, title=title), encoding="utf-8")
+    for rank in data["ranks"]:
+        if rank["thinned"]:
+            print(rank["thinned"])
+    _say_written(args.output)
+    return ExitCode.OK
+
+
+def _chrome(args: argparse.Namespace) -> int:
+    from memo.trace.chrome import chrome_trace
+
+    text = json.dumps(chrome_trace(read_traces(args.traces)), allow_nan=False, separators=(",", ":")).encode("ascii")
+    packed = args.output.suffix == ".gz"
+    with _replacing(args.output, force=args.force) as target:
+        target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
+    _say_written(args.output)
+    return ExitCode.OK
+
+
+def _png(args: argparse.Namespace) -> int:
+    from memo.trace.png import draw
+
+    if args.output.suffix not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
+    report = report_on(read_traces(args.traces))
+    rank, step = _chosen(report, args)
+    with _replacing(args.output, force=args.force) as target:
+        draw(report, target, rank=rank, step=step)
+    _say_written(args.output)
+    return ExitCode.OK
+
+
+def _diff(args: argparse.Namespace) -> int:
+    reports = [report_on(read_traces([path])) for path in (args.a, args.b)]
+    rows = diff.compare(*reports)
+    if args.json:
+        print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff.to_json(rows)}, allow_nan=False))
+        return ExitCode.OK
+    table = Table(title="a: " + _text(args.a) + "\nb: " + _text(args.b), title_justify="left", box=None, pad_edge=False)
+    for name in ("", "a", "b", "change", ""):
+        table.add_column(name, justify="left" if not name else "right")
+    for row in rows:
+        change = row.change_percent
+        shown = "–" if change is None else f"{change:+.1f} %"
+        table.add_row(row.name, row.shown(row.a), row.shown(row.b), shown, row.word)
+    _console().print(table)
+    return ExitCode.OK
+
+
+def _chosen(report: Report, args: argparse.Namespace) -> tuple[int, int | None]:
+    """The rank and step that the arguments name, or those that stand for the run."""
+    rank = report.rank if args.rank is None else args.rank
+    one = report.of_rank(rank)
+    if args.step == "all":
+        return rank, None
+    if args.step is not None:
+        if not args.step.isdecimal():
+            raise UsageError(f"--step {printable(args.step)}: a step's number, or `all`")
+        return rank, one.step(int(args.step)).step
+    known = [step.step for step in one.stats.steps]
+    return rank, report.step if report.step in known else None
+
+
+def _console() -> Console:
+    wide = None if sys.stdout.isatty() else 120
+    return Console(width=wide, highlight=False, soft_wrap=True)
+
+
+def _text(name: str) -> str:
+    """A foreign name, with neither control characters nor markup."""
+    return escape(printable(name))
+
+
+def _print_stats(one: RankReport, step: StepStats, *, console: Console) -> None:
+    for sentence in one.verdicts[step.step]:
+        console.print(Text(sentence.text))
+    of = f"rank {one.trace.rank} of {one.trace.world_size}"
+    console.print(f"\n{of}, " + (f"step {step.step}" if step.step is not None else f"all {len(one.stats.steps)} steps"))
+    for table in (_times(step), _lanes(step), _peaks(step), _stalls(step), _layers(step)):
+        if table.row_count:
+            console.print()
+            console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def _times(step: StepStats) -> Table:
+    table = _table("time", "")
+    for name, ns in (
+        ("step", step.duration_ns),
+        ("forward", step.forward_ns),
+        ("backward", step.backward_ns),
+        ("recompute", step.recompute_ns),
+        ("stalls", step.stall_ns),
+    ):
+        table.add_row(name, duration(ns))
+    table.add_row("copies hidden", percent(step.overlap_percent))
+    prefetch = step.prefetch
+    table.add_row("prefetch hits", percent(prefetch.hit_percent))
+    if prefetch.late:
+        table.add_row("  of these late", f"{prefetch.late:,}")
+    return table
+
+
+def _lanes(step: StepStats) -> Table:
+    table = _table("lane", "copies", "moved", "busy", "rate", "link", "of link")
+    for lane in step.lanes:
+        if not lane.copies:
+            continue
+        share = None
+        if lane.bytes_per_s and lane.link_bytes_per_s:
+            share = 100 * lane.bytes_per_s / lane.link_bytes_per_s
+        table.add_row(
+            lane.lane.value,
+            f"{lane.copies:,}",
+            format_bytes(lane.nbytes),
+            duration(lane.busy_ns),
+            rate(lane.bytes_per_s),
+            rate(lane.link_bytes_per_s),
+            percent(share),
+        )
+    return table
+
+
+def _peaks(step: StepStats) -> Table:
+    table = _table("peak", "saved", "plan", "all measured", "budget", "free")
+    for peak in step.peaks:
+        if not peak.used_nbytes:
+            continue
+        free = None if peak.budget_nbytes is None else peak.budget_nbytes - peak.used_nbytes
+        shown = [peak.saved_nbytes, peak.predicted_nbytes, peak.measured_nbytes, peak.budget_nbytes, free]
+        table.add_row(peak.tier.value, *("–" if nbytes is None else format_bytes(nbytes) for nbytes in shown))
+    return table
+
+
+def _stalls(step: StepStats) -> Table:
+    table = _table("stall", "count", "total", "longest")
+    for stall in step.stalls:
+        table.add_row(stall.cause.value, f"{stall.count:,}", duration(stall.total_ns), duration(stall.longest_ns))
+    return table
+
+
+def _layers(step: StepStats) -> Table:
+    table = _table("worst layers", "stalls", "recompute", "moved")
+    for cost in step.worst_layers:
+        table.add_row(
+            _text(cost.layer) or "unnamed",
+            duration(cost.stall_ns),
+            duration(cost.recompute_ns),
+            format_bytes(cost.moved_nbytes),
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, force: bool) -> Iterator[Path]:
+    """A sibling to write to, which takes the place of `path` when all went well.
+
+    Raises:
+        UsageError: `path` exists and `force` is not given.
+        TraceError: the place cannot be written.
+    """
+    shown = printable(str(path), limit=200)
+    if path.exists() and not force:
+        raise UsageError(f"{shown} exists; --force writes over it")
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".memo-", suffix=path.suffix)
+        os.close(descriptor)
+        sibling = Path(name)
+        try:
+            yield sibling
+            sibling.chmod(0o666 & ~_umask())
+            sibling.replace(path)
+        finally:
+            sibling.unlink(missing_ok=True)
+    except OSError as error:
+        raise TraceError(f"cannot write {shown}: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _say_written(path: Path) -> None:
+    print(f"Wrote {printable(str(path), limit=200)} ({format_bytes(path.stat().st_size)})")

@@ -1,0 +1,101 @@
+"""Two runs side by side: the figures of each one's representative step, and what changed.
+
+A Row is one figure with both values and the change in percent of the first. Which way is better is part of the row, so
+that a terminal or a script can say "worse" without knowing the figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memo.trace.report import Report
+from memo.trace.stats import StepStats
+from memo.trace.words import duration, percent, rate
+from memo.units import format_bytes
+
+__all__ = ["Row", "compare", "to_json"]
+
+NOTABLE_PERCENT = 1.0
+"""A change under this is called none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure of two runs; None where a run has no such figure."""
+
+    name: str
+    a: float | None
+    b: float | None
+    unit: str  # "ns", "bytes", "bytes_per_s" or "percent"
+    better: int = -1
+    """-1 when less is better, +1 when more is, 0 when neither."""
+
+    @property
+    def change_percent(self) -> float | None:
+        if self.a is None or self.b is None or not self.a:
+            return None
+        return 100 * (self.b - self.a) / self.a
+
+    @property
+    def word(self) -> str:
+        change = self.change_percent
+        if change is None or abs(change) < NOTABLE_PERCENT or not self.better:
+            return ""
+        return "better" if change * self.better > 0 else "worse"
+
+    def shown(self, value: float | None) -> str:
+        return "–" if value is None else _SHOWN[self.unit](value)
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "ns": duration,
+    "bytes": format_bytes,
+    "bytes_per_s": rate,
+    "percent": percent,
+}
+
+
+def compare(a: Report, b: Report) -> list[Row]:
+    """Every figure that either run has."""
+    first, second = (one.of_rank(one.rank).step(one.step) for one in (a, b))
+    left, right = dict(_figures(first)), dict(_figures(second))
+    rows = []
+    for name in {**left, **right}:
+        unit, better, _ = left.get(name) or right[name]
+        value_a, value_b = (side[name][2] if name in side else None for side in (left, right))
+        rows.append(Row(name=name, a=value_a, b=value_b, unit=unit, better=better))
+    return rows
+
+
+def to_json(rows: list[Row]) -> dict[str, Any]:
+    """Figures by name; each says its unit."""
+    return {
+        row.name: {"a": row.a, "b": row.b, "unit": row.unit, "change_percent": row.change_percent, "word": row.word}
+        for row in rows
+    }
+
+
+_Figure = tuple[str, tuple[str, int, float | None]]
+
+
+def _figures(step: StepStats) -> Iterator[_Figure]:
+    yield "step", ("ns", -1, step.duration_ns)
+    yield "forward", ("ns", -1, step.forward_ns)
+    yield "backward", ("ns", -1, step.backward_ns)
+    yield "recompute", ("ns", -1, step.recompute_ns)
+    yield "stalls", ("ns", -1, step.stall_ns)
+    yield "added", ("percent", -1, step.added_percent)
+    yield "copies hidden", ("percent", 1, step.overlap_percent)
+    yield "prefetch hits", ("percent", 1, step.prefetch.hit_percent)
+    for stall in step.stalls:
+        yield f"{stall.cause} stalls", ("ns", -1, stall.total_ns)
+    for lane in step.lanes:
+        if lane.copies:
+            yield f"{lane.lane} moved", ("bytes", 0, lane.nbytes)
+            yield f"{lane.lane} rate", ("bytes_per_s", 1, lane.bytes_per_s)
+    for peak in step.peaks:
+        if peak.used_nbytes:
+            yield f"{peak.tier} peak, saved", ("bytes", -1, peak.saved_nbytes)
+            yield f"{peak.tier} peak, all", ("bytes", -1, peak.measured_nbytes)

@@ -1,0 +1,347 @@
+// The page's JSON (memo/trace/pagedata.py) as typed arrays, and the questions the views ask of them.
+
+export interface Figures {
+  rank: number;
+  step: number | null;
+  start_ns: number;
+  duration_ns: number;
+  forward_ns: number;
+  backward_ns: number;
+  compute_ns: number;
+  recompute_ns: number;
+  stall_ns: number;
+  added_ns: number;
+  added_percent: number | null;
+  copy_ns: number;
+  hidden_ns: number;
+  overlap_percent: number | null;
+  lanes: LaneFigures[];
+  stalls: { cause: string; count: number; total_ns: number; longest_ns: number }[];
+  prefetch: { prefetched: number; fetched: number; live: number; late: number; hit_percent: number | null };
+  peaks: PeakFigures[];
+  worst_layers: { layer: string; stall_ns: number; recompute_ns: number; moved_nbytes: number }[];
+  verdict: { rule: string; text: string }[];
+}
+
+export interface LaneFigures {
+  lane: string;
+  copies: number;
+  nbytes: number;
+  busy_ns: number;
+  hidden_ns: number;
+  forward_busy_percent: number | null;
+  backward_busy_percent: number | null;
+  bytes_per_s: number | null;
+  link_bytes_per_s: number | null;
+}
+
+export interface PeakFigures {
+  tier: string;
+  saved_nbytes: number;
+  at_ns: number;
+  measured_nbytes: number | null;
+  budget_nbytes: number | null;
+  predicted_nbytes: number | null;
+}
+
+export interface RankFigures {
+  rank: number;
+  world_size: number;
+  path: string;
+  events: number;
+  dropped_events: number;
+  remarks: string[];
+  total: Figures;
+  steps: Figures[];
+}
+
+interface RawRow {
+  lane: number;
+  row: number;
+  t: number[];
+  d: number[];
+  phase: number[];
+  name: number[];
+  nbytes: number[];
+  life: number[];
+  merged: number[];
+}
+
+interface RawRank {
+  rank: number;
+  shift_ns: number;
+  thinned: string | null;
+  rows: RawRow[];
+  lives: Record<
+    | "id" | "step" | "name" | "nbytes" | "shape" | "tier" | "start" | "end" | "states" | "state_t" | "state_to"
+    | "state_tier" | "uses" | "use_t" | "use_how",
+    number[]
+  >;
+  stalls: Record<"t" | "d" | "step" | "cause" | "name" | "life", number[]>;
+  tiers: Record<"t" | "layer" | "delta" | "counter_t" | "counter_nbytes", number[]>[];
+  notes: { t: number; step: number; cause: string; message: string }[];
+}
+
+export interface PlanBuffer {
+  name: string;
+  offset: number;
+  nbytes: number;
+  start: number;
+  end: number;
+}
+
+export interface Packing {
+  title: string;
+  arena: string;
+  status: string;
+  unit: string;
+  peak_nbytes: number;
+  lower_bound_nbytes: number | null;
+  capacity_nbytes: number | null;
+  thinned: string | null;
+  buffers: PlanBuffer[];
+}
+
+export interface RawPage {
+  lanes: string[];
+  phases: string[];
+  causes: string[];
+  states: string[];
+  tiers: string[];
+  uses: string[];
+  meta: Record<string, unknown>;
+  stats: { rank: number; step: number | null; ranks: RankFigures[] };
+  ranks: RawRank[];
+  names: string[];
+  packing: Packing[];
+}
+
+// Spans of one lane that do not overlap; `life` is -1 where no tensor is known.
+export interface Row {
+  lane: number;
+  row: number;
+  t: Float64Array;
+  end: Float64Array;
+  phase: Uint8Array;
+  name: Int32Array;
+  nbytes: Float64Array;
+  life: Int32Array;
+  merged: Int32Array | null;
+}
+
+export interface Lives {
+  length: number;
+  id: number[];
+  step: number[];
+  name: Int32Array;
+  nbytes: Float64Array;
+  shape: Int32Array;
+  tier: Uint8Array;
+  start: Float64Array;
+  end: Float64Array;
+  stateAt: Int32Array; // life i has the states stateAt[i] .. stateAt[i + 1]
+  stateT: Float64Array;
+  stateTo: Uint8Array;
+  stateTier: Int8Array;
+  useAt: Int32Array;
+  useT: Float64Array;
+  useHow: Uint8Array;
+}
+
+export interface Stalls {
+  length: number;
+  t: Float64Array;
+  d: Float64Array;
+  step: number[];
+  cause: Uint8Array;
+  name: Int32Array;
+  life: Int32Array;
+}
+
+export class Rank {
+  readonly rank: number;
+  readonly shift: number;
+  readonly thinned: string | null;
+  readonly rows: Row[];
+  readonly lives: Lives;
+  readonly stalls: Stalls;
+  readonly tiers: TierSeries[];
+  readonly notes: RawRank["notes"];
+
+  constructor(raw: RawRank, readonly figures: RankFigures, names: string[]) {
+    this.rank = raw.rank;
+    this.shift = raw.shift_ns;
+    this.thinned = raw.thinned;
+    this.rows = raw.rows.map(rowOf);
+    this.lives = livesOf(raw.lives);
+    this.stalls = stallsOf(raw.stalls);
+    this.tiers = raw.tiers.map((tier) => new TierSeries(tier, names));
+    this.notes = raw.notes;
+  }
+
+  // A step's figures, or (null) the whole trace's.
+  step(step: number | null): Figures {
+    return this.figures.steps.find((one) => one.step === step) ?? this.figures.total;
+  }
+
+  // A step's interval on the common axis.
+  interval(step: number | null): [number, number] {
+    const { start_ns, duration_ns } = this.step(step);
+    return [start_ns + this.shift, start_ns + this.shift + Math.max(duration_ns, 1)];
+  }
+
+  // Every copy of a tensor, by start, as [row, index].
+  copiesOf(life: number): [Row, number][] {
+    const found: [Row, number][] = [];
+    for (const row of this.rows) {
+      for (let i = row.life.indexOf(life); i >= 0; i = row.life.indexOf(life, i + 1)) found.push([row, i]);
+    }
+    return found.sort((a, b) => a[0].t[a[1]] - b[0].t[b[1]]);
+  }
+}
+
+const EVERY = 256; // changes between two snapshots
+
+// Bytes of saved storages in one tier: every change, their running total, and snapshots by layer to start drawing from.
+export class TierSeries {
+  readonly t: Float64Array;
+  readonly layer: Int32Array; // index into `layers`
+  readonly delta: Float64Array;
+  readonly total: Float64Array;
+  readonly layers: number[]; // names, in layer order
+  readonly counterT: Float64Array;
+  readonly counterBytes: Float64Array;
+  readonly peak: number;
+  private readonly snapshots: Float64Array;
+
+  constructor(raw: RawRank["tiers"][number], names: string[]) {
+    this.t = sums(raw.t);
+    this.delta = Float64Array.from(raw.delta);
+    const collator = new Intl.Collator("en", { numeric: true });
+    this.layers = [...new Set(raw.layer)].sort((a, b) => collator.compare(names[a], names[b]));
+    const place = new Map(this.layers.map((name, index) => [name, index]));
+    this.layer = Int32Array.from(raw.layer, (name) => place.get(name) ?? 0);
+    this.total = sums(raw.delta);
+    this.peak = this.total.reduce((a, b) => Math.max(a, b), 0);
+    this.counterT = sums(raw.counter_t);
+    this.counterBytes = Float64Array.from(raw.counter_nbytes);
+    this.snapshots = this.takeSnapshots();
+  }
+
+  get empty(): boolean {
+    return this.peak === 0 && !this.counterBytes.some((nbytes) => nbytes > 0);
+  }
+
+  // Bytes by layer after the changes [0, index) into `held`.
+  before(index: number, held: Float64Array): void {
+    const width = this.layers.length;
+    const snapshot = Math.floor(index / EVERY);
+    held.set(this.snapshots.subarray(snapshot * width, (snapshot + 1) * width));
+    for (let i = snapshot * EVERY; i < index; i++) held[this.layer[i]] += this.delta[i];
+  }
+
+  private takeSnapshots(): Float64Array {
+    const width = this.layers.length;
+    const held = new Float64Array(width);
+    const taken = new Float64Array((Math.floor(this.t.length / EVERY) + 1) * width);
+    for (let i = 0; i <= this.t.length; i++) {
+      if (i % EVERY === 0) taken.set(held, (i / EVERY) * width);
+      if (i < this.t.length) held[this.layer[i]] += this.delta[i];
+    }
+    return taken;
+  }
+}
+
+export class Page {
+  readonly ranks: Rank[];
+  readonly begin: number;
+  readonly end: number;
+
+  constructor(readonly raw: RawPage) {
+    this.ranks = raw.ranks.map((rank) => {
+      const figures = raw.stats.ranks.find((one) => one.rank === rank.rank);
+      if (!figures) throw new Error(`rank ${rank.rank} has no figures`);
+      return new Rank(rank, figures, raw.names);
+    });
+    const intervals = this.ranks.map((rank) => rank.interval(null));
+    this.begin = Math.min(...intervals.map(([begin]) => begin));
+    this.end = Math.max(...intervals.map(([, end]) => end));
+  }
+
+  name(index: number): string {
+    return this.raw.names[index];
+  }
+}
+
+// The first index in [0, sorted.length] whose value is above `value`.
+export function above(sorted: Float64Array, value: number): number {
+  let low = 0;
+  let high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function sums(differences: number[]): Float64Array {
+  const values = new Float64Array(differences.length);
+  let value = 0;
+  for (let i = 0; i < differences.length; i++) values[i] = value += differences[i];
+  return values;
+}
+
+function offsets(counts: number[]): Int32Array {
+  const values = new Int32Array(counts.length + 1);
+  for (let i = 0; i < counts.length; i++) values[i + 1] = values[i] + counts[i];
+  return values;
+}
+
+function rowOf(raw: RawRow): Row {
+  const t = sums(raw.t);
+  return {
+    lane: raw.lane,
+    row: raw.row,
+    t,
+    end: t.map((start, i) => start + raw.d[i]),
+    phase: Uint8Array.from(raw.phase),
+    name: Int32Array.from(raw.name),
+    nbytes: Float64Array.from(raw.nbytes),
+    life: Int32Array.from(raw.life),
+    merged: raw.merged.length ? Int32Array.from(raw.merged) : null,
+  };
+}
+
+function livesOf(raw: RawRank["lives"]): Lives {
+  return {
+    length: raw.id.length,
+    id: raw.id,
+    step: raw.step,
+    name: Int32Array.from(raw.name),
+    nbytes: Float64Array.from(raw.nbytes),
+    shape: Int32Array.from(raw.shape),
+    tier: Uint8Array.from(raw.tier),
+    start: sums(raw.start),
+    end: sums(raw.end),
+    stateAt: offsets(raw.states),
+    stateT: sums(raw.state_t),
+    stateTo: Uint8Array.from(raw.state_to),
+    stateTier: Int8Array.from(raw.state_tier),
+    useAt: offsets(raw.uses),
+    useT: sums(raw.use_t),
+    useHow: Uint8Array.from(raw.use_how),
+  };
+}
+
+function stallsOf(raw: RawRank["stalls"]): Stalls {
+  return {
+    length: raw.t.length,
+    t: sums(raw.t),
+    d: Float64Array.from(raw.d),
+    step: raw.step,
+    cause: Uint8Array.from(raw.cause),
+    name: Int32Array.from(raw.name),
+    life: Int32Array.from(raw.life),
+  };
+}

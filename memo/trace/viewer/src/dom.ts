@@ -1,0 +1,43 @@
+// Makes elements. Text goes in as text nodes only: no name from a trace is ever parsed as markup.
+
+export type Child = Node | string | null;
+
+export function h<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  attributes: Record<string, string> = {},
+  ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+// A table with a header row; cells that are pairs are right-aligned numbers: [shown, exact].
+export type Cell = string | Node | [string, number | null];
+
+export function table(caption: string, head: string[], rows: Cell[][], pick?: (row: number) => void): HTMLElement {
+  const body = rows.map((cells, index) => {
+    const line = h("tr", {}, ...cells.map(cell));
+    if (pick) makeButton(line, () => pick(index));
+    return line;
+  });
+  const header = head.map((text) => h("th", { scope: "col" }, text));
+  return h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, ...header)), h("tbody", {}, ...body));
+}
+
+function cell(content: Cell): HTMLElement {
+  if (Array.isArray(content)) {
+    return h("td", { class: "number", "data-value": String(content[1]) }, content[0]);
+  }
+  return h("td", {}, content);
+}
+
+function makeButton(line: HTMLElement, act: () => void): void {
+  line.tabIndex = 0;
+  line.classList.add("pick");
+  line.addEventListener("click", act);
+  line.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") act();
+  });
+}

@@ -1,0 +1,124 @@
+// Draws one row of spans at any zoom: wide spans as labelled blocks, dense ones as the share of each pixel they cover.
+
+import type { ScaleLinear } from "d3-scale";
+import { above, type Page, type Rank, type Row } from "./data";
+import { printable } from "./format";
+import type { Looking } from "./state";
+import { inkOn, laneColour, type Theme } from "./theme";
+
+const NARROW = 1.5; // pixels under which a span is not drawn on its own
+const CHARACTER = 6.1; // pixels, about, at 11 px
+const DIMMED = 0.18;
+
+export interface Pen {
+  context: CanvasRenderingContext2D;
+  scale: ScaleLinear<number, number>;
+  left: number;
+  right: number;
+  page: Page;
+  rank: Rank;
+  looking: Looking;
+  theme: Theme;
+}
+
+export function firstVisible(row: { end: Float64Array }, from: number): number {
+  return above(row.end, from);
+}
+
+export function drawRow(pen: Pen, row: Row, y: number, height: number): void {
+  const { context, scale, page } = pen;
+  const [from, to] = scale.domain();
+  const perNs = (pen.right - pen.left) / (to - from);
+  const lane = page.raw.lanes[row.lane];
+  const colours = page.raw.phases.map((phase) => laneColour(lane, phase));
+  const bin = { x: -1, covered: 0, phase: 0, bright: false };
+
+  const flush = (): void => {
+    if (bin.x < 0) return;
+    context.globalAlpha = (0.3 + 0.7 * Math.min(1, bin.covered)) * (bin.bright ? 1 : DIMMED);
+    context.fillStyle = colours[bin.phase];
+    context.fillRect(bin.x, y, 1, height);
+    bin.x = -1;
+  };
+
+  for (let i = firstVisible(row, from); i < row.t.length && row.t[i] < to; i++) {
+    const x0 = pen.left + (row.t[i] - from) * perNs;
+    const x1 = pen.left + (row.end[i] - from) * perNs;
+    const bright = isBright(pen, row, i);
+    if (x1 - x0 < NARROW) {
+      const x = Math.floor(x0);
+      if (x !== bin.x || row.phase[i] !== bin.phase) flush();
+      if (bin.x < 0) Object.assign(bin, { x, covered: 0, phase: row.phase[i], bright: false });
+      bin.covered += x1 - x0;
+      bin.bright ||= bright;
+      continue;
+    }
+    flush();
+    context.globalAlpha = bright ? 1 : DIMMED;
+    context.fillStyle = colours[row.phase[i]];
+    const left = Math.max(x0, pen.left);
+    const width = Math.max(1, Math.min(x1, pen.right) - left - (x1 - x0 > 4 ? 0.75 : 0));
+    context.fillRect(left, y, width, height);
+    if (height >= 11 && width > 26) label(pen, labelOf(page, pen.rank, row, i), left, y, width, height, colours[row.phase[i]]);
+  }
+  flush();
+  context.globalAlpha = 1;
+}
+
+function isBright({ looking, rank }: Pen, row: Row, i: number): boolean {
+  const { hits } = looking;
+  if (hits === null) return true;
+  return hits[row.name[i]] === 1 || (row.life[i] >= 0 && hits[rank.lives.name[row.life[i]]] === 1);
+}
+
+export function labelOf(page: Page, rank: Rank, row: Row, i: number): string {
+  if (row.merged && row.merged[i] > 1) return `${row.merged[i]} merged`;
+  const name = row.name[i] || (row.life[i] >= 0 ? rank.lives.name[row.life[i]] : 0);
+  return printable(page.name(name)) || page.raw.phases[row.phase[i]] || page.raw.lanes[row.lane];
+}
+
+function label(pen: Pen, text: string, x: number, y: number, width: number, height: number, colour: string): void {
+  const room = Math.floor((width - 6) / CHARACTER);
+  const fitted = fit(text, room);
+  if (!fitted) return;
+  pen.context.fillStyle = inkOn(colour);
+  pen.context.fillText(fitted, x + 3, y + height / 2 + 0.5, width - 5);
+}
+
+// The end of a module's name tells more than its beginning.
+export function fit(text: string, room: number): string {
+  if (text.length <= room) return text;
+  const tail = text.split(".").slice(-2).join(".");
+  if (tail.length <= room) return tail;
+  const last = text.split(".").at(-1) ?? "";
+  if (last.length <= room) return last;
+  return room >= 4 ? `${last.slice(0, room - 1)}…` : "";
+}
+
+// Stalls as hatched blocks, each at least a pixel and a half wide so that none is lost from sight.
+export function drawStalls(pen: Pen, y: number, height: number, hatch: CanvasPattern | string): void {
+  const { context, scale, rank, page, theme } = pen;
+  const [from, to] = scale.domain();
+  const { stalls } = rank;
+  let covered = -1;
+  for (let i = 0; i < stalls.length && stalls.t[i] < to; i++) {
+    const end = stalls.t[i] + stalls.d[i];
+    if (end < from) continue;
+    const x0 = Math.max(scale(stalls.t[i]), pen.left);
+    const x1 = Math.max(Math.min(scale(end), pen.right), x0 + 1.5);
+    if (x1 <= covered) continue;
+    covered = x1;
+    context.fillStyle = hatch;
+    context.fillRect(x0, y, x1 - x0, height);
+    context.strokeStyle = theme.stall;
+    if (x1 - x0 > 5) context.strokeRect(x0 + 0.5, y + 0.5, x1 - x0 - 1, height - 1);
+    const text = page.raw.causes[stalls.cause[i]];
+    if (x1 - x0 > text.length * CHARACTER + 10) {
+      const width = text.length * CHARACTER + 4;
+      context.fillStyle = theme.background;
+      context.fillRect(x0 + 3, y + 1.5, width, height - 3);
+      context.fillStyle = theme.text;
+      context.fillText(text, x0 + 5, y + height / 2 + 0.5);
+    }
+  }
+}

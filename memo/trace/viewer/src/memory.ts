@@ -1,0 +1,226 @@
+// Draws bytes in one tier over time, stacked by layer. Each pixel column shows the instant of its largest total, so a
+// peak is never averaged away; columns are written as pixels, which costs the same at any number of layers.
+
+import { scaleLinear } from "d3-scale";
+import { line, curveStepAfter } from "d3-shape";
+import { above, type PeakFigures, type TierSeries } from "./data";
+import { bytes } from "./format";
+import type { Pen } from "./lanes";
+import { channels, layerColour } from "./theme";
+
+const HEADER = 15; // pixels for the caption
+const OFF_SCALE = 2.5; // a line above this many peaks would flatten the chart, and is named instead of drawn
+
+export class MemoryChart {
+  private readonly raster = document.createElement("canvas");
+  private colours: Uint32Array = new Uint32Array();
+  private coloursFor = "";
+  private held: Float64Array;
+  private readonly counterPeak: number;
+
+  constructor(readonly tier: string, readonly series: TierSeries) {
+    this.held = new Float64Array(series.layers.length);
+    this.counterPeak = series.counterBytes.reduce((a, b) => Math.max(a, b), 0);
+  }
+
+  draw(pen: Pen, figures: PeakFigures, y: number, height: number): void {
+    const { context, left, right, theme } = pen;
+    const marks = this.marks(figures, pen);
+    const shown = marks.filter((mark) => this.onScale(mark.nbytes));
+    const top = this.scaleTop(figures);
+    const scaleY = scaleLinear().domain([0, top]).range([y + height, y + HEADER]);
+    context.fillStyle = theme.band;
+    context.fillRect(left, y + HEADER, right - left, height - HEADER);
+    this.drawStack(pen, y + HEADER, height - HEADER, top);
+    if (this.onScale(this.counterPeak)) this.drawCounters(pen, this.countersIn(pen), scaleY);
+    context.font = "11px system-ui, sans-serif";
+    for (const mark of shown) {
+      const at = Math.round(scaleY(mark.nbytes)) + 0.5;
+      context.strokeStyle = mark.colour;
+      context.setLineDash(mark.dash);
+      context.beginPath();
+      context.moveTo(left, at);
+      context.lineTo(right, at);
+      context.stroke();
+    }
+    context.setLineDash([]);
+    this.caption(pen, figures, marks, y);
+    this.ticks(pen, top, scaleY);
+  }
+
+  // One or two sizes beside the chart, in powers of two.
+  private ticks({ context, theme, left }: Pen, top: number, scaleY: (nbytes: number) => number): void {
+    const step = 2 ** Math.floor(Math.log2(top / 1.5));
+    context.fillStyle = theme.faint;
+    context.textAlign = "right";
+    for (let nbytes = step; nbytes < top; nbytes += step) {
+      context.fillRect(left - 4, Math.round(scaleY(nbytes)), 4, 1);
+      context.fillText(bytes(nbytes), left - 7, scaleY(nbytes) + 1);
+    }
+    context.textAlign = "left";
+  }
+
+  // Bytes at the top of the chart: the same at every zoom, so that heights compare.
+  scaleTop(figures: PeakFigures): number {
+    const others = [figures.budget_nbytes, figures.predicted_nbytes, this.counterPeak].filter((nbytes) => nbytes !== null);
+    return Math.max(this.series.peak, ...others.filter((nbytes) => this.onScale(nbytes)), 1) * 1.04;
+  }
+
+  private onScale(nbytes: number): boolean {
+    return nbytes > 0 && (this.series.peak === 0 || nbytes <= this.series.peak * OFF_SCALE);
+  }
+
+  // The layer under a point and its bytes, with the total: what the tooltip says.
+  at(t: number, fraction: number, top: number): { layer: number; nbytes: number; total: number } {
+    const index = above(this.series.t, t);
+    this.series.before(index, this.held);
+    const total = index ? this.series.total[index - 1] : 0;
+    let below = 0;
+    for (let layer = 0; layer < this.held.length; layer++) {
+      below += this.held[layer];
+      if (below >= fraction * top) return { layer: this.series.layers[layer], nbytes: this.held[layer], total };
+    }
+    return { layer: -1, nbytes: 0, total };
+  }
+
+  private marks(figures: PeakFigures, { theme }: Pen): { nbytes: number; colour: string; dash: number[]; text: string }[] {
+    const found = [];
+    if (figures.budget_nbytes) {
+      found.push({ nbytes: figures.budget_nbytes, colour: theme.budget, dash: [], text: `budget ${bytes(figures.budget_nbytes)}` });
+    }
+    if (figures.predicted_nbytes) {
+      found.push({ nbytes: figures.predicted_nbytes, colour: theme.plan, dash: [5, 4], text: `plan ${bytes(figures.predicted_nbytes)}` });
+    }
+    return found;
+  }
+
+  private caption(pen: Pen, figures: PeakFigures, marks: { text: string; nbytes: number; colour: string; dash: number[] }[], y: number): void {
+    const { context, theme } = pen;
+    let x = pen.left + 4;
+    const say = (text: string, colour: string): void => {
+      context.fillStyle = colour;
+      context.fillText(text, x, y + 7);
+      x += context.measureText(text).width + 14;
+    };
+    say(`peak ${bytes(figures.saved_nbytes)} saved by layer`, theme.text);
+    if (figures.measured_nbytes !== null) {
+      this.key(pen, x, y, theme.measured, []);
+      x += 18;
+      const text = `all measured ${bytes(figures.measured_nbytes)}`;
+      say(this.onScale(this.counterPeak) ? text : `${text} (off the scale)`, theme.faint);
+    }
+    for (const mark of marks) {
+      this.key(pen, x, y, mark.colour, mark.dash);
+      x += 18;
+      say(this.onScale(mark.nbytes) ? mark.text : `${mark.text} (off the scale)`, theme.faint);
+    }
+  }
+
+  private key({ context }: Pen, x: number, y: number, colour: string, dash: number[]): void {
+    context.strokeStyle = colour;
+    context.setLineDash(dash);
+    context.beginPath();
+    context.moveTo(x, y + 7.5);
+    context.lineTo(x + 14, y + 7.5);
+    context.stroke();
+    context.setLineDash([]);
+  }
+
+  private countersIn({ scale, right }: Pen): [number, number][] {
+    const { counterT, counterBytes } = this.series;
+    const [from, to] = scale.domain();
+    const begin = Math.max(0, above(counterT, from) - 1);
+    const points: [number, number][] = [];
+    let pixel = -1;
+    for (let i = begin; i < counterT.length && counterT[i] <= to; i++) {
+      const x = Math.floor(scale(counterT[i]));
+      const last = points.at(-1);
+      if (x === pixel && last) last[1] = Math.max(last[1], counterBytes[i]);
+      else points.push([counterT[i], counterBytes[i]]);
+      pixel = x;
+    }
+    const last = points.at(-1);
+    if (last) points.push([Math.min(to, scale.invert(right)), last[1]]);
+    return points;
+  }
+
+  private drawCounters({ context, scale, left, theme }: Pen, points: [number, number][], scaleY: (nbytes: number) => number): void {
+    context.strokeStyle = theme.measured;
+    context.lineWidth = 1.25;
+    context.beginPath();
+    line<[number, number]>((point) => Math.max(left, scale(point[0])), (point) => scaleY(point[1]))
+      .curve(curveStepAfter)
+      .context(context)(points);
+    context.stroke();
+    context.lineWidth = 1;
+  }
+
+  private drawStack(pen: Pen, y: number, height: number, top: number): void {
+    const { context, scale, left, right } = pen;
+    const [width, rows] = [Math.floor(right - left), Math.floor(height)];
+    if (width < 1 || rows < 1) return;
+    if (this.raster.width !== width || this.raster.height !== rows) {
+      this.raster.width = width;
+      this.raster.height = rows;
+    }
+    const brush = this.raster.getContext("2d");
+    if (!brush) return;
+    this.colourLayers(pen);
+    const image = brush.createImageData(width, rows);
+    this.fill(new Uint32Array(image.data.buffer), width, rows, scale.domain() as [number, number], rows / top);
+    brush.putImageData(image, 0, 0);
+    context.drawImage(this.raster, left, y);
+  }
+
+  private fill(pixels: Uint32Array, width: number, rows: number, [from, to]: [number, number], perByte: number): void {
+    const { t, total, layer, delta } = this.series;
+    const held = this.held;
+    let next = above(t, from); // changes [0, next) lie left of the column
+    this.series.before(next, held);
+    let sum = next ? total[next - 1] : 0;
+    for (let column = 0; column < width; column++) {
+      const until = from + ((column + 1) * (to - from)) / width;
+      let best = next; // the column shows the state after the changes [0, best)
+      let most = sum;
+      let end = next;
+      for (; end < t.length && t[end] < until; end++) {
+        if (total[end] > most) {
+          most = total[end];
+          best = end + 1;
+        }
+      }
+      for (; next < best; next++) held[layer[next]] += delta[next];
+      if (most > 0) this.fillColumn(pixels, width, rows, column, perByte);
+      for (; next < end; next++) held[layer[next]] += delta[next];
+      sum = end ? total[end - 1] : 0;
+    }
+  }
+
+  private fillColumn(pixels: Uint32Array, width: number, rows: number, column: number, perByte: number): void {
+    let below = 0;
+    let filled = 0;
+    for (let place = 0; place < this.held.length; place++) {
+      below += this.held[place] * perByte;
+      const until = Math.min(rows, Math.round(below));
+      for (; filled < until; filled++) pixels[(rows - 1 - filled) * width + column] = this.colours[place];
+    }
+  }
+
+  private colourLayers({ looking, page, rank, theme }: Pen): void {
+    const { layers } = this.series;
+    const selected = looking.selection && looking.selection.life >= 0 ? page.name(rank.lives.name[looking.selection.life]) : "";
+    const wanted = `${theme.background} ${looking.query} ${selected}`;
+    if (wanted === this.coloursFor && this.colours.length === layers.length) return;
+    this.coloursFor = wanted;
+    const background = channels(theme.band);
+    this.colours = Uint32Array.from(layers, (name, place) => {
+      const layer = page.name(name);
+      const matched = looking.hits === null || looking.hits[name] === 1 || (layer !== "" && looking.query.toLowerCase().startsWith(layer.toLowerCase()));
+      const chosen = !selected || selected === layer || selected.startsWith(`${layer}.`);
+      const colour = channels(layerColour(place, layers.length));
+      const share = matched && chosen ? 1 : 0.3;
+      const [red, green, blue] = colour.map((value, i) => Math.round(value * share + background[i] * (1 - share)));
+      return (255 << 24) | (blue << 16) | (green << 8) | red;
+    });
+  }
+}

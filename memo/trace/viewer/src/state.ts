@@ -1,0 +1,42 @@
+// What the person is looking at: one object, changed in one place, watched by the views.
+
+export interface Selection {
+  kind: "life" | "span" | "stall";
+  rank: number; // index into page.ranks
+  life: number; // -1 for none
+  row: number; // of a span: index into rank.rows
+  index: number; // of a span or a stall
+}
+
+export interface Looking {
+  rank: number; // index into page.ranks
+  allRanks: boolean;
+  step: number | null;
+  query: string;
+  hits: Uint8Array | null; // by name index: 1 where the query matches; null without a query
+  selection: Selection | null;
+  view: "timeline" | "packing";
+}
+
+export type Change = Partial<Looking>;
+
+export class Store {
+  private readonly watchers: ((change: Change) => void)[] = [];
+
+  constructor(readonly now: Looking) {}
+
+  set(change: Change): void {
+    Object.assign(this.now, change);
+    for (const watcher of this.watchers) watcher(change);
+  }
+
+  watch(watcher: (change: Change) => void): void {
+    this.watchers.push(watcher);
+  }
+}
+
+export function matches(names: string[], query: string): Uint8Array | null {
+  const wanted = query.trim().toLowerCase();
+  if (!wanted) return null;
+  return Uint8Array.from(names, (name) => (name.toLowerCase().includes(wanted) ? 1 : 0));
+}
