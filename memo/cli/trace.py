@@ -86,14 +86,11 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _html(args: argparse.Namespace) -> int:
-    from memo.mip.files import read_plan
     from memo.trace.html import render_page
-    from memo.trace.packing import packing_of
     from memo.trace.pagedata import page_data
 
     report = report_on(read_traces(args.traces))
-    packing = packing_of(read_plan(args.plan), title=args.plan.name) if args.plan else []
-    data = page_data(report, packing=packing)
+    data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
     with _replacing(args.output, force=args.force) as target:
@@ -103,6 +100,13 @@ def _html(args: argparse.Namespace) -> int:
             print(rank["thinned"])
     _say_written(args.output)
     return ExitCode.OK
+
+
+def _packing(path: Path) -> list[dict[str, Any]]:
+    from memo.mip.files import read_plan
+    from memo.trace.packing import packing_of
+
+    return packing_of(read_plan(path), title=path.name)
 
 
 def _chrome(args: argparse.Namespace) -> int:

@@ -113,6 +113,8 @@ class StepStats:
 
     rank: int
     step: int | None
+    complete: bool
+    """Whether the trace saw it begin and end."""
     start_ns: int
     duration_ns: int
     forward_ns: int
@@ -151,13 +153,16 @@ def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStat
     by_step: dict[int, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         by_step[event.step].append(event)
+    for step in [step for step, events in by_step.items() if all(isinstance(event, StepMark) for event in events)]:
+        del by_step[step]  # begun when the run ended; nothing of it was done
     steps = tuple(_measure(trace, residence, events, step=step) for step, events in sorted(by_step.items()))
     return RankStats(rank=trace.rank, steps=steps, total=_measure(trace, residence, trace.events, step=None))
 
 
 def representative_step(stats: RankStats) -> StepStats:
     """The step of median duration, first and unfinished ones aside (they profile, warm up, or break off)."""
-    steps = stats.steps[1:] if len(stats.steps) > 1 else stats.steps
+    later = [step for step in stats.steps[1:] if step.complete]
+    steps = later or [step for step in stats.steps if step.complete] or list(stats.steps)
     if not steps:
         return stats.total
     by_duration = sorted(steps, key=lambda step: (step.duration_ns, step.step))
@@ -236,7 +241,7 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
             uses.append(event)
         elif isinstance(event, CounterEvent):
             counters[event.tier] = max(counters.get(event.tier, 0), event.nbytes)
-    window = _window(events)
+    window, complete = _window(events)
     waits = _union_of(stalls)
     recompute = _union_of(spans[Lane.RECOMPUTE])
     running = subtraction(_union_of([*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]]), waits)
@@ -250,6 +255,7 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     return StepStats(
         rank=trace.rank,
         step=step,
+        complete=complete,
         start_ns=window[0],
         duration_ns=duration,
         forward_ns=length(forward),
@@ -270,15 +276,15 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
     )
 
 
-def _window(events: Sequence[Event]) -> Interval:
-    """From the first `begin` to the last `end`; a missing mark is replaced by the first or last event."""
+def _window(events: Sequence[Event]) -> tuple[Interval, bool]:
+    """From the first `begin` to the last `end`, and True; a missing mark is replaced by the first or last event."""
     marks = [event for event in events if isinstance(event, StepMark)]
     begins = [mark.t for mark in marks if mark.phase == "begin"]
     ends = [mark.t for mark in marks if mark.phase == "end"]
     start = min(begins) if begins else min((event.t for event in events), default=0)
     complete = len(ends) >= len(begins) > 0
     end = max(ends) if complete else max((event.t + getattr(event, "d", 0) for event in events), default=start)
-    return start, max(start, end)
+    return (start, max(start, end)), complete
 
 
 def _union_of(spans: Iterable[Span | Stall]) -> list[Interval]:

@@ -85,10 +85,12 @@ def _step_time(evidence: Evidence) -> str | None:
 
 
 def _declined(evidence: Evidence) -> str | None:
-    if any(lane.copies for lane in evidence.stats.lanes) or evidence.stats.recompute_ns:
+    device, *lower = evidence.stats.peaks
+    moved = any(lane.copies for lane in evidence.stats.lanes) or any(peak.saved_nbytes for peak in lower)
+    if moved or evidence.stats.recompute_ns or not device.saved_nbytes:
         return None
-    saved = evidence.stats.peaks[0].saved_nbytes
-    return f"Nothing was moved or recomputed: all {format_bytes(saved)} of saved activations stayed on the device."
+    saved = format_bytes(device.saved_nbytes)
+    return f"Nothing was moved or recomputed: all {saved} of saved activations stayed on the device."
 
 
 def _copies_out(evidence: Evidence) -> str | None:

@@ -4,6 +4,7 @@ export interface Figures {
   rank: number;
   step: number | null;
   start_ns: number;
+  complete: boolean;
   duration_ns: number;
   forward_ns: number;
   backward_ns: number;
