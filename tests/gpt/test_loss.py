@@ -193,6 +193,7 @@ def test_no_gradient_is_made_without_grad_mode() -> None:
         loss = linear_cross_entropy(x, weight, targets, chunk=64)
     assert not loss.requires_grad
     assert bytes_.live == 4
+    assert bytes_.peak + (256 * 8 + 512 * 8) * 4 <= _peaks(256)[0]
 
 
 def test_gradients_are_freed_by_backward_while_the_loss_lives() -> None:
