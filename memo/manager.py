@@ -124,7 +124,6 @@ class Manager:
     def __init__(
         self, model: nn.Module, layers: Sequence[Layer], engine: Engine, recorder: TraceRecorder | None = None
     ) -> None:
-        self._model = model
         self._layers = layers
         self._engine = engine
         self._recorder = recorder
@@ -132,6 +131,7 @@ class Manager:
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
+        engine.keep(model.parameters(), model.buffers())
         self._closer = weakref.finalize(self, _close, engine, recorder)
         if recorder is not None:
             recorder.begin_step(0)
@@ -152,8 +152,7 @@ class Manager:
         self._depth += 1
         if self._depth > 1:
             return self
-        tensors = (*self._model.parameters(), *self._model.buffers())
-        self._engine.begin_forwards(t.untyped_storage() for t in tensors if _has_storage(t))
+        self._engine.begin_forwards()
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         self._saving = saved_tensors_hooks(self._engine.pack, self._engine.unpack)
@@ -260,10 +259,6 @@ def _for_device(store: DiskStore, where: torch.device) -> Disk:
     from memo.swap.staged import StagedDisk
 
     return StagedDisk(store, copy_stream(where), copy_stream(where), page_locked)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int | None) -> TraceRecorder:

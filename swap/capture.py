@@ -41,6 +41,7 @@ _SEEN_THROUGH = frozenset(
         "ViewBackward0",
     }
 )
+_LEAF = "torch::autograd::AccumulateGrad"
 _MAX_HOPS = 6
 
 
@@ -56,8 +57,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def view_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for a parameter or a view of one: `nn.Linear` saves `weight.t()`, which is no Parameter itself."""
-    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+    """True for a view of a parameter: `nn.Linear` saves `weight.t()`, which is no Parameter itself."""
+    base = tensor._base
+    return base is not None and isinstance(base, Parameter)
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
@@ -66,17 +68,17 @@ def cast_of_parameter(tensor: torch.Tensor) -> bool:
     for _ in range(_MAX_HOPS):
         if node is None:
             return False
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            return isinstance(leaf, Parameter)
-        if node.name() not in _SEEN_THROUGH:
-            return False
+        name = node.name()
+        if name not in _SEEN_THROUGH:
+            return name == _LEAF and isinstance(node.variable, Parameter)
         node = node.next_functions[0][0]
     return False
 
 
 def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:
     """Storages of a layer call's arguments other than its hidden states (the first tensor, or `hidden_states`)."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+        return set()
     found = list(_tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs)))
     storages = [tensor.untyped_storage() for tensor in found if is_plain(tensor)]
     return set(storages) - set(storages[:1])

@@ -33,13 +33,13 @@ import torch
 
 from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError
 from memo.swap.capture import argument_storages, cast_of_parameter, is_plain, view_of_parameter
-from memo.swap.saved import Handle, Kept, SavedStorage, State, Token, storage_bytes
+from memo.swap.saved import Handle, Kept, SavedStorage, State, storage_bytes
 from memo.swap.stats import Stats
 from memo.trace.events import Lane, Note, Span, Stall, StallCause, StateChange, Tier, Use, UseKind
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from memo.swap.backend import Backend, Event, Stamp, Timed
@@ -55,17 +55,25 @@ _KEEP = object()  # what the identity map holds for a storage that never moves
 class Group:
     """What one call of one layer saved."""
 
-    __slots__ = ("ahead", "began", "external", "index", "key", "module", "saved", "wait_for_next")
+    __slots__ = ("ahead", "alive", "began", "external", "index", "key", "module", "saved", "wait_for_next")
 
     def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
         self.index = index  # position in the forward order since the engine was last empty
         self.key = key  # (layer, how often this layer was called since then)
         self.module = module
         self.wait_for_next = wait_for_next  # copies begin only when another layer follows
-        self.saved: list[SavedStorage] = []
+        self.saved: list[weakref.ref[SavedStorage]] = []
+        self.alive = 0  # how many of these are
         self.external: set[torch.UntypedStorage] = set()
         self.ahead = False  # reloaded before backward reached it
         self.began: Stamp | None = None  # when its forward began; taken only for a trace
+
+    def living(self) -> Iterator[SavedStorage]:
+        """What still has handles, in the order it was saved."""
+        for weak in self.saved:
+            saved = weak()
+            if saved is not None:
+                yield saved
 
 
 class Engine:
@@ -93,7 +101,7 @@ class Engine:
         self._tracer = tracer
         self._device = backend.device
         self._nothing = torch.empty(0, device=backend.device)
-        # Storage -> weak token, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
+        # Storage -> its life, held weakly, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._groups: dict[int, Group] = {}
         self._next_index = 0
@@ -106,21 +114,33 @@ class Engine:
         self._order_now: list[tuple[int, int]] = []
         self._limbo: collections.deque[SavedStorage] = collections.deque()
         self._dropped: collections.deque[SavedStorage] = collections.deque()
-        self._spans: collections.deque[tuple[SavedStorage, Lane, Timed]] = collections.deque()
+        self._spans: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
         self._layer_spans: collections.deque[tuple[str, str, Stamp, Stamp]] = collections.deque()
         self._backward: tuple[str, Stamp] | None = None  # the layer whose backward is under way, for a trace
-        # Not re-entrant on purpose: a garbage collection inside a locked section may drop tokens, and their release then
+        # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
         # waits for the section to end.
         self._lock = threading.Lock()
+        # How many elements each parameter has: only a storage of such a size can be a cast of one.
+        self._parameter_sizes: set[int] = set()
+        self._blank: dict[torch.dtype, torch.Tensor] = {}
         self._warned: set[str] = set()
         self._closed = False
 
     # Layers. The manager calls these around each layer's forward.
 
-    def begin_forwards(self, keep: Iterable[torch.UntypedStorage]) -> None:
-        """Before a forward: names storages that never move, and starts a new order if nothing is alive."""
-        for storage in keep:
-            self._known[storage] = _KEEP
+    def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
+        """Names a model's parameters and buffers, whose storages never move.
+
+        What replaces them later is found again by looking at the tensors themselves; this is the quick way.
+        """
+        for tensor in (*parameters, *buffers):
+            if isinstance(tensor, torch.nn.Parameter):
+                self._parameter_sizes.add(tensor.numel())
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+                self._known[tensor.untyped_storage()] = _KEEP
+
+    def begin_forwards(self) -> None:
+        """Before a forward: starts a new order if nothing is alive."""
         self._drain()
         if self.stats.live_entries == 0:
             if self._order_now:
@@ -177,60 +197,56 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time."""
         group = self._open
-        if group is None or type(tensor) is not torch.Tensor:
-            return Kept(tensor)
-        if tensor.device != self._device or tensor.layout is not torch.strided:
+        if group is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return Kept(tensor)
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes:
-            return Kept(tensor)
         known = self._known.get(storage)
-        if known is _KEEP:
+        if known is _KEEP or storage.nbytes() < self._min_bytes or tensor.device != self._device:
             return Kept(tensor)
         with self._lock:
-            self.stats.packed += 1
-            token = known() if known is not None else None
-            if token is None or token.version != tensor._version:
-                if storage in group.external or self._stays(tensor):
+            stats = self.stats
+            stats.packed += 1
+            saved = known() if known is not None else None
+            if saved is None or saved.version != tensor._version:
+                if storage in group.external or self._stays(tensor, storage):
                     self._known[storage] = _KEEP
                     return Kept(tensor)
-                token = self._take(tensor, storage, group)
+                saved = self._take(tensor, storage, group)
             else:
-                self.stats.deduplicated += 1
+                stats.deduplicated += 1
         if self._dropped:
             self._drain()
-        return Handle(tensor, token, self._nothing)
+        return Handle(tensor, saved, self._nothing)
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         """Called by autograd when backward needs a tensor; may be called again for the same handle."""
         if type(handle) is Kept:
             return handle.get()
-        assert isinstance(handle, Handle)
+        assert type(handle) is Handle
         handle.check()
+        blank = self._blank.get(handle.dtype)
+        if blank is None:
+            blank = self._blank[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._device)
         with self._lock:
-            buffer = self._bring(handle.token.saved)
-            tensor = handle.rebuild(buffer)
+            tensor = handle.rebuild(self._bring(handle.saved), blank)
         if self._dropped:
             self._drain()
         return tensor
 
     # Out of the device.
 
-    def _stays(self, tensor: torch.Tensor) -> bool:
-        return view_of_parameter(tensor) or not is_plain(tensor) or cast_of_parameter(tensor)
+    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        if view_of_parameter(tensor) or not is_plain(tensor):
+            return True
+        return storage.nbytes() // tensor.itemsize in self._parameter_sizes and cast_of_parameter(tensor)
 
-    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> Token:
+    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> SavedStorage:
         source = storage_bytes(storage, self._device)
-        saved = SavedStorage(
-            source,
-            group=group.index,
-            module=group.module,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-        )
-        token = Token(saved, tensor._version, self._drop)
-        self._known[storage] = weakref.ref(token)
-        group.saved.append(saved)
+        saved = SavedStorage(source, tensor, group=group.index, module=group.module, dropped=self._drop)
+        weak = weakref.ref(saved)
+        self._known[storage] = weak
+        group.saved.append(weak)
+        group.alive += 1
         self.stats.live_entries += 1
         self.stats.on_device(saved.nbytes)
         if self._tracer is not None:
@@ -238,7 +254,7 @@ class Engine:
         self.backend.compute_uses(source)
         if not group.wait_for_next:
             self._send(saved)
-        return token
+        return saved
 
     def _send(self, saved: SavedStorage) -> None:
         """Issues the copy out (E1)."""
@@ -249,7 +265,7 @@ class Engine:
         self.stats.moved(place.tier.name, saved.nbytes)
         self._move(saved, State.LEAVING)
         if self._tracer is not None:
-            self._spans.append((saved, place.tier.lane_out, saved.out))
+            self._spans.append((saved.id, saved.nbytes, place.tier.lane_out, saved.out))
 
     def _claim(self, saved: SavedStorage) -> Place:
         for position, tier in enumerate(self.tiers):
@@ -284,13 +300,13 @@ class Engine:
         group, self._held = self._held, None
         if group is not None:
             group.wait_for_next = False
-            for saved in group.saved:
+            for saved in group.living():
                 if saved.state is State.LIVE:
                     self._send(saved)
 
     def _retire(self, group: Group) -> None:
         """Drops the sources of an earlier layer's storages, ordered after their copies (E2)."""
-        for saved in group.saved:
+        for saved in group.living():
             if saved.state is not State.LEAVING:
                 continue
             try:
@@ -376,7 +392,7 @@ class Engine:
         self.stats.bytes_reloaded += saved.nbytes
         self._move(saved, State.RETURNING)
         if self._tracer is not None:
-            self._spans.append((saved, saved.place.tier.lane_in, saved.returning))
+            self._spans.append((saved.id, saved.nbytes, saved.place.tier.lane_in, saved.returning))
 
     def _reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
@@ -392,7 +408,7 @@ class Engine:
         following = self._following(group)
         first = True
         while following is not None:
-            nbytes = sum(saved.nbytes for saved in following.saved if saved.state is State.AWAY)
+            nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
             if not first and (room is None or nbytes > room):
                 break
             self._fetch_group(following)
@@ -402,7 +418,7 @@ class Engine:
             following = self._following(following)
 
     def _fetch_group(self, group: Group) -> None:
-        for saved in reversed(group.saved):  # backward asks in about this order
+        for saved in reversed(list(group.living())):  # backward asks in about this order
             if saved.state is State.AWAY:
                 self._fetch(saved)
 
@@ -414,11 +430,11 @@ class Engine:
         key = self._order_before.get(group.key)
         if key is not None:
             for other in self._groups.values():
-                if other.key == key and other.saved:
+                if other.key == key and other.alive:
                     return other
         for index in range(group.index - 1, -1, -1):
             other_group = self._groups.get(index)
-            if other_group is not None and other_group.saved:
+            if other_group is not None and other_group.alive:
                 return other_group
         return None
 
@@ -441,8 +457,8 @@ class Engine:
         self.stats.live_entries -= 1
         group = self._groups.get(saved.group)
         if group is not None:
-            group.saved.remove(saved)
-            if not group.saved and group is not self._open:
+            group.alive -= 1
+            if not group.alive and group is not self._open:
                 del self._groups[saved.group]
         if self._in_flight(saved) is None:
             self._free(saved)
@@ -545,8 +561,8 @@ class Engine:
                 nbytes=saved.nbytes,
                 tier=tier,
                 module=saved.module if first else None,
-                shape=saved.shape if first else None,
-                dtype=saved.dtype if first else None,
+                shape=tuple(saved.shape) if first else None,
+                dtype=str(saved.dtype).removeprefix("torch.") if first else None,
             )
         )
 
@@ -580,14 +596,14 @@ class Engine:
         tracer = self._tracer
         assert tracer is not None
         for _ in range(len(self._spans)):
-            saved, lane, event = self._spans.popleft()
+            ident, nbytes, lane, event = self._spans.popleft()
             if not event.query():
-                self._spans.append((saved, lane, event))
+                self._spans.append((ident, nbytes, lane, event))
                 continue
             interval = event.interval_ns()
             if interval is not None:
                 start, end = tracer.at(interval[0]), tracer.at(interval[1])
-                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=saved.id, nbytes=saved.nbytes))
+                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=ident, nbytes=nbytes))
         for _ in range(len(self._layer_spans)):
             module, phase, first, second = self._layer_spans.popleft()
             begin_ns, end_ns = first.ns(), second.ns()

@@ -1,11 +1,10 @@
 """One saved storage: what it is, where its bytes are, and which way its life may go (rules R2, R4, R11).
 
-    Handle --strong--> Token --strong--> SavedStorage
-      ^ what pack returned      ^ weakly mapped from the storage
+    Handle --strong--> SavedStorage <--weak-- identity map, groups
+      ^ what pack returned
 
-Autograd holds handles. When the last handle of a storage dies its token dies, and the token tells the engine to give
-everything back; nothing else ends a life, so a graph that is never backwarded frees itself (R1). The SavedStorage is the
-ledger entry that groups and queues may hold without keeping the tensor's life going.
+Autograd holds handles. When the last handle of a storage dies the SavedStorage dies, and tells the engine to give
+everything back; nothing else ends a life, so a graph that is never backwarded frees itself (R1).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import Parameter
 
 from memo.errors import ModifiedAfterSave
 from memo.trace.events import TensorState as State
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memo.swap.backend import Timed
     from memo.swap.tiers import Place
 
-__all__ = ["Handle", "Kept", "SavedStorage", "State", "Token", "storage_bytes"]
+__all__ = ["Handle", "Kept", "SavedStorage", "State", "storage_bytes"]
 
 _NEXT: dict[State, frozenset[State]] = {
     State.LIVE: frozenset({State.LEAVING, State.GONE}),
@@ -45,12 +45,14 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.
 
 
 class SavedStorage:
-    """The ledger entry of one storage at one version.
+    """The life of one storage at one version.
 
     Who holds the bytes: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
     """
 
     __slots__ = (
+        "__weakref__",
+        "dropped",
         "dtype",
         "group",
         "id",
@@ -63,21 +65,36 @@ class SavedStorage:
         "shape",
         "source",
         "state",
+        "version",
     )
 
-    def __init__(self, source: torch.Tensor, *, group: int, module: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(
+        self,
+        source: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        group: int,
+        module: str,
+        dropped: Callable[[SavedStorage], None],
+    ) -> None:
         self.id = next(_ids)
         self.nbytes = source.numel()
+        self.version = tensor._version
         self.group = group
         self.module = module
-        self.shape = shape
-        self.dtype = dtype
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self.state = State.LIVE
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
+        self.dropped = dropped
+
+    def __del__(self) -> None:
+        # The engine takes it into its queue, which brings the object back for a moment; Python calls this only once.
+        self.dropped(self)
 
     def move_to(self, state: State) -> None:
         """The one place where a state changes.
@@ -95,20 +112,6 @@ class SavedStorage:
         return self.source is not None or self.returned is not None
 
 
-class Token:
-    """The lifetime of a SavedStorage: dies with its last handle."""
-
-    __slots__ = ("__weakref__", "_dropped", "saved", "version")
-
-    def __init__(self, saved: SavedStorage, version: int, dropped: Callable[[SavedStorage], None]) -> None:
-        self.saved = saved
-        self.version = version
-        self._dropped = dropped
-
-    def __del__(self) -> None:
-        self._dropped(self.saved)
-
-
 class Kept:
     """A saved tensor that stays where it is; watched for in-place changes all the same (R4)."""
 
@@ -116,8 +119,8 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # A detached alias shares memory and version counter but not the graph: holding the tensor itself would tie an
-        # operation's output to its own node for ever.
-        self.tensor = tensor.detach()
+        # operation's output to its own node for ever. A parameter is nobody's output.
+        self.tensor = tensor if type(tensor) is Parameter else tensor.detach()
         self.version = tensor._version
 
     def get(self) -> torch.Tensor:
@@ -127,16 +130,16 @@ class Kept:
 
 
 class Handle:
-    """What pack returns for a storage that may move: its token and the exact geometry of this tensor in it.
+    """What pack returns for a storage that may move: its life, and the exact geometry of this tensor in it.
 
     `guard` is an empty tensor that shares the saved tensor's version counter and holds none of its memory: the in-place
     check that autograd loses behind hooks.
     """
 
-    __slots__ = ("dtype", "guard", "offset", "size", "stride", "token", "version")
+    __slots__ = ("dtype", "guard", "offset", "saved", "size", "stride", "version")
 
-    def __init__(self, tensor: torch.Tensor, token: Token, nothing: torch.Tensor) -> None:
-        self.token = token
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, nothing: torch.Tensor) -> None:
+        self.saved = saved
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -149,13 +152,14 @@ class Handle:
     def check(self) -> None:
         """Raises ModifiedAfterSave if the tensor was changed in place after it was saved."""
         if self.guard._version != self.version:
-            raise _modified(self.size, self.dtype, self.version, self.guard._version, self.token.saved.module)
+            raise _modified(self.size, self.dtype, self.version, self.guard._version, self.saved.module)
 
-    def rebuild(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor with its exact offset, size and stride over `buffer`'s storage (Inductor asserts all three)."""
-        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
-            buffer.untyped_storage(), self.offset, self.size, self.stride
-        )
+    def rebuild(self, buffer: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
+        """The tensor with its exact offset, size and stride over `buffer`'s storage (Inductor asserts all three).
+
+        `blank` is any tensor of the same type and device: asking it for a new one is the quickest way to make one.
+        """
+        return blank.new_empty(0).set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
 
 
 def _modified(
