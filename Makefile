@@ -44,6 +44,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARMS)
 
+# Both install nothing but this package, offline, into the interpreter given as PYTHON; exit 3 without a GPU.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 

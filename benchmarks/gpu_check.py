@@ -1,0 +1,90 @@
+"""`make gpu-check`: everything that needs a GPU, in one command, within eight minutes.
+
+    python3 -m benchmarks.gpu_check
+
+Runs the tests marked `gpu` and a short speed table with the interpreter it is started with, installs nothing but this
+package (offline), prints a summary and writes a dated JSON file. Exits 3 where there is no CUDA GPU, 1 when a test fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import write_result
+
+ROOT = Path(__file__).parent.parent
+NO_GPU = 3
+TEST_LIMIT_S = 300
+TABLE_LIMIT_S = 150
+
+
+def gpu() -> dict[str, Any] | None:
+    """What the GPU is, or None when there is none that torch can use."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "gpu": properties.name,
+        "memory_bytes": properties.total_memory,
+        "driver": driver.stdout.strip().splitlines()[0] if driver.stdout.strip() else "unknown",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def install() -> None:
+    """Makes `import memo` work with this interpreter; takes nothing from a registry."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
+    subprocess.run(command, check=True)
+
+
+def run_tests() -> tuple[int, str, float]:
+    """(exit code, pytest's last line, seconds)."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "-x", "tests"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, timeout=TEST_LIMIT_S, stdout=subprocess.PIPE, text=True, check=False)
+    except subprocess.TimeoutExpired as late:
+        tail = (late.stdout or b"")[-2000:]
+        print(tail.decode(errors="replace") if isinstance(tail, bytes) else tail)
+        return 1, f"stopped after {TEST_LIMIT_S} s", time.monotonic() - begin
+    print(done.stdout)
+    lines = done.stdout.strip().splitlines()
+    return done.returncode, lines[-1] if lines else "no output", time.monotonic() - begin
+
+
+def main() -> int:
+    device = gpu()
+    if device is None:
+        print("gpu-check: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
+        return NO_GPU
+    install()
+    print(f"{device['gpu']}, driver {device['driver']}, torch {device['torch']}")
+    code, summary, seconds = run_tests()
+    table = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_bench", "short"], cwd=ROOT, timeout=TABLE_LIMIT_S, check=False
+    )
+    path = write_result(
+        "gpu-check",
+        {"device": device, "tests": summary, "tests_exit": code, "tests_s": seconds, "table_exit": table.returncode},
+    )
+    print(f"tests: {summary}\nspeed table: {'done' if table.returncode == 0 else 'failed'}\nWrote {path}")
+    return 0 if code == 0 and table.returncode == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
