@@ -1,12 +1,14 @@
 """Which saved tensors may move at all (rule R3), and what of a layer call they belong to.
 
-Never moved: parameters, their views and autocast's casts of them; the storages of a layer's other arguments and of the
-model's buffers; small storages; tensors of another device, sparse, quantised or conjugated tensors and subclasses. What
-does not move is kept by reference, so a wrong answer here costs memory and never a gradient.
+A sharded tensor (DTensor) is its local part: its own storage is a fake that has no address. Never moved: parameters,
+their views and autocast's casts of them; the storages of a layer's other arguments and of the model's buffers; small
+storages; tensors of another device, sparse, quantised or conjugated tensors and other subclasses. What does not move is
+kept by reference, so a wrong answer here costs memory and never a gradient.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn import Parameter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["argument_storages", "cast_of_parameter", "is_plain", "view_of_parameter"]
+__all__ = ["argument_storages", "cast_of_parameter", "is_plain", "is_sharded", "local_part", "view_of_parameter"]
 
 # Nodes that change how a parameter is seen and not what it holds. The walk stops at the first other node.
 _SEEN_THROUGH = frozenset(
@@ -56,6 +58,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor. Asks without importing torch.distributed, which a run without it need not load."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor under a DTensor or a collective's result still under way, which is waited for."""
+    if is_sharded(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
 def view_of_parameter(tensor: torch.Tensor) -> bool:
     """True for a view of a parameter: `nn.Linear` saves `weight.t()`, which is no Parameter itself."""
     base = tensor._base
@@ -79,9 +95,10 @@ def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[tor
     """Storages of a layer call's arguments other than its hidden states (the first tensor, or `hidden_states`)."""
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
         return set()
-    found = list(_tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs)))
-    storages = [tensor.untyped_storage() for tensor in found if is_plain(tensor)]
-    return set(storages) - set(storages[:1])
+    found = _tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs))
+    locals_ = [local_part(tensor) for tensor in found]
+    storages = [tensor.untyped_storage() if is_plain(tensor) else None for tensor in locals_]
+    return {storage for storage in storages[1:] if storage is not None} - {*storages[:1]}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -32,8 +32,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError
-from memo.swap.capture import argument_storages, cast_of_parameter, is_plain, view_of_parameter
-from memo.swap.saved import Handle, Kept, SavedStorage, State, storage_bytes
+from memo.swap.capture import (
+    argument_storages,
+    cast_of_parameter,
+    is_plain,
+    is_sharded,
+    local_part,
+    view_of_parameter,
+)
+from memo.swap.saved import Handle, Kept, SavedStorage, Sharded, State, storage_bytes
 from memo.swap.stats import Stats
 from memo.trace.events import Lane, Note, Span, Stall, StallCause, StateChange, Tier, Use, UseKind
 from memo.units import format_bytes
@@ -136,8 +143,9 @@ class Engine:
         for tensor in (*parameters, *buffers):
             if isinstance(tensor, torch.nn.Parameter):
                 self._parameter_sizes.add(tensor.numel())
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-                self._known[tensor.untyped_storage()] = _KEEP
+            local = local_part(tensor)
+            if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
+                self._known[local.untyped_storage()] = _KEEP
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -194,11 +202,11 @@ class Engine:
 
     # What autograd calls.
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time."""
         group = self._open
         if group is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return Kept(tensor)
+            return Kept(tensor) if group is None else self._pack_other(tensor)
         storage = tensor.untyped_storage()
         known = self._known.get(storage)
         if known is _KEEP or storage.nbytes() < self._min_bytes or tensor.device != self._device:
@@ -218,10 +226,25 @@ class Engine:
             self._drain()
         return Handle(tensor, saved, self._nothing)
 
-    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+    def _pack_other(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
+        """Parameters, sparse tensors and most subclasses stay; of a DTensor the local part moves."""
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return Kept(tensor)
+        local = local_part(tensor)
+        if local is tensor:
+            return Kept(tensor)
+        packed = self.pack(local.detach())
+        if not is_sharded(tensor):
+            return packed
+        assert not isinstance(packed, Sharded)
+        return Sharded(tensor, packed)
+
+    def unpack(self, handle: Handle | Kept | Sharded) -> torch.Tensor:
         """Called by autograd when backward needs a tensor; may be called again for the same handle."""
         if type(handle) is Kept:
             return handle.get()
+        if type(handle) is Sharded:
+            return handle.rebuild(self.unpack(handle.local))
         assert type(handle) is Handle
         handle.check()
         blank = self._blank.get(handle.dtype)

@@ -119,7 +119,6 @@ class IoPool:
                     self._enqueue(operation)
                 else:
                     self._fail(operation, failure)
-            del operation
 
     def _enqueue(self, operation: DiskOperation) -> None:
         operation.stage = Stage.QUEUED
@@ -141,7 +140,6 @@ class IoPool:
             except BaseException as error:
                 failure = error
             self._piece_done(operation, failure)
-            del task, operation, failure  # an idle thread must not keep a tensor alive
 
     def _take(self) -> tuple[DiskOperation, Piece] | None:
         with self._changed:

@@ -43,6 +43,8 @@ class RawFile:
             nothing is left open.
     """
 
+    fd = -1
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.fd, self.direct = _open_anonymous(directory)
@@ -92,6 +94,10 @@ class RawFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        # Only where no store closed it: a constructor that failed half-way, a store dropped on its own I/O thread.
+        self.close()
 
     def _probe_memory_align(self) -> int:
         """The smallest buffer alignment the device takes: the kernel tells only newer programs than ours."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memo.swap.backend import Timed
     from memo.swap.tiers import Place
 
-__all__ = ["Handle", "Kept", "SavedStorage", "State", "storage_bytes"]
+__all__ = ["Handle", "Kept", "SavedStorage", "Sharded", "State", "storage_bytes"]
 
 _NEXT: dict[State, frozenset[State]] = {
     State.LIVE: frozenset({State.LEAVING, State.GONE}),
@@ -160,6 +160,21 @@ class Handle:
         `blank` is any tensor of the same type and device: asking it for a new one is the quickest way to make one.
         """
         return blank.new_empty(0).set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Sharded:
+    """A DTensor: what pack returned for its local part, and how the whole is made of it."""
+
+    __slots__ = ("kind", "local", "spec")
+
+    def __init__(self, tensor: torch.Tensor, local: Handle | Kept) -> None:
+        self.kind = type(tensor)
+        self.spec = tensor._spec  # type: ignore[attr-defined]
+        self.local = local
+
+    def rebuild(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor over `local`."""
+        return self.kind(local, self.spec, requires_grad=False)
 
 
 def _modified(

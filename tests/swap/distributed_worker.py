@@ -1,0 +1,93 @@
+"""Runs under torchrun-like environment variables: steps of a sharded model with and without memo, compared bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+from small_models import ids, train
+
+import memo
+
+
+class MLP(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build(kind: str) -> torch.nn.Module:
+    from small_models import stack
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind.startswith("fsdp"):
+        model = stack()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp-bf16" else MixedPrecisionPolicy()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = stack(make=MLP)
+    for layer in model.layers:
+        if kind == "tensor":
+            parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            shard = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+            parallelize_module(layer, mesh, {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": shard})
+            layer.register_forward_hook(lambda _module, _args, output: output.full_tensor())
+            whole = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
+            )
+            parallelize_module(layer, mesh, whole)
+    return model
+
+
+def run(kind: str, scratch: str, *, managed: bool) -> tuple[list[object], int]:
+    model = build(kind)
+    manager = memo.offload(model, disk=scratch, min_bytes=256, layers=list(model.layers)) if managed else None
+    steps = train(model, lambda step: model(ids(step)), manager)
+    flat = []
+    for step in steps:
+        flat.append(step.loss)
+        flat += [g.to_local() if hasattr(g, "to_local") else g for g in step.gradients if g is not None]
+    moved = 0
+    if manager is not None:
+        moved = manager.stats.bytes_disk
+        assert manager.stats.live_entries == 0, manager.stats
+        manager.close()
+    return flat, moved
+
+
+def main(kind: str, scratch: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    want, _ = run(kind, scratch, managed=False)
+    got, moved = run(kind, scratch, managed=True)
+    assert moved > 0
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
+    dist.barrier()
+    dist.destroy_process_group()
+    print("equal", kind, moved)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
