@@ -90,7 +90,8 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
     names = [name for name in ("compute", "stalls", *[lane.value for lane in Lane][1:]) if name in bars]
     for place, name in enumerate(reversed(names)):
         for colour, found in bars[name].items():
-            axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
+            edge = 0.4 if name == "compute" and len(found) < 200 else 0  # a hairline between layers
+            axis.broken_barh(found, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -115,7 +116,7 @@ def _draw_memory(
                 nbytes / unit, color=colour, linestyle=style, linewidth=1, label=f"{text} {format_bytes(nbytes)}"
             )
     axis.set_ylabel(f"{tier} [{name}]", fontsize=8)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.12)  # room for the legend
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="upper right", fontsize=7, frameon=False)

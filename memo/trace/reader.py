@@ -41,8 +41,8 @@ class Limits:
     total_nbytes: int = 1 << 30
     """The text in all, unpacked."""
     events: int = 4_000_000
-    unpack_ratio: int = 100
-    """A .gz may unpack to this many times its size (traces reach about 15) before it is taken for a bomb."""
+    unpack_ratio: int = 60
+    """Beyond its first MiB, a .gz that unpacks to so many times what was read of it (traces reach 15) is a bomb."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +107,7 @@ class _Lines:
         packed = _GZIP_NAME.search(path.name) is not None
         self._stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=self._raw) if packed else self._raw
         self._limits = limits
-        self._cap = limits.total_nbytes
-        if packed:
-            size = os.fstat(self._raw.fileno()).st_size
-            self._cap = min(self._cap, max(size * limits.unpack_ratio, 1 << 20))
+        self._packed = packed
 
     def __enter__(self) -> Iterator[tuple[str, bool]]:
         return self._lines()
@@ -126,8 +123,10 @@ class _Lines:
             if len(line) > limit:
                 raise TraceError(f"the next line is longer than {limit} bytes")
             total += len(line)
-            if total > self._cap:
-                raise TraceError(f"unpacks to more than {self._cap} bytes")
+            if total > self._limits.total_nbytes:
+                raise TraceError(f"holds more than {self._limits.total_nbytes} bytes")
+            if self._packed and total > max(1 << 20, self._raw.tell() * self._limits.unpack_ratio):
+                raise TraceError(f"unpacks to over {self._limits.unpack_ratio} times its size")
             count += 1
             if count > self._limits.events + 2:
                 raise TraceError(f"more than {self._limits.events} events; trace fewer steps or layers")

@@ -43,6 +43,8 @@ def percent(value: float | None) -> str:
     """`61 %`; one decimal below ten; a dash where there is nothing to divide by."""
     if value is None:
         return "–"
+    if 0 < abs(value) < 0.05:
+        return "<0.1 %"
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
 
 

@@ -29,6 +29,7 @@ export function bytes(nbytes: number): string {
 export function percent(value: number | null): string {
   if (value === null) return "–";
   const size = Math.abs(value);
+  if (size > 0 && size < 0.05) return "<0.1 %";
   return `${value.toFixed(size > 0 && size < 9.95 ? 1 : 0)} %`;
 }
 

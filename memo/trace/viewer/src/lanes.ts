@@ -85,14 +85,16 @@ function label(pen: Pen, text: string, x: number, y: number, width: number, heig
   pen.context.fillText(fitted, x + 3, y + height / 2 + 0.5, width - 5);
 }
 
-// The end of a module's name tells more than its beginning.
+// The end of a module's name tells more than its beginning: `layers.4` of `model.layers.4`, or `4` where room is short.
 export function fit(text: string, room: number): string {
-  if (text.length <= room) return text;
-  const tail = text.split(".").slice(-2).join(".");
-  if (tail.length <= room) return tail;
-  const last = text.split(".").at(-1) ?? "";
-  if (last.length <= room) return last;
-  return room >= 4 ? `${last.slice(0, room - 1)}…` : "";
+  const parts = text.split(".");
+  const tail = parts.slice(-2).join(".");
+  const last = parts[parts.length - 1];
+  const numbered = /^\d+$/.test(last);
+  for (const candidate of numbered ? [tail, last] : [text, tail, last]) {
+    if (candidate.length <= room) return candidate;
+  }
+  return !numbered && room >= 4 ? `${last.slice(0, room - 1)}…` : "";
 }
 
 // Stalls as hatched blocks, each at least a pixel and a half wide so that none is lost from sight.

@@ -106,7 +106,7 @@ export class Timeline {
       for (const band of this.lanesOf(index, allRanks ? 13 : 18)) add(band);
     }
     const charts = this.charts[rank];
-    const room = Math.max(84, Math.min(170, (this.height - y - 10) / Math.max(charts.length, 1) - 6));
+    const room = Math.max(84, Math.min(240, (this.height - y - 10) / Math.max(charts.length, 1) - 6));
     for (const chart of charts) {
       y += 3;
       add({ kind: "memory", rank, height: room, text: chart.tier, rows: [], chart });
@@ -196,7 +196,7 @@ export class Timeline {
     const { context } = this;
     const colours = theme();
     context.fillStyle = colours.grid;
-    for (const tick of this.axis.scale.ticks(this.tickCount())) {
+    for (const tick of this.ticks()) {
       context.fillRect(Math.round(this.axis.scale(tick)), AXIS, 1, this.height);
     }
   }
@@ -211,7 +211,7 @@ export class Timeline {
     context.font = FONT;
     context.fillStyle = colours.faint;
     context.textAlign = "center";
-    for (const tick of scale.ticks(this.tickCount())) {
+    for (const tick of this.ticks()) {
       const x = scale(tick);
       if (x > GUTTER + 20 && x < this.width - 30) context.fillText(instant(tick - this.page.begin, to - from), x, 16);
     }
@@ -230,8 +230,12 @@ export class Timeline {
     context.fillRect(0, AXIS - 1, this.width, 1);
   }
 
-  private tickCount(): number {
-    return Math.max(2, Math.floor((this.width - GUTTER) / 110));
+  // Round times since the trace began, on the common axis.
+  private ticks(): number[] {
+    const { begin } = this.page;
+    const [from, to] = this.axis.domain;
+    const since = this.axis.scale.copy().domain([from - begin, to - begin]);
+    return since.ticks(Math.max(2, Math.floor((this.width - GUTTER) / 110))).map((tick) => tick + begin);
   }
 
   // The chosen span or stall framed, and a tensor's way as arrows from copy to copy.
