@@ -69,14 +69,15 @@ class RawFile:
         return os.preadv(self.fd, [data], offset)
 
     def fallocate(self, nbytes: int) -> None:
-        """Makes the file `nbytes` long with its blocks reserved, so that later writes cannot find the disk full."""
+        """Makes the file `nbytes` long with its blocks reserved, so that later writes cannot find the disk full.
+
+        The caller has compared `nbytes` to `free_bytes()`: where blocks cannot be reserved that is all there is.
+        """
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
-            if self.free_bytes() < nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             os.ftruncate(self.fd, nbytes)
             warnings.warn(
                 f"{self.directory}: the file system cannot reserve blocks; a full disk shows only when it is written",

@@ -67,17 +67,15 @@ def test_idle_mappings_stay_within_the_limit() -> None:
 
 
 def test_the_size_used_least_recently_goes_first() -> None:
-    pool = PagePool(3 * PAGE_BYTES)
-    old = pool.empty(PAGE_BYTES)
-    new = pool.empty(2 * PAGE_BYTES)
-    kept = new.data_ptr()
-    del old
-    del new
-    del_me = pool.empty(PAGE_BYTES + 1)  # takes the two pages, gives them back as the latest
-    assert del_me.data_ptr() == kept
-    del del_me
-    one = pool.empty(3 * PAGE_BYTES)
-    del one
+    pool = PagePool(4 * PAGE_BYTES)
+    singles = [pool.empty(PAGE_BYTES) for _ in range(3)]
+    double = pool.empty(2 * PAGE_BYTES)
+    del singles[1:]
+    del double
+    assert pool.idle_bytes == 4 * PAGE_BYTES
+    again = pool.empty(PAGE_BYTES)
+    singles.clear()
+    del again  # a fifth page: the double one has waited longest
     assert pool.idle_bytes == 3 * PAGE_BYTES
 
 

@@ -604,13 +604,25 @@ def test_the_longest_directory_name_works(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_forked_child_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     result = python(
         """
+        import signal, threading
         from memo.errors import SwapError
         store = DiskStore([sys.argv[1]], 64 << 20)
         source, target = torch.randint(0, 256, (8 << 20,), dtype=torch.uint8), torch.empty(8 << 20, dtype=torch.uint8)
         extent = store.reserve(8 << 20)
         write = store.write(extent, source)
+        held, go_on = threading.Event(), threading.Event()
+        def hold():  # what a thread may be doing just when another one forks
+            with store._pool._changed:
+                held.set()
+                go_on.wait()
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
         pid = os.fork()
-        if pid == 0:
+        if pid:
+            go_on.set()
+        else:
+            signal.alarm(10)
             try:
                 store.write(extent, source)
             except SwapError as error:
