@@ -1,0 +1,238 @@
+"""`memo train` as a person meets it: a process with flags, signals, files and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memo.gpt.config import PRESETS
+
+SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "256", "--device", "cpu"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"line {i} of a small training text, {i * i}\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """The scratch directory of a run; whatever the run did, it must be empty afterwards."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    yield path
+    assert list(path.iterdir()) == []
+
+
+def command(*flags: object) -> list[str]:
+    return [sys.executable, "-m", "memo.cli.main", "train", *map(str, flags)]
+
+
+def memo_train(*flags: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*flags), capture_output=True, text=True, env=ENVIRONMENT, cwd=cwd, timeout=120, check=False
+    )
+
+
+def start(*flags: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))  # each step once, in order
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *, code: int, says: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("memo train: ")
+    assert says in result.stderr
+
+
+def test_help_names_every_preset_and_needs_no_torch() -> None:
+    program = (
+        "import sys; from memo.cli.main import main; code = main(['train', '--help']); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert ", ".join(PRESETS) in " ".join(result.stdout.split())
+
+
+def test_offload_to_disk_gives_the_same_losses_and_counts_what_it_moved(
+    text: Path, tmp_path: Path, scratch: Path
+) -> None:
+    flags = [*SMALL, "--data", text, "--steps", 3, "--accumulate", 2, "--eval-every", 2, "--eval-steps", 2]
+    plain = memo_train(*flags, "--metrics", tmp_path / "plain")
+    assert plain.returncode == 0, plain.stderr
+    trace = tmp_path / "trace.rank0.jsonl"
+    disk = ["--offload", "disk", "--disk-dir", scratch, "--disk-budget", "256MiB", "--trace", trace]
+    moved = memo_train(*flags, *disk, "--metrics", tmp_path / "moved")
+    assert moved.returncode == 0, moved.stderr
+    assert losses(tmp_path / "plain") == losses(tmp_path / "moved")
+    lines = [json.loads(line) for line in (tmp_path / "moved").read_text().splitlines()]
+    assert all(line["disk_bytes"] > 0 for line in lines)
+    assert all(line["host_bytes"] == 0 for line in lines)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
+    assert json.loads(trace.read_text().splitlines()[0])["format"] == "memo-trace"
+    assert plain.stderr == ""
+    assert moved.stderr == ""
+    assert [line.split()[:2] for line in plain.stdout.splitlines() if line.startswith("step")] == [
+        ["step", "1"],
+        ["step", "2"],
+        ["step", "3"],
+    ]
+
+
+def test_ctrl_c_saves_and_the_resumed_run_ends_with_the_losses_of_an_uninterrupted_one(
+    text: Path, tmp_path: Path
+) -> None:
+    flags = [*SMALL, "--data", text, "--steps", 40, "--dropout", 0.1]
+    straight = memo_train(*flags, "--metrics", tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    saving = [*flags, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run"]
+    process = start(*saving)
+    wait_for_steps(process, tmp_path / "m", 2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    done = len(losses(tmp_path / "m"))
+    assert 2 <= done < 40
+    assert f"stopped after step {done}" in output
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{done:08d}"]
+    resumed = memo_train(*saving, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+
+
+def test_sigterm_is_the_same_request(text: Path, tmp_path: Path) -> None:
+    process = start(
+        *SMALL, "--data", text, "--steps", 1000, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run"
+    )
+    wait_for_steps(process, tmp_path / "m", 1)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_kill_9_leaves_nothing_in_the_scratch_directory_and_training_resumes(
+    text: Path, tmp_path: Path, scratch: Path
+) -> None:
+    flags = [*SMALL, "--data", text, "--steps", 30, "--offload", "disk", "--disk-dir", scratch]
+    straight = memo_train(*flags, "--metrics", tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    saving = [*flags, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
+    process = start(*saving)
+    wait_for_steps(process, tmp_path / "m", 5)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert list(scratch.iterdir()) == []
+    resumed = memo_train(*saving, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step-0000" in resumed.stdout
+    assert losses(tmp_path / "m") == losses(tmp_path / "straight")
+
+
+# What is refused before torch is imported is cheap to test; the rest shares one process start each.
+USAGE = [
+    (["--model", "9b"], "one of tiny, 125m"),
+    (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
+    (["--offload", "everywhere"], "none, host, disk, auto"),
+    (["--host-budget", "8GiB"], "--host-budget has no meaning with --offload none"),
+    (["--trace"], "--trace has no meaning with --offload none"),
+    (["--offload", "host", "--disk-dir", "/"], "--disk-dir has no meaning with --offload host"),
+    (["--seq", "32kk"], "write for instance 4096, 32k or 1m"),
+    (["--steps", "0"], "steps 0"),
+    (["--batch", "0"], "--batch 0"),
+    (["--lr", "-1"], "lr -1.0"),
+    (["--clip", "-1"], "clip -1.0"),
+    (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),
+    (["--resume"], "--resume needs --checkpoint-dir"),
+    (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
+    (["--no-such-flag"], "unrecognized arguments"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), USAGE, ids=[" ".join(flags) for flags, _ in USAGE])
+def test_a_usage_error_is_one_line_and_exit_2(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memo.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    code = main(["train", *flags])
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sequence_longer_than_the_data_says_how_long_it_may_be(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    result = memo_train(*SMALL, "--data", tmp_path / "short.txt", "--checkpoint-dir", tmp_path / "run")
+    assert_one_line(result, code=1, says="longest possible")
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    assert_one_line(memo_train(*SMALL, "--data", tmp_path / "nowhere"), code=1, says="nowhere")
+
+
+def test_a_scratch_directory_that_does_not_exist_is_named(text: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk-dir", tmp_path / "nowhere"]
+    assert_one_line(memo_train(*flags, "--metrics", tmp_path / "m"), code=1, says="nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_budget_beyond_the_disk_is_refused_at_the_start(text: Path, tmp_path: Path, scratch: Path) -> None:
+    flags = [*SMALL, "--data", text, "--offload", "disk", "--disk-dir", scratch, "--disk-budget", "4000TiB"]
+    assert_one_line(memo_train(*flags, "--checkpoint-dir", tmp_path / "run"), code=1, says=str(scratch))
+    assert not (tmp_path / "run").exists()
+
+
+def test_outputs_that_cannot_be_written_are_refused_at_the_start(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    checkpoints = memo_train(*SMALL, "--data", text, "--checkpoint-dir", tmp_path / "file")
+    assert_one_line(checkpoints, code=1, says="file")
+    metrics = memo_train(*SMALL, "--data", text, "--metrics", tmp_path / "missing" / "m")
+    assert_one_line(metrics, code=1, says="missing")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_checkpoints_of_a_former_run_are_not_mixed_into_a_new_one(text: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--data", text, "--steps", 1, "--checkpoint-dir", tmp_path / "run"]
+    assert memo_train(*flags).returncode == 0
+    assert_one_line(memo_train(*flags), code=2, says="--resume")
+    other = memo_train(*flags, "--resume", "--layers", 3)
+    assert_one_line(other, code=1, says="layers 2 there, 3 here")
+
+
+def test_a_diverging_run_stops_in_one_line(text: Path, tmp_path: Path) -> None:
+    result = memo_train(*SMALL, "--data", text, "--steps", 50, "--lr", "1e30", "--clip", 0, "--warmup", 0)
+    assert_one_line(result, code=1, says="use a lower --lr")
