@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS
 from memo.gpt.run_config import OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
+from memo.gpt.train_config import Precision, TrainConfig
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["configure", "run"]
@@ -26,6 +28,7 @@ Ctrl-C finishes the step, saves and exits with 130; --resume goes on from there,
 _MAX_AUTO_WARMUP = 2000  # steps; a tenth of the run below that
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=enum.StrEnum)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +83,8 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="of the gradient; 0 is off (default 1)")
     group.add_argument(
         "--precision",
-        choices=("fp32", "bf16-autocast", "bf16"),
+        type=_precision,
+        metavar="{fp32,bf16-autocast,bf16}",
         help="default: bf16-autocast on a GPU, fp32 on a CPU",
     )
     group.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="0 is never (default)")
@@ -137,23 +141,29 @@ def _config(args: argparse.Namespace) -> RunConfig:
     """The flags as one checked object.
 
     Raises:
-        UsageError: flags that contradict each other.
+        UsageError: flags that contradict each other, or a number that means nothing.
     """
     flags = dict(vars(args))
-    warmup, min_lr = flags.pop("warmup"), flags.pop("min_lr")
-    lr, steps = flags.pop("lr"), flags.pop("steps")
-    schedule = Schedule(
+    schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
+    training = TrainConfig(
+        schedule=schedule,
+        clip=flags.pop("clip") or None,
+        **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
+    )
+    tiers = ("host_budget", "disk_dir", "disk_budget", "alpha", "trace")
+    offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    if flags["resume"] not in (None, "latest"):
+        flags["resume"] = Path(flags["resume"])
+    return RunConfig(training=training, offload=offload, **flags)
+
+
+def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> Schedule:
+    return Schedule(
         peak=lr,
         floor=lr / 10 if min_lr is None else min_lr,
         warmup=min(_MAX_AUTO_WARMUP, steps // 10) if warmup is None else warmup,
         steps=steps,
     )
-    tiers = ("host_budget", "disk_dir", "disk_budget", "alpha", "trace")
-    offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
-    flags["clip"] = flags["clip"] or None
-    if flags["resume"] not in (None, "latest"):
-        flags["resume"] = Path(flags["resume"])
-    return RunConfig(schedule=schedule, offload=offload, **flags)
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
@@ -168,12 +178,16 @@ def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
     return convert
 
 
-def _parse_mode(text: str) -> OffloadMode:
-    if text not in tuple(OffloadMode):
-        raise UsageError(f"{text!r} is none of {', '.join(OffloadMode)}")
-    return OffloadMode(text)
+def _one_of(kinds: type[_E]) -> Callable[[str], _E]:
+    def parse(text: str) -> _E:
+        if text not in tuple(kinds):
+            raise UsageError(f"{text!r} is none of {', '.join(kinds)}")
+        return kinds(text)
+
+    return parse
 
 
 _bytes = _argument(parse_bytes)
 _tokens = _argument(parse_tokens)
-_mode = _argument(_parse_mode)
+_mode = _argument(_one_of(OffloadMode))
+_precision = _argument(_one_of(Precision))

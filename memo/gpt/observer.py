@@ -11,7 +11,8 @@ from memo.gpt.counts import hfu, mfu_causal, mfu_full, recompute_flops_per_token
 from memo.gpt.metrics import StepMetrics, StepUsage
 from memo.gpt.peak_flops import peak_flops
 from memo.gpt.process_memory import peak_rss_bytes, total_bytes
-from memo.gpt.training import Precision, StepResult
+from memo.gpt.train_config import Precision
+from memo.gpt.training import StepResult
 from memo.manager import Manager
 
 __all__ = ["Observer"]

@@ -27,7 +27,8 @@ from memo.gpt.process_memory import return_freed_memory
 from memo.gpt.progress import Reporter
 from memo.gpt.run_config import RunConfig
 from memo.gpt.tokens import TokenFile, open_tokens
-from memo.gpt.training import Precision, StepResult, TrainConfig, Trainer
+from memo.gpt.train_config import Precision, TrainConfig
+from memo.gpt.training import StepResult, Trainer, weight_dtype
 from memo.units import format_tokens
 
 __all__ = ["train"]
@@ -68,40 +69,38 @@ class _Run:
             self.metrics = stack.enter_context(MetricsFile(config.metrics, after_step=self.done))
         tokens = open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
         shape = _shape(config, tokens)
-        precision = _precision(config, device)
-        self.settings = _settings(config, shape, precision)
+        training = _training(config, device)
+        self.settings = _settings(config, shape, training)
         notes += _differences(start, self.settings)
         batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="train")
         self.eval_batches = None
         if config.eval_every:
             self.eval_batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="eval")
         torch.manual_seed(config.seed)
-        model = GPT(shape, device=device, dtype=precision.weight_dtype)
+        model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
         self.manager = open_manager(config.offload, model, device)
         if self.manager is not None:
             stack.enter_context(closing(self.manager))
-        self.trainer = Trainer(
-            model, batches, _train_config(config, precision), device=device, around_forward=self.manager
-        )
+        self.trainer = Trainer(model, batches, training, device=device, around_forward=self.manager)
         if start is not None:
             start.load(self.trainer.state())
         self.observer = Observer(
             shape,
             seq=config.seq,
             device=device,
-            precision=precision,
+            precision=training.precision,
             peak=config.peak_flops,
             manager=self.manager,
             alpha=config.offload.alpha,
         )
-        self.reporter = stack.enter_context(Reporter(done=self.done, steps=config.schedule.steps))
-        for line in (*notes, *self._banner(shape, precision, device, tokens)):
+        self.reporter = stack.enter_context(Reporter(done=self.done, steps=config.training.schedule.steps))
+        for line in (*notes, *self._banner(shape, device, tokens)):
             self.reporter.line(line)
 
     def go(self) -> ExitCode:
         """The loop."""
         with self.stop.listening():
-            while self.done < self.config.schedule.steps and not self.stop:
+            while self.done < self.config.training.schedule.steps and not self.stop:
                 result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
                 if result is None:
                     break
@@ -113,7 +112,7 @@ class _Run:
                 self._save()
         if self.manager is not None:
             self.reporter.line(str(self.manager.report()))
-        if self.stop and self.done < self.config.schedule.steps:
+        if self.stop and self.done < self.config.training.schedule.steps:
             kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
             self.reporter.line(f"stopped after step {self.done}{kept}")
             return ExitCode.INTERRUPTED
@@ -132,23 +131,23 @@ class _Run:
         self.reporter.advance()
 
     def _due(self, every: int) -> bool:
-        return every > 0 and (self.done % every == 0 or self.done == self.config.schedule.steps)
+        return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
 
     def _save(self) -> None:
         if self.checkpoints is not None:
             self.checkpoints.save(self.done, self.trainer.state(), self.settings)
 
-    def _banner(self, shape: GPTConfig, precision: Precision, device: torch.device, tokens: TokenFile) -> list[str]:
+    def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile) -> list[str]:
         config = self.config
         where = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
         )
         return [
             f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
-            f"of {shape.hidden}, {precision} on {where}",
-            f"data     {len(tokens):,} tokens; a step takes {config.accumulate} x {config.batch} x "
+            f"of {shape.hidden}, {self.trainer.config.precision} on {where}",
+            f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
-            f"run      steps {self.done + 1} to {config.schedule.steps}, offload {config.offload.mode}",
+            f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
 
 
@@ -160,6 +159,7 @@ def _prepare(config: RunConfig) -> torch.device:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before its first use
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory it has not written
     if has_gpu and config.device != "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return_freed_memory()
@@ -204,36 +204,20 @@ def _shape(config: RunConfig, tokens: TokenFile) -> GPTConfig:
     )
 
 
-def _train_config(config: RunConfig, precision: Precision) -> TrainConfig:
-    return TrainConfig(
-        schedule=config.schedule,
-        accumulate=config.accumulate,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-        precision=precision,
-        eval_steps=config.eval_steps,
-    )
+def _training(config: RunConfig, device: torch.device) -> TrainConfig:
+    default = Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
+    return dataclasses.replace(config.training, precision=config.precision or default)
 
 
-def _precision(config: RunConfig, device: torch.device) -> Precision:
-    if config.precision is not None:
-        return Precision(config.precision)
-    return Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
-
-
-def _settings(config: RunConfig, shape: GPTConfig, precision: Precision) -> dict[str, Any]:
+def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
     return {
         "model": dataclasses.asdict(shape),
-        "schedule": dataclasses.asdict(config.schedule),
+        "training": dataclasses.asdict(training),
         "data": None if config.data is None else [str(path) for path in config.data],
         "seq": config.seq,
         "batch": config.batch,
-        "accumulate": config.accumulate,
         "seed": config.seed,
-        "weight_decay": config.weight_decay,
-        "clip": config.clip,
-        "precision": precision.value,
     }
 
 

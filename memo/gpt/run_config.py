@@ -10,7 +10,7 @@ from typing import Literal
 
 from memo.errors import UsageError
 from memo.gpt.config import PRESETS, Variant
-from memo.gpt.schedule import Schedule
+from memo.gpt.train_config import Precision, TrainConfig
 
 __all__ = ["OffloadConfig", "OffloadMode", "RunConfig"]
 
@@ -64,8 +64,8 @@ class RunConfig:
     variant: Variant
     seq: int
     batch: int
-    accumulate: int
-    schedule: Schedule
+    training: TrainConfig
+    """Its precision is replaced by `precision`, once the device is known."""
     layers: int | None = None
     """These four replace the preset's."""
     hidden: int | None = None
@@ -76,14 +76,11 @@ class RunConfig:
     field: str = "text"
     tokenizer: str | None = None
     seed: int = 0
-    weight_decay: float = 0.1
-    clip: float | None = 1.0
-    precision: Literal["fp32", "bf16-autocast", "bf16"] | None = None
+    precision: Precision | None = None
     """None is bf16-autocast on a GPU, fp32 on a CPU."""
     deterministic: bool = False
     eval_every: int = 0
     """Steps between evaluations; 0 is never."""
-    eval_steps: int = 8
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 is only at the end and when stopped."""
@@ -98,7 +95,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
             raise UsageError(f"unknown model {self.model!r}; one of {', '.join(PRESETS)}")
-        for name in ("batch", "accumulate", "eval_steps", "checkpoint_keep"):
+        for name in ("batch", "checkpoint_keep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1")
         for name in ("seed", "eval_every", "checkpoint_every"):

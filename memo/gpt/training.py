@@ -8,7 +8,6 @@ at all: until the optimizer moves, an exception or a stop request leaves the sta
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import time
 from collections.abc import Callable
@@ -18,23 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memo.errors import TrainingDiverged, UsageError
+from memo.errors import TrainingDiverged
 from memo.gpt.optimizer import adamw, empty_state
-from memo.gpt.schedule import Schedule
+from memo.gpt.train_config import Precision, TrainConfig
 
-__all__ = ["BatchSource", "Precision", "StepResult", "TrainConfig", "Trainer"]
-
-
-class Precision(enum.StrEnum):
-    """The type of weights and of arithmetic."""
-
-    FP32 = "fp32"
-    BF16_AUTOCAST = "bf16-autocast"  # weights in float32, matrix products in bfloat16
-    BF16 = "bf16"  # everything in bfloat16, the optimizer's state too
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self is Precision.BF16 else torch.float32
+__all__ = ["BatchSource", "StepResult", "Trainer", "weight_dtype"]
 
 
 class BatchSource(Protocol):
@@ -42,32 +29,6 @@ class BatchSource(Protocol):
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets, int64, (batch, seq)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How to train; what to train on and where to write stand elsewhere."""
-
-    schedule: Schedule
-    accumulate: int = 1
-    """Microbatches a step; their gradients are averaged."""
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = 1.0
-    """Largest norm of all gradients together; None does not clip."""
-    precision: Precision = Precision.FP32
-    eval_steps: int = 8
-    """Batches of one evaluation."""
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise UsageError(f"accumulate {self.accumulate} is less than 1")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise UsageError(f"weight-decay {self.weight_decay} is not zero or a positive number")
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"clip {self.clip} is not a positive number")
-        if self.eval_steps < 1:
-            raise UsageError(f"eval-steps {self.eval_steps} is less than 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +43,11 @@ class StepResult:
     lr: float
     duration_s: float
     tokens: int
+
+
+def weight_dtype(precision: Precision) -> torch.dtype:
+    """The type to make the model in."""
+    return torch.bfloat16 if precision is Precision.BF16 else torch.float32
 
 
 class Trainer:

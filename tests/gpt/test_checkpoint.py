@@ -19,7 +19,8 @@ from memo.gpt.checkpoint import Checkpoint, CheckpointDir
 from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.gpt.schedule import Schedule
-from memo.gpt.training import TrainConfig, Trainer
+from memo.gpt.train_config import TrainConfig
+from memo.gpt.training import Trainer
 
 SEQ = 16
 

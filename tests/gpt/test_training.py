@@ -13,7 +13,8 @@ from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.gpt.optimizer import adamw
 from memo.gpt.schedule import Schedule
-from memo.gpt.training import Precision, TrainConfig, Trainer
+from memo.gpt.train_config import Precision, TrainConfig
+from memo.gpt.training import Trainer, weight_dtype
 
 SEQ = 32
 CPU = torch.device("cpu")
@@ -134,11 +135,11 @@ def test_every_precision_trains_and_keeps_its_weights_type(precision: Precision)
     torch.manual_seed(0)
     shape = preset("tiny", vocab_size=50, max_seq=SEQ, layers=2, hidden=32, heads=2)
     schedule = Schedule(peak=1e-2, floor=1e-3, warmup=0, steps=10)
-    model = GPT(shape, dtype=precision.weight_dtype)
+    model = GPT(shape, dtype=weight_dtype(precision))
     subject = Trainer(model, Drawn(), TrainConfig(schedule=schedule, precision=precision), device=CPU)
     before = weights(model)
     assert len(steps(subject, 2)) == 2
-    assert {parameter.dtype for parameter in model.parameters()} == {precision.weight_dtype}
+    assert {parameter.dtype for parameter in model.parameters()} == {weight_dtype(precision)}
     assert not same(before, weights(model))
 
 

@@ -1,0 +1,46 @@
+"""How to train: the numbers of the step loop, checked. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+from memo.errors import UsageError
+from memo.gpt.schedule import Schedule
+
+__all__ = ["Precision", "TrainConfig"]
+
+
+class Precision(enum.StrEnum):
+    """The type of weights and of arithmetic."""
+
+    FP32 = "fp32"
+    BF16_AUTOCAST = "bf16-autocast"  # weights in float32, matrix products in bfloat16
+    BF16 = "bf16"  # everything in bfloat16, the optimizer's state too
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What to train on, and where to write, stand elsewhere."""
+
+    schedule: Schedule
+    accumulate: int = 1
+    """Microbatches a step; their gradients are averaged."""
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = 1.0
+    """Largest norm of all gradients together; None does not clip."""
+    precision: Precision = Precision.FP32
+    eval_steps: int = 8
+    """Batches of one evaluation."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise UsageError(f"accumulate {self.accumulate} is less than 1")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise UsageError(f"weight-decay {self.weight_decay} is not zero or a positive number")
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(f"clip {self.clip} is not a positive number")
+        if self.eval_steps < 1:
+            raise UsageError(f"eval-steps {self.eval_steps} is less than 1")
