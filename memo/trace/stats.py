@@ -153,10 +153,14 @@ def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStat
     by_step: dict[int, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         by_step[event.step].append(event)
-    for step in [step for step, events in by_step.items() if all(isinstance(event, StepMark) for event in events)]:
+    for step in [step for step, events in by_step.items() if all(map(_is_begin, events))]:
         del by_step[step]  # begun when the run ended; nothing of it was done
     steps = tuple(_measure(trace, residence, events, step=step) for step, events in sorted(by_step.items()))
     return RankStats(rank=trace.rank, steps=steps, total=_measure(trace, residence, trace.events, step=None))
+
+
+def _is_begin(event: Event) -> bool:
+    return isinstance(event, StepMark) and event.phase == "begin"
 
 
 def representative_step(stats: RankStats) -> StepStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,11 +21,13 @@ def test_union_covers_the_same_instants_and_is_disjoint(intervals: list[tuple[in
     merged = union(intervals)
     assert instants(merged) == instants(intervals)
     assert length(merged) == len(instants(intervals))
-    assert all(one[1] < other[0] for one, other in zip(merged, merged[1:], strict=False))
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(merged))
 
 
 @given(INTERVALS, INTERVALS)
-def test_intersection_and_subtraction_are_those_of_sets(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+def test_intersection_and_subtraction_are_those_of_sets(
+    left: list[tuple[int, int]], right: list[tuple[int, int]]
+) -> None:
     a, b = union(left), union(right)
     assert instants(intersection(a, b)) == instants(left) & instants(right)
     assert instants(subtraction(a, b)) == instants(left) - instants(right)
@@ -36,6 +40,6 @@ def test_packed_rows_never_overlap_and_are_as_few_as_overlap_at_once(found: list
     shown = [(start, max(end, start + 1)) for start, end in intervals]
     for row in set(rows):
         mine = [interval for interval, own in zip(shown, rows, strict=True) if own == row]
-        assert all(one[1] <= other[0] for one, other in zip(mine, mine[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(mine))
     deepest = max((sum(start <= t < end for start, end in shown) for t, _ in shown), default=0)
     assert len(set(rows)) == deepest

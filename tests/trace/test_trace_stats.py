@@ -146,11 +146,13 @@ def marks(step: int, begin: int, end: int | None) -> list[Event]:
 
 
 def test_the_representative_step_is_the_median_of_complete_later_ones(make_trace: MakeTrace) -> None:
-    events = marks(0, 0, 900) + marks(1, 1000, 1030) + marks(2, 2000, 2010) + marks(3, 3000, 3020) + marks(4, 4000, None)
+    events = (
+        marks(0, 0, 900) + marks(1, 1000, 1030) + marks(2, 2000, 2010) + marks(3, 3000, 3020) + marks(4, 4000, None)
+    )
     assert representative_step(rank_stats(make_trace(events))).step == 3
 
 
-def test_a_step_of_marks_alone_is_no_step(make_trace: MakeTrace) -> None:
+def test_a_step_that_only_began_is_no_step(make_trace: MakeTrace) -> None:
     events = [*marks(0, 0, 9), StepMark(t=10, step=1, phase="begin")]
     assert [step.step for step in rank_stats(make_trace(events)).steps] == [0]
 

@@ -1,0 +1,238 @@
+"""Each rule of the verdict, on the smallest trace that makes it speak and on one that keeps it silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memo.trace.events import (
+    CounterEvent,
+    Event,
+    Lane,
+    Span,
+    Stall,
+    StallCause,
+    StateChange,
+    StepMark,
+    TensorState,
+    Tier,
+    Use,
+    UseKind,
+)
+from memo.trace.reader import Trace
+from memo.trace.report import report_on
+from memo.trace.verdict import RULES
+
+MakeTrace = Callable[..., Trace]
+S = TensorState
+MS = 1_000_000
+
+
+@pytest.fixture
+def say(make_trace: MakeTrace) -> Callable[..., dict[str, str]]:
+    """What the verdict says of one step of 1000 ms with the given events, by rule."""
+
+    def verdict_of(*events: Event, **fields: Any) -> dict[str, str]:
+        ends: list[Event] = [StepMark(t=0, step=0, phase="begin"), StepMark(t=1000 * MS, step=0, phase="end")]
+        report = report_on([make_trace([*ends, *events], **fields)])
+        return {sentence.rule: sentence.text for sentence in report.ranks[0].verdicts[0]}
+
+    return verdict_of
+
+
+Say = Callable[..., dict[str, str]]
+
+
+def compute(t: int, d: int, module: str, phase: str) -> Span:
+    return Span(t=t * MS, d=d * MS, step=0, lane=Lane.COMPUTE, module=module, phase=phase)
+
+
+def copy(t: int, d: int, lane: Lane, *, id: int = 1, nbytes: int = 1 << 30) -> Span:
+    return Span(t=t * MS, d=d * MS, step=0, lane=lane, id=id, nbytes=nbytes)
+
+
+def state(t: int, to: TensorState, *, id: int = 1, module: str | None = None, nbytes: int = 1 << 30) -> StateChange:
+    return StateChange(t=t * MS, step=0, id=id, to=to, nbytes=nbytes, module=module)
+
+
+def reload_stall(t: int, d: int, *, module: str = "layers.1", id: int = 1) -> Stall:
+    return Stall(t=t * MS, d=d * MS, step=0, cause=StallCause.RELOAD, module=module, id=id)
+
+
+# Three layers of 100 ms forward and 200 ms backward; layer 1's reload takes 60 ms and its backward begins at 700 ms.
+LAYERS: list[Event] = [
+    *(compute(100 * i, 100, f"layers.{i}", "forward") for i in range(3)),
+    compute(400, 200, "layers.2", "backward"),
+    compute(700, 200, "layers.1", "backward"),
+    state(150, S.LIVE, module="layers.1.mlp"),
+    copy(200, 50, Lane.D2H),
+]
+
+
+def test_step_time_names_what_was_added(say: Say) -> None:
+    recompute = Span(t=600 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
+    said = say(reload_stall(700, 10), recompute)["step-time"]
+    assert said == ("Step 0 took 1.00 s, 5.3 % above the same work without offloading (stalls 10 ms, recompute 40 ms).")
+
+
+def test_step_time_says_when_nothing_was_added(say: Say) -> None:
+    assert say(*LAYERS)["step-time"] == "Step 0 took 1.00 s; it waited for no copy and recomputed nothing."
+
+
+def test_declined_only_when_nothing_moved(say: Say) -> None:
+    assert "all 1 GiB of saved activations stayed" in say(state(0, S.LIVE))["declined"]
+    assert "declined" not in say(*LAYERS)
+    assert "declined" not in say(state(0, S.LIVE), state(1, S.LEAVING))
+    assert "declined" not in say()
+
+
+def test_copies_out_hide_when_nothing_waited_for_them(say: Say) -> None:
+    assert say(*LAYERS)["copies-out"] == "D2H is busy 17 % of the forward and hides fully."
+
+
+def test_copies_out_cost_what_drains_waited(say: Say) -> None:
+    drain = Stall(t=300 * MS, d=20 * MS, step=0, cause=StallCause.DRAIN, module="layers.2", id=1)
+    assert say(*LAYERS, drain)["copies-out"] == "D2H is busy 17 % of the forward and costs 20 ms of waiting."
+
+
+def test_copies_in_cost_what_reloads_waited(say: Say) -> None:
+    said = say(*LAYERS, copy(620, 100, Lane.H2D), reload_stall(700, 20))["copies-in"]
+    assert said == "H2D is busy 5.0 % of the backward and costs 20 ms of waiting."
+
+
+def test_a_late_prefetch_names_the_depth_and_the_bytes_that_would_remove_the_wait(say: Say) -> None:
+    events = [*LAYERS, state(660, S.RETURNING), copy(660, 60, Lane.H2D), reload_stall(700, 20)]
+    assert say(*events)["worst-stall"] == (
+        "layers.1's reload waits 20 ms because its prefetch began late; "
+        "beginning 1 layer ahead would need 1 GiB and remove it."
+    )
+
+
+def test_a_reload_that_nothing_asked_for_says_so(say: Say) -> None:
+    events = [*LAYERS, state(700, S.RETURNING), copy(700, 60, Lane.H2D), reload_stall(700, 60)]
+    assert "because nothing asked for it earlier" in say(*events)["worst-stall"]
+
+
+def test_a_depth_that_does_not_fit_the_device_says_what_is_free(say: Say) -> None:
+    events = [*LAYERS, state(660, S.RETURNING), copy(660, 60, Lane.H2D), reload_stall(700, 20)]
+    full = CounterEvent(t=1, step=0, tier=Tier.DEVICE, nbytes=7 << 29)
+    said = say(*events, full, meta={"budgets": {"device": 4 << 30}})["worst-stall"]
+    assert said.endswith("and remove it, but only 512 MiB of the device budget is free.")
+
+
+def test_a_saturated_link_advises_fewer_bytes_and_no_depth(say: Say) -> None:
+    busy = copy(400, 290, Lane.H2D, id=2)
+    events = [*LAYERS, busy, state(690, S.RETURNING), copy(690, 60, Lane.H2D), reload_stall(700, 50)]
+    said = say(*events)["worst-stall"]
+    assert (
+        said
+        == "layers.1's reload waits 50 ms because H2D was never idle long enough since backward began: move fewer bytes."
+    )
+
+
+def test_the_waits_of_one_layer_are_one_wait(say: Say) -> None:
+    stalls = [reload_stall(700, 10), reload_stall(710, 10, id=2), reload_stall(800, 15, module="layers.0", id=3)]
+    assert say(*LAYERS, *stalls)["worst-stall"].startswith("layers.1's reload waits 20 ms")
+
+
+def test_a_drain_names_the_share_that_would_hide(say: Say) -> None:
+    events: list[Event] = [
+        compute(0, 100, "layers.0", "forward"),
+        copy(0, 400, Lane.D2H, nbytes=4 << 30),
+        Stall(t=100 * MS, d=300 * MS, step=0, cause=StallCause.DRAIN, module="layers.0", id=1),
+    ]
+    assert say(*events)["worst-stall"] == (
+        "layers.0 waits 300 ms for its copy out to end: forward saves 4 GiB and D2H carries 10.7 GB/s;"
+        " moving 25 % of that would hide."
+    )
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [(StallCause.HOST_FULL, "of 2 GiB is full until"), (StallCause.DISK_QUEUE, "the disk is behind")],
+)
+def test_waits_for_the_lower_tiers_say_which(cause: StallCause, advice: str, say: Say) -> None:
+    stall = Stall(t=100 * MS, d=30 * MS, step=0, cause=cause, module="layers.0")
+    assert advice in say(stall, meta={"budgets": {"host": 2 << 30}})["worst-stall"]
+
+
+def test_a_wait_too_short_to_matter_is_not_a_sentence(say: Say) -> None:
+    short = Stall(t=100 * MS, d=MS // 2, step=0, cause=StallCause.RELOAD, module="layers.0")
+    assert "worst-stall" not in say(short)
+
+
+def test_missed_prefetches_are_counted_against_all_reloads(say: Say) -> None:
+    uses = [
+        Use(t=t, step=0, id=t, how=how) for t, how in enumerate([UseKind.FETCHED, UseKind.PREFETCHED, UseKind.LIVE])
+    ]
+    assert say(*uses)["missed-prefetch"] == "1 of 2 reloads began only when backward asked for them."
+    assert "missed-prefetch" not in say(uses[1], uses[2])
+
+
+def test_a_link_far_below_its_measured_rate_is_said(say: Say) -> None:
+    span = copy(0, 100, Lane.H2D, nbytes=10**9)
+    said = say(span, meta={"link_bytes_per_s": {"h2d": 20e9}})
+    assert said["slow-link"] == "H2D ran at 10 GB/s, 50 % of the 20 GB/s measured alone."
+    assert "slow-link" not in say(span, meta={"link_bytes_per_s": {"h2d": 12e9}})
+
+
+def test_a_budget_is_said_when_tight_and_when_broken(say: Say) -> None:
+    saved = state(0, S.LIVE, nbytes=96)
+    assert say(saved, meta={"budgets": {"device": 100}})["budget"] == "Device peaks at 96 % of its budget of 100 B."
+    assert say(saved, meta={"budgets": {"device": 90}})["budget"] == "Device is 6 B over its budget of 90 B."
+    assert "budget" not in say(saved, meta={"budgets": {"device": 200}})
+
+
+def test_recompute_while_the_links_are_idle_is_said(say: Say) -> None:
+    recompute = Span(t=640 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
+    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute]
+    assert say(*events)["recompute"] == (
+        "Recompute takes 40 ms while D2H is idle 83 % of the forward and H2D 77 % of the backward: "
+        "a larger share could be moved instead."
+    )
+    assert "recompute" not in say(*events, reload_stall(700, 20))
+
+
+def test_the_plan_is_said_where_it_was_off_by_more_than_a_twentieth(say: Say) -> None:
+    meta = {"plan": {"predicted_peak_nbytes": {"device": 80}}}
+    assert say(state(0, S.LIVE, nbytes=100), meta=meta)["plan"] == "Against the plan, device peaks 25 % above its 80 B."
+    assert "plan" not in say(state(0, S.LIVE, nbytes=82), meta=meta)
+
+
+def test_uneven_ranks_are_said_by_the_slowest(make_trace: MakeTrace) -> None:
+    def rank(number: int, end: int) -> Trace:
+        use = Use(t=1, step=0, id=1, how=UseKind.LIVE)
+        marks = [StepMark(t=0, step=0, phase="begin"), StepMark(t=end * MS, step=0, phase="end")]
+        return make_trace([*marks, use], rank=number)
+
+    report = report_on([rank(0, 100), rank(1, 100), rank(2, 112)])
+    assert report.rank == 2
+    said = {sentence.rule: sentence.text for sentence in report.ranks[0].verdicts[0]}
+    assert said["uneven-ranks"] == "Rank 2 is the slowest with 112 ms, 12 % above the median rank."
+    even = report_on([rank(0, 100), rank(1, 101)])
+    assert "uneven-ranks" not in {sentence.rule for sentence in even.ranks[0].verdicts[0]}
+
+
+def test_what_the_reader_remarked_is_said_last(say: Say) -> None:
+    assert list(say(remarks=("3 events were dropped.",)).items())[-1] == ("health", "3 events were dropped.")
+
+
+def test_hostile_names_are_inert_in_sentences(say: Say) -> None:
+    stall = Stall(
+        t=100 * MS, d=30 * MS, step=0, cause=StallCause.DISK_QUEUE, module="\x1b]0;x\x07\u202e\u2028" + "y" * 5000
+    )
+    said = say(stall)["worst-stall"]
+    assert "\\x1b" in said
+    assert "\\u202e" in said
+    assert "\\u2028" in said
+    assert len(said) < 400
+
+
+def test_every_rule_is_documented() -> None:
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent.parent / "docs" / "verdict.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        assert f"### {rule}\n" in text
