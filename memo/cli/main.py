@@ -25,6 +25,7 @@ COMMANDS = {
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),
     "trace": ("memo.cli.trace", "statistics and pictures of a trace"),
+    "doctor": ("memo.cli.doctor", "what this machine can do: GPU links, host memory, disks"),
 }
 
 

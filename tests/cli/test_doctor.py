@@ -1,0 +1,347 @@
+"""`memo doctor`: true rates, reasons in words, keys with units, and no trace left on the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_file import Faults
+
+from memo import doctor
+from memo.cli.main import main
+from memo.doctor import examine
+from memo.errors import ExitCode
+from memo.swap import gdsprobe, probe
+from memo.swap.gdsprobe import Mount, mount_of, obstacles, try_gds
+from memo.swap.probe import LinkRates, host_facts, measure_disk
+
+SECONDS = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_SCRATCH_BYTES", 32 << 20)
+    monkeypatch.setattr(probe, "_TENSOR_BYTES", 2 << 20)
+
+
+def no_gpu() -> Any:
+    """NVML on a machine without a driver."""
+    nvml = types.SimpleNamespace(NVMLError=RuntimeError)
+
+    def init() -> None:
+        raise RuntimeError("NVML Shared Library Not Found")
+
+    nvml.nvmlInit = init
+    return nvml
+
+
+def one_gpu(*, torch_sees_it: bool = False) -> Any:
+    return types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: b"NVIDIA H100",
+        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="00000000:FF:1F.0"),
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=80 << 30),
+        nvmlDeviceGetCurrPcieLinkGeneration=lambda handle: 4,
+        nvmlDeviceGetMaxPcieLinkGeneration=lambda handle: 5,
+        nvmlDeviceGetCurrPcieLinkWidth=lambda handle: 16,
+        nvmlDeviceGetMaxPcieLinkWidth=lambda handle: 16,
+    )
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    code = main(["doctor", "--seconds", "20ms", *args])
+    return code, capsys.readouterr().out
+
+
+# The command
+
+
+def test_json_is_one_object_whose_numbers_carry_their_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "--json", "--disk-dir", str(tmp_path))
+    assert code == ExitCode.OK
+    found = json.loads(out)
+    assert found["disks"][0]["directory"] == str(tmp_path)
+    assert all(rate > 0 for rate in found["disks"][0]["rates"].values())
+
+    def check(value: Any, key: str = "") -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                check(inner, name)
+        elif isinstance(value, list):
+            for inner in value:
+                check(inner, key)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            assert re.search(r"_(bytes|s|generation|generation_max|width|width_max|node)$|^index$", key), key
+
+    check(found)
+
+
+def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.mkdir()
+    code, out = run(capsys, "--disk-dir", str(paths[0]), "--disk-dir", str(paths[1]))
+    flat = " ".join(out.split())
+    assert code == ExitCode.OK
+    for word in ("host memory free", "may be page-locked", "host copy", "while reading", "while writing", "GPUDirect"):
+        assert word in flat
+    assert "striped over all write" in flat
+    assert len(re.findall(r"^disk ", out, re.M)) == 2
+
+
+def test_an_unusable_directory_is_said_and_the_rest_is_still_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run(capsys, "--json", "--disk-dir", str(tmp_path / "absent"), "--disk-dir", str(tmp_path))
+    first, second = json.loads(out)["disks"]
+    assert code == ExitCode.FAILURE
+    assert "ENOENT" in first["problem"]
+    assert first["rates"] is None
+    assert second["problem"] is None
+    assert second["rates"]["write_bytes_per_s"] > 0
+    assert run(capsys, "--disk-dir", str(tmp_path / "absent"))[0] == ExitCode.FAILURE
+
+
+def test_control_characters_in_a_name_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = tmp_path / "a\x1b[31m[bold]b"
+    hostile.mkdir()
+    _, out = run(capsys, "--disk-dir", str(hostile))
+    assert "\x1b" not in out
+    assert "[bold]" in out.replace("\n", "").replace(" ", "")
+
+
+def test_a_duration_that_means_nothing_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--seconds", "soon"]) == ExitCode.USAGE
+
+
+def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[float] = []
+
+    def note(directories: list[Path], *, seconds: float) -> Any:
+        # Per directory and once for all of them: write, read, and both for twice as long; the host once.
+        asked.append(4 * seconds * (len(directories) + (len(directories) > 1)) + seconds)
+        return examine([], seconds=0.001, nvml=no_gpu())
+
+    monkeypatch.setattr(doctor, "examine", note)
+    for count in (1, 4, 16):
+        args = [part for index in range(count) for part in ("--disk-dir", str(tmp_path / str(index)))]
+        assert main(["doctor", *args]) == ExitCode.OK
+    assert max(asked) < 25
+
+
+# The measurements
+
+
+def test_measuring_a_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    rates = measure_disk([tmp_path], seconds=SECONDS)
+    assert min(rates.write_bytes_per_s, rates.read_bytes_per_s) > 0
+    assert min(rates.write_together_bytes_per_s, rates.read_together_bytes_per_s) > 0
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_fails_while_it_is_measured_is_a_problem_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Faults().fail("write", 3, errno=errno.EIO, sticky=True).install(monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    found = examine([tmp_path], seconds=SECONDS, nvml=no_gpu())
+    assert "EIO" in str(found.disks[0].problem)
+    assert found.disks[0].rates is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rate_is_what_the_disk_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Faults().fail("write", 1, delay=0.05, sticky=True).install(monkeypatch)
+    rates = measure_disk([tmp_path], seconds=0.2)
+    at_most = 4 * (2 << 20) / 0.05  # four threads, 2 MiB each, no write faster than its delay
+    assert 0 < rates.write_bytes_per_s <= at_most
+    assert 0 < rates.write_together_bytes_per_s <= at_most
+
+
+def test_the_control_group_limits_the_memory_that_is_free(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert probe._memory_available(tmp_path) == 1000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("4096\n")
+    for limit, expected in (("max", 1000 * 1024), ("8192", 4096), ("1000", 0), ("99999999999", 1000 * 1024)):
+        (group / "memory.max").write_text(limit + "\n")
+        assert probe._memory_available(tmp_path) == expected
+
+
+def test_an_unlimited_memlock_is_null_and_not_a_huge_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    for soft, expected in ((resource.RLIM_INFINITY, None), (8 << 20, 8 << 20)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, value=soft: (value, value))
+        assert host_facts(seconds=0.001).memlock_limit_bytes == expected
+
+
+# GPUs
+
+
+def test_no_driver_is_a_reason_and_not_an_error() -> None:
+    found = examine([], seconds=SECONDS, nvml=no_gpu())
+    assert found.gpus == []
+    assert found.gpu_driver_version is None
+    assert "NVML Shared Library Not Found" in str(found.gpu_problem)
+
+
+def test_a_gpu_that_torch_cannot_use_is_described_without_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = examine([], seconds=SECONDS, nvml=one_gpu())
+    assert found.gpus[0].name == "NVIDIA H100"
+    assert found.gpus[0].link is None
+    assert (found.gpus[0].pcie_generation, found.gpus[0].pcie_generation_max) == (4, 5)
+    assert "cannot use the GPU" in str(found.gpu_problem)
+
+
+def test_a_link_is_measured_on_the_gpu_at_the_same_bus_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = LinkRates(
+        d2h_bytes_per_s=1.0, h2d_bytes_per_s=2.0, d2h_together_bytes_per_s=3.0, h2d_together_bytes_per_s=4.0
+    )
+    measured: list[int] = []
+
+    def measure(device: Any, *, seconds: float) -> LinkRates:
+        measured.append(device.index)
+        return rates
+
+    buses = [0x01, 0xFF]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda index: types.SimpleNamespace(pci_domain_id=0, pci_bus_id=buses[index], pci_device_id=0x1F),
+    )
+    monkeypatch.setattr(doctor, "measure_link", measure)
+    found = examine([], seconds=SECONDS, nvml=one_gpu())
+    assert measured == [1]
+    assert found.gpus[0].link == rates
+    assert found.gpu_problem is None
+
+
+# Why GPUDirect Storage does not work
+
+
+def machine(
+    root: Path,
+    *,
+    kind: str = "ext4",
+    options: str = "rw,data=ordered",
+    device: str = "nvme0n1",
+    partition: bool = True,
+    driver: bool = True,
+    nvidia_fs: bool = True,
+    container: bool = False,
+) -> Path:
+    """A /proc and /sys as they look on some machine; GDS works on the default one. Returns a directory on its disk."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/mountinfo").write_text(
+        "21 1 0:5 / / rw - ext4 /dev/root rw\n"
+        f"30 21 259:2 / {root}/data rw,relatime shared:1 - {kind} /dev/{device} {options}\n"
+    )
+    disk = root / "sys/devices/pci0000:00/block" / device
+    (disk / f"{device}p2").mkdir(parents=True)
+    (disk / f"{device}p2/partition").write_text("2")
+    (root / "sys/dev/block").mkdir(parents=True)
+    (root / "sys/dev/block/259:2").symlink_to(disk / f"{device}p2" if partition else disk)
+    for present, name in ((driver, "nvidia"), (nvidia_fs, "nvidia-fs")):
+        if present:
+            (root / "proc/driver" / name).mkdir(parents=True)
+            (root / "proc/driver" / name / "version").write_text("1")
+    if container:
+        (root / ".dockerenv").touch()
+    (root / "data/scratch").mkdir(parents=True)
+    return root / "data/scratch"
+
+
+@pytest.fixture
+def _kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdsprobe.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("_kvikio")
+@pytest.mark.parametrize("partition", [True, False])
+def test_the_machine_for_it_has_no_obstacle(tmp_path: Path, partition: bool) -> None:
+    directory = machine(tmp_path, partition=partition)
+    assert mount_of(directory, root=tmp_path) == Mount(
+        source="/dev/nvme0n1", kind="ext4", options="rw,relatime,rw,data=ordered", block_device="nvme0n1"
+    )
+    assert obstacles(directory, root=tmp_path) == []
+
+
+@pytest.mark.usefixtures("_kvikio")
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"driver": False}, "no NVIDIA driver"),
+        ({"nvidia_fs": False}, "modprobe nvidia-fs"),
+        ({"nvidia_fs": False, "container": True}, "container"),
+        ({"options": "rw"}, "data=ordered"),
+        ({"options": "rw,data=writeback"}, "data=ordered"),
+        ({"kind": "overlay"}, "overlay"),
+        ({"kind": "tmpfs"}, "is memory"),
+        ({"kind": "btrfs"}, "btrfs"),
+        ({"device": "vda"}, "virtio"),
+        ({"device": "dm-0"}, "device-mapper"),
+        ({"device": "sda"}, "no NVMe"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_each_obstacle_is_named_alone(tmp_path: Path, setting: dict[str, Any], reason: str) -> None:
+    found = obstacles(machine(tmp_path, **setting), root=tmp_path)
+    assert len(found) == 1
+    assert reason in found[0]
+
+
+@pytest.mark.usefixtures("_kvikio")
+def test_xfs_needs_no_mount_option(tmp_path: Path) -> None:
+    assert obstacles(machine(tmp_path, kind="xfs", options="rw"), root=tmp_path) == []
+
+
+def test_a_missing_kvikio_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gdsprobe.importlib.util, "find_spec", lambda name: None)
+    assert obstacles(machine(tmp_path), root=tmp_path) == ["kvikio is not installed: pip install 'memo-train[gpu]'"]
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('{\"equal\": true}')", None),
+        ("print('{\"equal\": false}')", "did not come back"),
+        ("raise SystemExit('cuFileDriverOpen failed')", "cuFileDriverOpen failed"),
+        ("import time; time.sleep(60)", "hangs"),
+    ],
+)
+def test_a_trial_says_what_happened_and_never_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(gdsprobe, "_TRIAL_LIMIT_S", 2.0)
+    real = subprocess.run
+
+    def replaced(command: list[str], **options: Any) -> Any:
+        assert command[0] == sys.executable
+        assert command[-1] == str(tmp_path)
+        return real([sys.executable, "-S", "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "run", replaced)
+    found = try_gds(tmp_path)
+    assert found == [] if expected is None else expected in found[0]
