@@ -37,6 +37,10 @@ VERSION = 1
 MAX_ITEMS = 400_000
 PHASES = ("", "forward", "backward", "optimizer")
 _NONE = -1
+_LANES, _CAUSES, _STATES, _USES, _TIERS = (
+    {member: place for place, member in enumerate(members)}
+    for members in (Lane, StallCause, TensorState, UseKind, Tier)
+)
 
 
 def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_items: int = MAX_ITEMS) -> dict[str, Any]:
@@ -146,7 +150,7 @@ class _RankColumns:
         single = [block[0] if len(block) == 1 else None for block in blocks]
         lives = [by_id.get(span.id, ()) if span and span.id is not None else () for span in single]
         return {
-            "lane": list(Lane).index(lane),
+            "lane": _LANES[lane],
             "row": row,
             "t": self._times(span.t for span in first),
             "d": [max(span.t + span.d for span in block) - block[0].t for block in blocks],
@@ -174,16 +178,16 @@ class _RankColumns:
             "name": [self._names(life.module) for life in lives],
             "nbytes": [life.nbytes for life in lives],
             "shape": [self._names(_shape(life)) for life in lives],
-            "tier": [list(Tier).index(life.tier) for life in lives],
+            "tier": [_TIERS[life.tier] for life in lives],
             "start": self._times(life.start_ns for life in lives),
             "end": self._times(life.end_ns for life in lives),
             "states": [len(life.states) for life in lives],
             "state_t": self._times(state.t for state in states),
-            "state_to": [list(TensorState).index(state.to) for state in states],
-            "state_tier": [_NONE if state.tier is None else list(Tier).index(state.tier) for state in states],
+            "state_to": [_STATES[state.to] for state in states],
+            "state_tier": [_NONE if state.tier is None else _TIERS[state.tier] for state in states],
             "uses": [len(life.uses) for life in lives],
             "use_t": self._times(use.t for use in uses),
-            "use_how": [list(UseKind).index(use.how) for use in uses],
+            "use_how": [_USES[use.how] for use in uses],
         }
 
     def _stall_columns(self) -> dict[str, Any]:
@@ -192,7 +196,7 @@ class _RankColumns:
             "t": self._times(stall.t for stall in self._stalls),
             "d": [stall.d for stall in self._stalls],
             "step": [stall.step for stall in self._stalls],
-            "cause": [list(StallCause).index(stall.cause) for stall in self._stalls],
+            "cause": [_CAUSES[stall.cause] for stall in self._stalls],
             "name": [self._names(stall.module) for stall in self._stalls],
             "life": [_living(by_id.get(_NONE if s.id is None else s.id, ()), s.t) for s in self._stalls],
         }

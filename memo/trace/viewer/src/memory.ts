@@ -13,6 +13,7 @@ const OFF_SCALE = 2.5; // a line above this many peaks would flatten the chart, 
 
 export class MemoryChart {
   private readonly raster = document.createElement("canvas");
+  private image: ImageData | null = null;
   private colours: Uint32Array = new Uint32Array();
   private coloursFor = "";
   private held: Float64Array;
@@ -166,9 +167,11 @@ export class MemoryChart {
     const brush = this.raster.getContext("2d");
     if (!brush) return;
     this.colourLayers(pen);
-    const image = brush.createImageData(width, rows);
-    this.fill(new Uint32Array(image.data.buffer), width, rows, scale.domain() as [number, number], rows / top);
-    brush.putImageData(image, 0, 0);
+    if (this.image?.width !== width || this.image.height !== rows) this.image = brush.createImageData(width, rows);
+    const pixels = new Uint32Array(this.image.data.buffer);
+    pixels.fill(0);
+    this.fill(pixels, width, rows, scale.domain() as [number, number], rows / top);
+    brush.putImageData(this.image, 0, 0);
     context.drawImage(this.raster, left, y);
   }
 
