@@ -159,7 +159,7 @@ def _prepare(config: RunConfig) -> torch.device:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before its first use
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory it has not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory it has not written
     if has_gpu and config.device != "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return_freed_memory()
