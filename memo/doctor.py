@@ -70,7 +70,7 @@ class Diagnosis:
 
 
 def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) -> Diagnosis:
-    """Measures for about `seconds` at a time: one for the host, four for each disk, three for each GPU."""
+    """Measures for about `seconds` at a time: one for the host, six for each disk, three for each GPU."""
     begin = time.monotonic()
     driver, gpus, problem = _gpus(nvml, seconds)
     disks = [_disk(directory, seconds) for directory in directories]

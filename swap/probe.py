@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.errors import ScratchFull
 from memo.swap.aligned import aligned_empty
 from memo.swap.disk import DiskStore
-from memo.units import format_bytes
+from memo.swap.diskop import DiskExtent
 
 if TYPE_CHECKING:
     from memo.swap.backend import CopyStream, Timed
@@ -66,7 +65,9 @@ class HostFacts:
 
 
 def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
-    """Four measurements of `seconds` each, after one pass that the file system needs to know its blocks.
+    """Takes six times `seconds`: write, read, both for twice as long, and before that two passes of plain writing.
+
+    The first write into a reserved block costs the file system more than later ones, and a step overwrites.
 
     Raises:
         ScratchUnusable, ScratchFull: as DiskStore. Nothing is left on the disk.
@@ -75,7 +76,7 @@ def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
     try:
         reader = DiskStore(directories, _SCRATCH_BYTES // 2)
         try:
-            write, read = _lane(writer, "write"), _lane(reader, "read")
+            write, read = _lane(writer, "write", seconds), _lane(reader, "read", seconds)
             alone = _sustain([write], seconds) + _sustain([read], seconds)
             together = _sustain([write, read], 2 * seconds)
         finally:
@@ -90,27 +91,20 @@ def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
     )
 
 
-def _lane(store: DiskStore, direction: str) -> Callable[[int], Timed]:
-    """Issues the i-th operation of one direction, over and over the same extents."""
-    extents = [store.reserve(_TENSOR_BYTES) for _ in range(store.stats.capacity_bytes // _TENSOR_BYTES)]
+def _lane(store: DiskStore, direction: str, seconds: float) -> Callable[[int], Timed]:
+    """Issues the i-th operation of one direction, over and over the extents that could be written in `seconds`."""
     buffers = [aligned_empty(_TENSOR_BYTES).random_(0, 256) for _ in range(_OUTSTANDING)]
-    operations = []
-    for number, extent in enumerate(extents):
-        if extent is None:
-            raise ScratchFull(
-                f"the scratch of {format_bytes(store.stats.capacity_bytes)} does not hold its own extents"
-            )
-        operations.append(store.write(extent, buffers[number % _OUTSTANDING]))
-    for operation in operations:
-        operation.synchronize()
+    extents: list[DiskExtent] = []
+    deadline = time.perf_counter() + seconds
+    while not extents or time.perf_counter() < deadline:
+        group = [extent for _ in buffers if (extent := store.reserve(_TENSOR_BYTES)) is not None]
+        if not group:
+            break
+        for operation in [store.write(*pair) for pair in zip(group, buffers, strict=False)]:
+            operation.synchronize()
+        extents += group
     issue = store.write if direction == "write" else store.read
-
-    def start(number: int) -> Timed:
-        extent = extents[number % len(extents)]
-        assert extent is not None, "checked above"
-        return issue(extent, buffers[number % _OUTSTANDING])
-
-    return start
+    return lambda number: issue(extents[number % len(extents)], buffers[number % _OUTSTANDING])
 
 
 def _sustain(lanes: Sequence[Callable[[int], Timed]], seconds: float) -> list[float]:

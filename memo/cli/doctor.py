@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     directories = [Path(name) for name in args.disk_dir or ["."]]
     if args.seconds is None:
-        seconds = min(_LONGEST_S, _MEASURING_S / (4 * (len(directories) + 1)))
+        seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))
     else:
         seconds = parse_duration_s(args.seconds, what="--seconds")
     diagnosis = examine(directories, seconds=seconds)

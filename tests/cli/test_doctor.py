@@ -133,8 +133,8 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
     asked: list[float] = []
 
     def note(directories: list[Path], *, seconds: float) -> Any:
-        # Per directory and once for all of them: write, read, and both for twice as long; the host once.
-        asked.append(4 * seconds * (len(directories) + (len(directories) > 1)) + seconds)
+        # Six for each directory and once more for all of them, one for the host.
+        asked.append(6 * seconds * (len(directories) + (len(directories) > 1)) + seconds)
         return examine([], seconds=0.001, nvml=no_gpu())
 
     monkeypatch.setattr(doctor, "examine", note)
