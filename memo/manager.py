@@ -6,6 +6,7 @@ between `__enter__` and `__exit__`; what was saved in between comes back in back
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import weakref
@@ -15,6 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.errors import MemoError, UsageError
+from memo.node import available_host_bytes, share_of_node
 from memo.report import Report
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
@@ -68,11 +70,13 @@ def offload(
         plan: reserved for activation plans; None.
         alpha: fraction of the tokens that is moved rather than recomputed; 1.0, or None for the same.
         device: bytes of reloaded activations to hold ahead of backward, as int or "8GiB"; None for one layer.
-        host: bytes of host memory for activations; "auto" takes a share of what is free when the model is on a GPU and
+        host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
+            initialised, every rank must make this call); "auto" takes a share of what is free when the model is on a GPU and
             nothing when it is on the CPU, where host memory is the device; 0 turns the tier off.
         disk: a directory or a list of them for an anonymous scratch file; None uses the system's temporary directory
             when the model is on the CPU and no disk otherwise.
-        disk_budget: bytes of disk; None takes what the file system has free, as it is needed.
+        disk_budget: bytes of disk on this node, shared like `host`; None takes what the file system has free, as it
+            is needed.
         layers: a ModuleList, a list of modules or a class, when the automatic choice is not wanted.
         min_bytes: smaller storages stay where they are.
         on_full: "spill" hands over to the next tier when one is full; "raise" raises at once.
@@ -94,7 +98,7 @@ def offload(
     where = _device_of(model)
     prefetch = None if device is None else parse_bytes(device, what="device")
     smallest = parse_bytes(min_bytes, what="min_bytes")
-    disk_bytes = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
+    disk_bytes = None if disk_budget is None else share_of_node(parse_bytes(disk_budget, what="disk_budget"))
     host_bytes = _host_budget(host, where)
     directories = _directories(disk, where, host_bytes)
     if host_bytes == 0 and not directories:
@@ -224,13 +228,11 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _host_budget(host: int | str, where: torch.device) -> int:
-    if host != "auto":
-        return parse_bytes(host, what="host")
-    if where.type == "cpu":
-        return 0
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; the node's ranks share its memory
-    return int(free * AUTO_HOST_SHARE / ranks)
+    """This rank's bytes of host memory: a budget is the node's, and its ranks share it."""
+    if host == "auto":
+        return 0 if where.type == "cpu" else share_of_node(int(available_host_bytes() * AUTO_HOST_SHARE))
+    nbytes = parse_bytes(host, what="host")
+    return share_of_node(nbytes) if nbytes else 0
 
 
 def _directories(disk: _Path | Sequence[_Path] | None, where: torch.device, host_bytes: int) -> list[Path]:
@@ -255,10 +257,11 @@ def _for_device(store: DiskStore, where: torch.device) -> Disk:
     """The disk as the device sees it: the CPU's memory is the store's own, a GPU's bytes pass through host blocks."""
     if where.type == "cpu":
         return store
-    from memo.swap.cuda import copy_stream, page_locked
+    from memo.swap.cuda import copy_stream, numa_node, page_locked
     from memo.swap.staged import StagedDisk
 
-    return StagedDisk(store, copy_stream(where), copy_stream(where), page_locked)
+    staging = functools.partial(page_locked, node=numa_node(where))
+    return StagedDisk(store, copy_stream(where), copy_stream(where), staging)
 
 
 def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int | None) -> TraceRecorder:

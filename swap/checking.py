@@ -175,8 +175,8 @@ class CheckingBackend:
         if accesses is None:
             accesses = self._accesses[storage] = []
             weakref.finalize(storage, self._freed, accesses).atexit = False
-        start = buffer.storage_offset() * buffer.element_size()
-        check_access(accesses, lane, start, start + buffer.numel() * buffer.element_size(), write=write)
+        start = int(buffer.storage_offset())  # every buffer is uint8
+        check_access(accesses, lane, start, start + buffer.numel(), write=write)
 
     def _freed(self, accesses: list[_Access]) -> None:
         for access in accesses:

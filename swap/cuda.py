@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import SwapError
+from memo.swap.numa import node_of_pci_device, prefer_node
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.swap.backend import CopyStream, Event
 
-__all__ = ["CudaBackend", "copy_stream", "page_locked"]
+__all__ = ["CudaBackend", "copy_stream", "numa_node", "page_locked"]
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 
@@ -47,7 +48,7 @@ class _CudaEvent:
         self._event = event
 
     def query(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -149,7 +150,7 @@ class CudaBackend:
         return buffer
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        return page_locked(nbytes)
+        return page_locked(nbytes, node=numa_node(self.device))
 
     def stamp(self) -> _CudaStamp:
         assert self._clock is not None, "stamps are taken only for a trace, and a trace asks for timing"
@@ -159,13 +160,24 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
 
 
+def numa_node(device: torch.device) -> int | None:
+    """The NUMA node that the GPU hangs on; None when the system does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        return node_of_pci_device(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    except AttributeError:  # an older torch does not tell
+        return None
+
+
 def copy_stream(device: torch.device) -> CopyStream:
     """A copy stream of its own, for bytes on their way to and from disk."""
     return _CudaStream(device, None)
 
 
-def page_locked(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory of exactly `nbytes` rounded up to a page; unlocked when its storage dies.
+def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
+    """Page-locked host memory of exactly `nbytes` rounded up to a page, on NUMA node `node` if the kernel agrees.
+
+    Unlocked when its storage dies.
 
     torch's pinned allocator rounds to a power of two (1.78 times what was asked, measured) and never gives back.
 
@@ -175,6 +187,8 @@ def page_locked(nbytes: int) -> torch.Tensor:
     mapping = mmap.mmap(-1, nbytes)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     address = memory.data_ptr()
+    if node is not None:
+        prefer_node(address, nbytes, node)  # before the pages exist: locking makes them
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
     if code != 0:

@@ -37,6 +37,7 @@ def find_layers(model: nn.Module, wanted: nn.ModuleList | Sequence[nn.Module] | 
         UsageError: `wanted` is not part of the model.
     """
     names = {module: name for name, module in model.named_modules()}
+    stacks: list[list[nn.Module]]
     if wanted is None:
         stacks = list(_stacks(model))
     elif isinstance(wanted, type):

@@ -10,7 +10,7 @@ everything back; nothing else ends a life, so a graph that is never backwarded f
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -168,13 +168,14 @@ class Sharded:
     __slots__ = ("kind", "local", "spec")
 
     def __init__(self, tensor: torch.Tensor, local: Handle | Kept) -> None:
-        self.kind = type(tensor)
+        self.kind: Any = type(tensor)
         self.spec = tensor._spec  # type: ignore[attr-defined]
         self.local = local
 
     def rebuild(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor over `local`."""
-        return self.kind(local, self.spec, requires_grad=False)
+        whole: torch.Tensor = self.kind(local, self.spec, requires_grad=False)
+        return whole
 
 
 def _modified(

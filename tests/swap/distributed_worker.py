@@ -76,9 +76,29 @@ def run(kind: str, scratch: str, *, managed: bool) -> tuple[list[object], int]:
     return flat, moved
 
 
+def shares(scratch: str) -> None:
+    """Two ranks of one node were given one budget, and one of them a smaller one."""
+    from small_models import stack
+
+    budget = "64KiB" if dist.get_rank() == 0 else "1MiB"
+    model = stack()
+    manager = memo.offload(model, host=budget, disk=scratch, disk_budget="2MiB", min_bytes=256)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    host, disk = manager.report().tiers[1:]
+    assert host.budget_bytes == 32 << 10, host
+    assert disk.budget_bytes == 1 << 20, disk
+    assert host.peak_bytes <= 32 << 10
+    manager.close()
+
+
 def main(kind: str, scratch: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if kind == "shares":
+        shares(scratch)
+        dist.destroy_process_group()
+        print("equal shares")
+        return
     want, _ = run(kind, scratch, managed=False)
     got, moved = run(kind, scratch, managed=True)
     assert moved > 0

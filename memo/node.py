@@ -1,0 +1,60 @@
+"""What the ranks of one node share: host memory, the link, the disks. They agree on shares instead of each taking all."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+
+__all__ = ["available_host_bytes", "share_of_node"]
+
+
+def share_of_node(nbytes: int) -> int:
+    """This rank's part of a budget that is meant for the whole node, in bytes; all of it without a process group.
+
+    A collective call where a group exists: every rank must make it. Ranks that were given different budgets agree on the
+    smallest: the node has what the most careful of them said.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return nbytes
+    offers: list[tuple[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(offers, (_host_name(), nbytes))
+    here = [offer[1] for offer in offers if offer is not None and offer[0] == _host_name()]
+    return min(here) // len(here)
+
+
+def available_host_bytes() -> int:
+    """Host memory that can be taken without swapping: the kernel's estimate, and no more than the cgroup leaves."""
+    available = _meminfo_available()
+    try:
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
+            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
+        ):
+            text = limit.read().strip()
+            if text != "max":
+                available = min(available, max(0, int(text) - int(current.read())))
+    except OSError:
+        pass  # no cgroup v2 here
+    return available
+
+
+def _meminfo_available() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_name() -> str:
+    # Containers of one machine may share a name and not memory; the boot id tells machines apart, the name containers.
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{socket.gethostname()} {boot.read().strip()}"
+    except OSError:
+        return socket.gethostname()
