@@ -142,8 +142,15 @@ class _Shape:
     required: frozenset[str]
 
 
+class _Mark(enum.StrEnum):
+    """What a StepMark's phase may be."""
+
+    BEGIN = "begin"
+    END = "end"
+
+
 def _shape_of(event_type: type[Any]) -> _Shape:
-    hints = typing.get_type_hints(event_type)
+    hints = typing.get_type_hints(event_type) | ({"phase": _Mark} if event_type is StepMark else {})
     fields = dataclasses.fields(event_type)
     return _Shape(
         make=event_type,

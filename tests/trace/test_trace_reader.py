@@ -128,6 +128,7 @@ HOSTILE_LINES = {
     "shape is text": '{"k": "state", "t": 1, "step": 0, "id": 1, "to": "live", "nbytes": 1, "shape": "3"}',
     "shape is negative": '{"k": "state", "t": 1, "step": 0, "id": 1, "to": "live", "nbytes": 1, "shape": [-3]}',
     "too long": '{"k": "note", "t": 1, "step": 0, "cause": "c", "message": "' + "x" * 70_000 + '"}',
+    "neither begin nor end": '{"k": "step", "t": 1, "step": 0, "phase": "middle"}',
     "bad end": '{"k": "end", "t": 1, "events": -1, "dropped": 0}',
 }
 
