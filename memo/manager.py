@@ -55,7 +55,7 @@ def offload(
     host: int | str = "auto",
     disk: _Path | Sequence[_Path] | None = None,
     disk_budget: int | str | None = None,
-    layers: nn.ModuleList | Sequence[nn.Module] | type | None = None,
+    layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
     min_bytes: int | str = "64KiB",
     on_full: str = "spill",
     verify: bool = False,

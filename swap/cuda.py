@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -162,7 +162,7 @@ class CudaBackend:
 
 def numa_node(device: torch.device) -> int | None:
     """The NUMA node that the GPU hangs on; None when the system does not say."""
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
         return node_of_pci_device(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     except AttributeError:  # an older torch does not tell
