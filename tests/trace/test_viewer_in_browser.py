@@ -383,3 +383,51 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
         page.click(f"#tab-{tab}")
     _hold(page, "w")
     domain(page)
+
+
+@pytest.fixture(scope="module")
+def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with an address plan: two arenas, a few rectangles on a grid."""
+    from memo.mip.buffers import ArenaPlan, Buffer, Plan, Problem, Status
+    from memo.trace.html import render_page
+    from memo.trace.packing import packing_of
+    from memo.trace.pagedata import page_data
+    from memo.trace.reader import read_traces
+    from memo.trace.report import report_on
+
+    folder = tmp_path_factory.mktemp("packed")
+    synthetic.write(folder / "t.jsonl", synthetic.Workload(layers=4, steps=2))
+    grid = [(row, column) for row in range(4) for column in range(5)]
+    device = [
+        Buffer(id=f"layers.{row}.t{column}", start=column * 10, end=column * 10 + 10, nbytes=1 << 20)
+        for row, column in grid
+    ]
+    host = [Buffer(id="</script>spilled", start=0, end=50, nbytes=4096, arena="host")]
+    arenas = tuple(
+        ArenaPlan(name=name, nbytes=nbytes, lower_bound_nbytes=nbytes, status=Status.OPTIMAL, method="order")
+        for name, nbytes in (("device", 4 << 20), ("host", 4096))
+    )
+    offsets = (*(row << 20 for row, _ in grid), 0)
+    plan = Plan(problem=Problem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
+    data = page_data(report_on(read_traces([folder / "t.jsonl"])), packing=packing_of(plan, title="plan.json"))
+    page = folder / "report.html"
+    page.write_text(render_page(data, title="memo trace"))
+    return page
+
+
+def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callable[..., Any]) -> None:
+    page = open_page(packed)
+    page.click("#view-packing")
+    facts = page.locator(".packing .body")
+    assert "4 MiB" in facts.text_content()
+    box = page.locator(".packing canvas").bounding_box()
+    page.mouse.click(box["x"] + 72 + (box["width"] - 82) * 0.5, box["y"] + box["height"] * 0.5)
+    text = facts.text_content()
+    assert "layers." in text
+    assert ".t2" in text  # the third of five columns is in the middle
+    page.mouse.wheel(0, -200)
+    page.select_option("#arena", "1")
+    assert "4 KiB" in facts.text_content()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.click("#view-timeline")
+    domain(page)
