@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.errors import MemoError, UsageError
 from memo.node import available_host_bytes, share_of_node
-from memo.report import Report
+from memo.report import DiskUse, Report
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine, Group
@@ -106,6 +107,7 @@ def offload(
     recorder = None if trace is None else _recorder(trace, model, host_bytes, disk_bytes)
     backend = _backend(where, timing=recorder is not None)
     tiers: list[Tier] = []
+    store = None
     if host_bytes > 0:
         tiers.append(HostTier(backend, host_bytes))
     if directories:
@@ -119,18 +121,25 @@ def offload(
         prefetch_bytes=prefetch,
         tracer=recorder,
     )
-    return Manager(model, found, engine, recorder)
+    return Manager(model, found, engine, recorder, store)
 
 
 class Manager:
     """A reusable context manager around forwards; made by `memo.offload`."""
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[Layer], engine: Engine, recorder: TraceRecorder | None = None
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        engine: Engine,
+        recorder: TraceRecorder | None = None,
+        store: DiskStore | None = None,
     ) -> None:
         self._layers = layers
         self._engine = engine
         self._recorder = recorder
+        self._store = store
+        self._made_s = time.monotonic()
         self._depth = 0
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
@@ -200,7 +209,19 @@ class Manager:
 
     def report(self) -> Report:
         """What went where and what it cost, so far."""
-        return Report.of(self._engine, layers=len(self._layers))
+        return Report.of(self._engine, layers=len(self._layers), disk=self._disk_use())
+
+    def _disk_use(self) -> DiskUse | None:
+        if self._store is None:
+            return None
+        stats = self._store.stats
+        return DiskUse(
+            written_bytes=stats.bytes_written,
+            read_bytes=stats.bytes_read,
+            write_busy_s=stats.write_busy_s,
+            read_busy_s=stats.read_busy_s,
+            elapsed_s=time.monotonic() - self._made_s,
+        )
 
     def close(self) -> None:
         """Waits for running copies, gives back every buffer and the scratch file, ends the trace. Idempotent."""

@@ -11,7 +11,7 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from memo.swap.engine import Engine
 
-__all__ = ["Report", "TierUse"]
+__all__ = ["DiskUse", "Report", "TierUse"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,39 @@ class TierUse:
     """Bytes moved into the tier since construction; for the device, bytes that stayed until backward took them."""
     peak_bytes: int
     budget_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """What the scratch disk did, as the device saw it: whole blocks."""
+
+    written_bytes: int
+    read_bytes: int
+    write_busy_s: float
+    """Time during which at least one write was running; reads likewise."""
+    read_busy_s: float
+    elapsed_s: float
+    """Since the manager was made."""
+
+    @property
+    def busy_s(self) -> float:
+        """Time of writes plus time of reads."""
+        return self.write_busy_s + self.read_busy_s
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """While writing."""
+        return self.written_bytes / self.write_busy_s if self.write_busy_s else 0.0
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """While reading."""
+        return self.read_bytes / self.read_busy_s if self.read_busy_s else 0.0
+
+    @property
+    def wear_bytes_per_day(self) -> float:
+        """What a day at this rate would write: an SSD's endurance is given in terabytes written."""
+        return self.written_bytes / self.elapsed_s * 86400 if self.elapsed_s else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +73,10 @@ class Report:
     failed_writes: int
     stalls_s: dict[StallCause, float]
     live_entries: int
+    disk: DiskUse | None
 
     @classmethod
-    def of(cls, engine: Engine, *, layers: int) -> Report:
+    def of(cls, engine: Engine, *, layers: int, disk: DiskUse | None = None) -> Report:
         """The state of `engine` now."""
         stats = engine.stats
         moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
@@ -71,7 +105,15 @@ class Report:
             failed_writes=stats.failed_writes,
             stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
             live_entries=stats.live_entries,
+            disk=disk,
         )
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the disk's busy time that nobody waited for; None without a disk or before it was used."""
+        if self.disk is None or self.disk.busy_s == 0:
+            return None
+        return max(0.0, 1 - sum(self.stalls_s.values()) / self.disk.busy_s)
 
     @property
     def prefetch_hits(self) -> float | None:
@@ -100,6 +142,13 @@ class Report:
             + f", forwarded {self.uses[UseKind.LIVE]}, cancelled {self.cancelled}, spilled {self.spilled}",
             f"stalls: {stalls or 'none'}",
         ]
+        if self.disk is not None and self.disk.written_bytes:
+            overlap = self.overlap
+            lines.append(
+                f"disk: write {format_bytes(self.disk.write_bytes_per_s)}/s, read {format_bytes(self.disk.read_bytes_per_s)}/s, "
+                + (f"{100 * overlap:.1f} % of its time hidden, " if overlap is not None else "")
+                + f"wear {self.disk.wear_bytes_per_day / 1e12:.3g} TB written a day at this rate"
+            )
         if self.failed_writes:
             lines.append(f"failed writes: {self.failed_writes} (their bytes went to another tier)")
         if self.live_entries:

@@ -17,7 +17,15 @@ from torch.nn import Parameter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["argument_storages", "cast_of_parameter", "is_plain", "is_sharded", "local_part", "view_of_parameter"]
+__all__ = [
+    "argument_storages",
+    "cast_of_parameter",
+    "has_hidden_state",
+    "is_plain",
+    "is_sharded",
+    "local_part",
+    "view_of_parameter",
+]
 
 # Nodes that change how a parameter is seen and not what it holds. The walk stops at the first other node.
 _SEEN_THROUGH = frozenset(
@@ -49,13 +57,12 @@ _MAX_HOPS = 6
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for an ordinary strided tensor whose storage is all there is to it."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_quantized
-    )
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not has_hidden_state(tensor)
+
+
+def has_hidden_state(tensor: torch.Tensor) -> bool:
+    """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser."""
+    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

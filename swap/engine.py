@@ -35,7 +35,7 @@ from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapEr
 from memo.swap.capture import (
     argument_storages,
     cast_of_parameter,
-    is_plain,
+    has_hidden_state,
     is_sharded,
     local_part,
     view_of_parameter,
@@ -106,6 +106,7 @@ class Engine:
         self._spill = spill
         self._prefetch_bytes = prefetch_bytes
         self._tracer = tracer
+        self._changed = None if tracer is None else self._trace_state
         self._device = backend.device
         self._nothing = torch.empty(0, device=backend.device)
         # Storage -> its life, held weakly, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
@@ -205,8 +206,11 @@ class Engine:
     def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time."""
         group = self._open
-        if group is None or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return Kept(tensor) if group is None else self._pack_other(tensor)
+        kind = type(tensor)
+        if group is None or kind is torch.nn.Parameter:
+            return Kept(tensor)
+        if kind is not torch.Tensor or tensor.layout is not torch.strided:
+            return self._pack_other(tensor)
         storage = tensor.untyped_storage()
         known = self._known.get(storage)
         if known is _KEEP or storage.nbytes() < self._min_bytes or tensor.device != self._device:
@@ -259,21 +263,22 @@ class Engine:
     # Out of the device.
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        if view_of_parameter(tensor) or not is_plain(tensor):
+        if view_of_parameter(tensor) or has_hidden_state(tensor):
             return True
         return storage.nbytes() // tensor.itemsize in self._parameter_sizes and cast_of_parameter(tensor)
 
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> SavedStorage:
         source = storage_bytes(storage, self._device)
         saved = SavedStorage(source, tensor, group=group.index, module=group.module, dropped=self._drop)
+        saved.changed = self._changed
         weak = weakref.ref(saved)
         self._known[storage] = weak
         group.saved.append(weak)
         group.alive += 1
         self.stats.live_entries += 1
-        self.stats.on_device(saved.nbytes)
+        self.stats.came_to_device(saved.nbytes)
         if self._tracer is not None:
-            self._trace_state(saved, None, first=True)
+            self._trace_state(saved, first=True)
         self.backend.compute_uses(source)
         if not group.wait_for_next:
             self._send(saved)
@@ -286,7 +291,7 @@ class Engine:
         saved.place = place
         saved.out = place.leave(saved.source, after=self._written())
         self.stats.moved(place.tier.name, saved.nbytes)
-        self._move(saved, State.LEAVING)
+        saved.move_to(State.LEAVING)
         if self._tracer is not None:
             self._spans.append((saved.id, saved.nbytes, place.tier.lane_out, saved.out))
 
@@ -337,8 +342,8 @@ class Engine:
             except StoreWriteError as error:
                 self._rescue(saved, error)
             saved.source = None
-            self.stats.on_device(-saved.nbytes)
-            self._move(saved, State.AWAY)
+            self.stats.device_bytes -= saved.nbytes
+            saved.move_to(State.AWAY)
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -346,7 +351,7 @@ class Engine:
         failed = saved.place
         assert failed is not None
         assert saved.source is not None
-        self._move(saved, State.LIVE)
+        saved.move_to(State.LIVE)
         saved.place = saved.out = None
         failed.release()
         if self._spill:
@@ -357,7 +362,7 @@ class Engine:
                     saved.place = place
                     saved.out = place.leave(saved.source, after=self._written())
                     self.stats.moved(tier.name, saved.nbytes)
-                    self._move(saved, State.LEAVING)
+                    saved.move_to(State.LEAVING)
                     self._copied_out(saved)
                     return
         raise error
@@ -382,10 +387,10 @@ class Engine:
                 self._copied_back(saved)
             except SwapError:
                 saved.returned = saved.returning = None
-                self.stats.on_device(-saved.nbytes)
-                self._move(saved, State.AWAY)
+                self.stats.device_bytes -= saved.nbytes
+                saved.move_to(State.AWAY)
                 raise
-            self._move(saved, State.BACK)
+            saved.move_to(State.BACK)
             self._count_use(saved, how)
         assert saved.returned is not None
         self.backend.compute_uses(saved.returned)
@@ -401,7 +406,7 @@ class Engine:
                 self.stats.moved(saved.place.tier.name, -saved.nbytes)
                 saved.place.release()
                 saved.place = saved.out = None
-                self._move(saved, State.LIVE)
+                saved.move_to(State.LIVE)
         self.stats.bytes_forwarded += saved.nbytes
         self._count_use(saved, UseKind.LIVE)
 
@@ -411,9 +416,9 @@ class Engine:
         buffer = self.backend.empty(saved.nbytes)
         saved.returning = saved.place.enter(buffer, after=self._allocated())
         saved.returned = buffer
-        self.stats.on_device(saved.nbytes)
+        self.stats.came_to_device(saved.nbytes)
         self.stats.bytes_reloaded += saved.nbytes
-        self._move(saved, State.RETURNING)
+        saved.move_to(State.RETURNING)
         if self._tracer is not None:
             self._spans.append((saved.id, saved.nbytes, saved.place.tier.lane_in, saved.returning))
 
@@ -517,12 +522,12 @@ class Engine:
 
     def _free(self, saved: SavedStorage) -> None:
         if saved.source is not None or saved.returned is not None:
-            self.stats.on_device(-saved.nbytes)
+            self.stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.place is not None:
             saved.place.release()
             saved.place = None
-        self._move(saved, State.GONE)
+        saved.move_to(State.GONE)
 
     # The ordering edges, one method each.
 
@@ -568,21 +573,18 @@ class Engine:
                     Stall(t=t, d=duration, step=self._tracer.step, cause=cause, module=saved.module, id=saved.id)
                 )
 
-    def _move(self, saved: SavedStorage, state: State) -> None:
-        saved.move_to(state)
-        if self._tracer is not None:
-            self._trace_state(saved, saved.place.tier.name if saved.place is not None else None)
-
-    def _trace_state(self, saved: SavedStorage, tier: Tier | None, *, first: bool = False) -> None:
-        assert self._tracer is not None
-        self._tracer.emit(
+    def _trace_state(self, saved: SavedStorage, *, first: bool = False) -> None:
+        """One event for one transition; the first also says what the storage is."""
+        tracer = self._tracer
+        assert tracer is not None
+        tracer.emit(
             StateChange(
-                t=self._tracer.now(),
-                step=self._tracer.step,
+                t=tracer.now(),
+                step=tracer.step,
                 id=saved.id,
                 to=saved.state,
                 nbytes=saved.nbytes,
-                tier=tier,
+                tier=saved.place.tier.name if saved.place is not None else None,
                 module=saved.module if first else None,
                 shape=tuple(saved.shape) if first else None,
                 dtype=str(saved.dtype).removeprefix("torch.") if first else None,

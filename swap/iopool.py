@@ -53,12 +53,14 @@ class IoPool:
         return not self._closing and os.getpid() == self._pid
 
     def submit(self, operation: DiskOperation) -> None:
-        """Runs the operation once its `after` events are done. The caller has checked that the pool is alive."""
+        """Runs the operation once its `after` events are done; the caller has checked that the pool is alive."""
         ready = all(event.query() for event in operation.after)
         with self._changed:
             self._open.add(operation)
             operation.extent.pending += 1
-            if ready:
+            if self._closing:  # closed by another thread since the caller looked
+                self._refuse(operation)
+            elif ready:
                 self._enqueue(operation)
             else:
                 self._gate(operation.kind).put(operation)
@@ -79,9 +81,7 @@ class IoPool:
             self._closing = True
             for operation in list(self._open):
                 if operation.stage in (Stage.WAITING, Stage.QUEUED):
-                    message = f"{operation.describe()} was still {operation.stage.value} when the store was closed"
-                    operation.failure = (operation.kind.error, message, None)
-                    self._finish(operation)
+                    self._refuse(operation)
             for gate in self._gates.values():
                 gate.put(None)
             self._changed.notify_all()
@@ -195,6 +195,11 @@ class IoPool:
         operation.next_piece = len(operation.pieces)
         if operation.stage is Stage.WAITING:
             self._finish(operation)
+
+    def _refuse(self, operation: DiskOperation) -> None:
+        message = f"{operation.describe()} was still {operation.stage.value} when the store was closed"
+        operation.failure = (operation.kind.error, message, None)
+        self._finish(operation)
 
     def _finish(self, operation: DiskOperation) -> None:
         if operation.stage is Stage.DONE:

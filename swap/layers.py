@@ -25,7 +25,9 @@ class Layer:
     """Last of its stack: its backward usually begins at once, so its copies wait until another layer follows."""
 
 
-def find_layers(model: nn.Module, wanted: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None) -> list[Layer]:
+def find_layers(
+    model: nn.Module, wanted: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None
+) -> list[Layer]:
     """The layers of `model` in definition order.
 
     Without `wanted`: the children of every outermost ModuleList with at least two children of one class (or Sequential of

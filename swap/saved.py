@@ -52,6 +52,7 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__",
+        "changed",
         "dropped",
         "dtype",
         "group",
@@ -91,13 +92,14 @@ class SavedStorage:
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
         self.dropped = dropped
+        self.changed: Callable[[SavedStorage], None] | None = None  # told of each transition, for a trace
 
     def __del__(self) -> None:
         # The engine takes it into its queue, which brings the object back for a moment; Python calls this only once.
         self.dropped(self)
 
     def move_to(self, state: State) -> None:
-        """The one place where a state changes.
+        """The one place where a state changes, and tells of it.
 
         Raises:
             AssertionError: the transition is not in the table; a bug of the engine, never of its user.
@@ -105,6 +107,8 @@ class SavedStorage:
         if state not in _NEXT[self.state]:
             raise AssertionError(f"saved storage {self.id} cannot go from {self.state} to {state}")
         self.state = state
+        if self.changed is not None:
+            self.changed(self)
 
     @property
     def on_device(self) -> bool:

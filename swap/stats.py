@@ -58,7 +58,8 @@ class Stats:
         else:
             self.bytes_disk += nbytes
 
-    def on_device(self, nbytes: int) -> None:
-        """Counts bytes that came to (positive) or went from (negative) the device."""
+    def came_to_device(self, nbytes: int) -> None:
+        """Counts bytes of a saved storage that now take device memory."""
         self.device_bytes += nbytes
-        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        if self.device_bytes > self.peak_device_bytes:
+            self.peak_device_bytes = self.device_bytes

@@ -1,0 +1,51 @@
+"""The report's figures are arithmetic on what happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from small_models import ids, stack, train
+
+import memo
+from memo.report import DiskUse
+from memo.trace.events import Tier, UseKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_report_counts_bytes_peaks_and_hits(tmp_path: Path) -> None:
+    model = stack(layers=4)
+    manager = memo.offload(model, host="150KiB", disk=tmp_path, min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    report = manager.report()
+    device, host, disk = report.tiers
+    assert (device.tier, host.tier, disk.tier) == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    assert host.moved_bytes + disk.moved_bytes == report.reloaded_bytes
+    assert host.peak_bytes <= 150 << 10 == host.budget_bytes
+    assert report.prefetch_hits == 1.0
+    assert report.uses[UseKind.FETCHED] == 0
+    assert report.spilled > 0
+    assert report.disk is not None
+    assert report.disk.written_bytes >= disk.moved_bytes  # whole blocks
+    text = str(report)
+    assert "150 KiB" in text
+    assert "TB written a day" in text
+    manager.close()
+
+
+def test_wear_and_rates_are_bytes_over_their_own_time() -> None:
+    use = DiskUse(written_bytes=10**9, read_bytes=2 * 10**9, write_busy_s=0.5, read_busy_s=2.0, elapsed_s=100.0)
+    assert use.write_bytes_per_s == 2e9
+    assert use.read_bytes_per_s == 1e9
+    assert use.wear_bytes_per_day == pytest.approx(0.864e12)
+
+
+def test_a_report_before_any_step_divides_nothing_by_zero(tmp_path: Path) -> None:
+    manager = memo.offload(stack(), disk=tmp_path)
+    report = manager.report()
+    assert report.prefetch_hits is None
+    assert report.overlap is None
+    assert "stalls: none" in str(report)
+    manager.close()
