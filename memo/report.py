@@ -145,7 +145,8 @@ class Report:
         if self.disk is not None and self.disk.written_bytes:
             overlap = self.overlap
             lines.append(
-                f"disk: write {format_bytes(self.disk.write_bytes_per_s)}/s, read {format_bytes(self.disk.read_bytes_per_s)}/s, "
+                f"disk: write {format_bytes(self.disk.write_bytes_per_s)}/s, "
+                f"read {format_bytes(self.disk.read_bytes_per_s)}/s, "
                 + (f"{100 * overlap:.1f} % of its time hidden, " if overlap is not None else "")
                 + f"wear {self.disk.wear_bytes_per_day / 1e12:.3g} TB written a day at this rate"
             )
