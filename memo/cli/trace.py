@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from rich.text import Text
 
 from memo.errors import ExitCode, TraceError, UsageError
 from memo.trace import diff
-from memo.trace.reader import read_traces
+from memo.trace.reader import Trace, read_traces
 from memo.trace.report import RankReport, Report, report_on
 from memo.trace.stats import StepStats
 from memo.trace.words import duration, percent, printable, rate
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     two.add_argument("a", help="trace file of the first run")
     two.add_argument("b", help="trace file of the second run")
     two.add_argument("--json", action="store_true", help="one object, every figure")
+    _only(two)
     two.set_defaults(act=_diff)
 
 
@@ -60,8 +62,32 @@ def run(args: argparse.Namespace) -> int:
 def _command(commands: Any, name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("traces", nargs="+", metavar="trace.rank*.jsonl", help="one file a rank, of one run; .gz too")
+    _only(parser)
     parser.set_defaults(act=act)
     return parser
+
+
+def _only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="read these steps alone, both included; `7` for one")
+
+
+def _steps(args: argparse.Namespace) -> range | None:
+    if args.steps is None:
+        return None
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", args.steps, re.ASCII)
+    if found is None:
+        raise UsageError(f"--steps {printable(args.steps)}: write for instance 10-12")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise UsageError(f"--steps {args.steps}: the last step is before the first")
+    return range(first, last + 1)
+
+
+def _read(args: argparse.Namespace) -> list[Trace]:
+    traces = read_traces(args.traces, steps=_steps(args))
+    if args.steps is not None and not any(trace.events for trace in traces):
+        raise UsageError(f"--steps {args.steps}: the trace has no event of these steps")
+    return traces
 
 
 def _choice(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +101,7 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    report = report_on(read_traces(args.traces))
+    report = report_on(_read(args))
     rank, step = _chosen(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
@@ -89,7 +115,7 @@ def _html(args: argparse.Namespace) -> int:
     from memo.trace.html import render_page
     from memo.trace.pagedata import page_data
 
-    report = report_on(read_traces(args.traces))
+    report = report_on(_read(args))
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
@@ -112,7 +138,7 @@ def _packing(path: Path) -> list[dict[str, Any]]:
 def _chrome(args: argparse.Namespace) -> int:
     from memo.trace.chrome import chrome_trace
 
-    text = json.dumps(chrome_trace(read_traces(args.traces)), allow_nan=False, separators=(",", ":")).encode("ascii")
+    text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
     with _replacing(args.output, force=args.force) as target:
         target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
@@ -125,7 +151,7 @@ def _png(args: argparse.Namespace) -> int:
 
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
-    report = report_on(read_traces(args.traces))
+    report = report_on(_read(args))
     rank, step = _chosen(report, args)
     with _replacing(args.output, force=args.force) as target:
         draw(report, target, rank=rank, step=step)
@@ -134,7 +160,7 @@ def _png(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    reports = [report_on(read_traces([path])) for path in (args.a, args.b)]
+    reports = [report_on(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
     rows = diff.compare(*reports)
     if args.json:
         print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff.to_json(rows)}, allow_nan=False))

@@ -40,7 +40,8 @@ class Limits:
     """Any other line."""
     total_nbytes: int = 1 << 30
     """The text in all, unpacked."""
-    events: int = 4_000_000
+    events: int = 2_000_000
+    """Kept in memory, about 300 bytes each; a longer run is read some steps at a time."""
     unpack_ratio: int = 60
     """Beyond its first MiB, a .gz that unpacks to so many times what was read of it (traces reach 15) is a bomb."""
 
@@ -63,31 +64,34 @@ class Trace:
     """What a reader of numbers made from this trace must know, one sentence each."""
 
 
-def read_traces(paths: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None) -> list[Trace]:
-    """Every rank's trace, by rank.
+def read_traces(
+    paths: Sequence[str | os.PathLike[str]], *, steps: range | None = None, limits: Limits | None = None
+) -> list[Trace]:
+    """Every rank's trace, by rank; of the given steps alone, if any are given.
 
     Raises:
         TraceError: no path, an unreadable file, or two files of one rank.
     """
     if not paths:
         raise TraceError("no trace file given")
-    traces = sorted((read_trace(path, limits=limits) for path in paths), key=operator.attrgetter("rank"))
+    traces = sorted((read_trace(path, steps=steps, limits=limits) for path in paths), key=operator.attrgetter("rank"))
     for one, other in itertools.pairwise(traces):
         if one.rank == other.rank:
             raise TraceError(f"{one.path!r} and {other.path!r} are both of rank {one.rank}; give one run at a time")
     return traces
 
 
-def read_trace(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Trace:
-    """One trace file.
+def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limits: Limits | None = None) -> Trace:
+    """One trace file; of the given steps alone, if any are given.
 
     Raises:
         TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
     """
     shown = ascii(os.fspath(path))[1:-1]
-    reading = _Reading(path=shown)
+    limits = limits or Limits()
+    reading = _Reading(path=shown, steps=steps, most=limits.events)
     try:
-        with _Lines(Path(path), limits or Limits()) as lines:
+        with _Lines(Path(path), limits) as lines:
             for line, whole in lines:
                 reading.take(line, whole=whole)
         return reading.finish()
@@ -118,7 +122,7 @@ class _Lines:
 
     def _lines(self) -> Iterator[tuple[str, bool]]:
         limit = self._limits.header_nbytes
-        total = count = 0
+        total = 0
         while line := self._stream.readline(limit + 1):
             if len(line) > limit:
                 raise TraceError(f"the next line is longer than {limit} bytes")
@@ -127,9 +131,6 @@ class _Lines:
                 raise TraceError(f"holds more than {self._limits.total_nbytes} bytes")
             if self._packed and total > max(1 << 20, self._raw.tell() * self._limits.unpack_ratio):
                 raise TraceError(f"unpacks to over {self._limits.unpack_ratio} times its size")
-            count += 1
-            if count > self._limits.events + 2:
-                raise TraceError(f"more than {self._limits.events} events; trace fewer steps or layers")
             whole = line.endswith(b"\n")
             try:
                 yield line.decode("utf-8"), whole
@@ -143,8 +144,11 @@ class _Lines:
 class _Reading:
     """One file while its lines come in: header, then events, then the end line."""
 
-    def __init__(self, *, path: str) -> None:
+    def __init__(self, *, path: str, steps: range | None, most: int) -> None:
         self._path = path
+        self._steps = steps
+        self._most = most
+        self._seen = 0
         self._header: dict[str, Any] | None = None
         self._events: list[Event] = []
         self._end: tuple[int, int] | None = None  # (events, dropped) as the writer counted them
@@ -163,11 +167,19 @@ class _Reading:
             if fields.get("k") == "end":
                 self._end = (natural(fields.get("events")), natural(fields.get("dropped")))
             else:
-                self._events.append(decode_event(fields))
+                self._keep(decode_event(fields))
         except TraceError:
             if whole:
                 raise
             self._torn = True
+
+    def _keep(self, event: Event) -> None:
+        self._seen += 1
+        if self._steps is not None and event.step not in self._steps:
+            return
+        if len(self._events) == self._most:
+            raise TraceError(f"more than {self._most:,} events; choose some steps, for instance --steps 10-12")
+        self._events.append(event)
 
     def finish(self) -> Trace:
         if self._header is None:
@@ -187,8 +199,8 @@ class _Reading:
             yield "The last line is torn: the run ended while it was written."
         elif self._end is None:
             yield "There is no end line: the run was killed, or is still going."
-        elif self._end[0] != len(self._events):
-            yield f"The end line counts {self._end[0]:,} events and the file has {len(self._events):,}."
+        elif self._end[0] != self._seen:
+            yield f"The end line counts {self._end[0]:,} events and the file has {self._seen:,}."
         if dropped:
             yield f"{dropped:,} events were dropped because the ring was full; every sum is a lower bound."
 

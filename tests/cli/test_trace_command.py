@@ -82,6 +82,20 @@ def test_a_rank_or_step_that_is_not_there_is_a_usage_error(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_steps_limits_what_is_read(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "stats", "--json", "--steps", "1-2", *traces]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in found["ranks"][0]["steps"]] == [1, 2]
+
+
+@pytest.mark.parametrize("steps", ["x", "3-", "5-2", "-1", "77", "\u0663"])
+def test_steps_that_are_none_or_not_there_are_a_usage_error(
+    steps: str, traces: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "stats", f"--steps={steps}", *traces]) == ExitCode.USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_html_writes_one_page_and_says_its_size(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,8 @@ HOSTILE_HEADERS = {
     "meta is a list": {"meta": []},
     "meta too deep": {"meta": {"a": json.loads("[" * 60 + "]" * 60)}},
     "meta too large": {"meta": {"a": 2**70}},
+    "meta NaN": {"meta": {"a": float("nan")}},
+    "meta Infinity": {"meta": {"a": [float("-inf")]}},
     "origin missing": {"origin_unix_ns": None},
 }
 
@@ -161,6 +163,13 @@ HOSTILE_HEADERS = {
 def test_a_hostile_header_is_refused(header: dict[str, object], write_lines: WriteLines) -> None:
     with pytest.raises(TraceError, match="line 1: "):
         read_trace(write_lines(header=header))
+
+
+def test_a_number_too_large_for_a_float_is_refused_in_the_header(write_lines: WriteLines) -> None:
+    path = write_lines(header={"meta": {"a": 12345}})
+    path.write_text(path.read_text().replace("12345", "1e999"))
+    with pytest.raises(TraceError, match="line 1: the number 1e999 is too large"):
+        read_trace(path)
 
 
 def test_a_header_may_lack_meta_and_meta_may_hold_anything_flat(write_lines: WriteLines) -> None:
@@ -221,6 +230,13 @@ def test_more_events_than_the_limit_are_refused(write_lines: WriteLines) -> None
     path = write_lines(*ONE_OF_EACH)
     with pytest.raises(TraceError, match="more than 5 events"):
         read_trace(path, limits=Limits(events=5))
+
+
+def test_only_the_steps_asked_for_are_kept_and_counted_against_the_limit(write_lines: WriteLines) -> None:
+    path = write_lines(*(StepMark(t=t, step=t // 2, phase="begin") for t in range(20)))
+    trace = read_trace(path, steps=range(3, 5), limits=Limits(events=4))
+    assert [event.t for event in trace.events] == [6, 7, 8, 9]
+    assert trace.remarks == ()
 
 
 def test_two_files_of_one_rank_are_refused(write_lines: WriteLines) -> None:
