@@ -74,15 +74,15 @@ class Piece:
 
 
 class DiskOperation:
-    """A `memo.swap.backend.DiskEvent`. The I/O pool's lock guards every field but `finished`."""
+    """A `memo.swap.backend.Timed`. The I/O pool's lock guards every field that changes."""
 
     __slots__ = (
+        "_running",
         "after",
         "cancel_with",
         "end_ns",
         "extent",
         "failure",
-        "finished",
         "kind",
         "next_piece",
         "pieces",
@@ -123,11 +123,20 @@ class DiskOperation:
         self.start_ns = 0
         self.end_ns = 0
         self.failure: tuple[type[MemoError], str, BaseException | None] | None = None
-        self.finished = threading.Event()
+        # Held until the operation is done: a bare lock costs a tenth of a threading.Event, and most are never waited for.
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def finish(self) -> None:
+        """The last transition, made once by the I/O pool; wakes whoever waits."""
+        self.tensor = None
+        self.after = ()
+        self.stage = Stage.DONE
+        self._running.release()
 
     def query(self) -> bool:
         """True once the bytes have arrived, or never will."""
-        return self.finished.is_set()
+        return self.stage is Stage.DONE
 
     def synchronize(self) -> None:
         """Waits until then; warns once when that takes longer than the stall limit.
@@ -136,17 +145,26 @@ class DiskOperation:
             StoreWriteError, StoreReadError, CorruptBlock: the operation failed; a write's source was not touched, a
                 read's target holds garbage.
         """
-        if not self.finished.wait(self.stall_warning_s):
+        if not self._wait(self.stall_warning_s):
             warnings.warn(
                 f"{self.describe()} has not finished after {self.stall_warning_s:g} s ({self.stage.value});"
                 " the disk is slow or stalled",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self.finished.wait()
+            self._wait(-1)
         if self.failure is not None:
             kind, message, cause = self.failure
             raise kind(message) from cause
+
+    def _wait(self, timeout_s: float) -> bool:
+        """True once done; each waiter passes the lock on to the next."""
+        if self.stage is Stage.DONE:
+            return True
+        if not self._running.acquire(timeout=timeout_s):
+            return False
+        self._running.release()
+        return True
 
     def interval_ns(self) -> tuple[int, int] | None:
         """When the first piece began and the last one ended; None while it runs and when nothing was moved."""

@@ -262,7 +262,7 @@ def _import_kvikio() -> Any:
 
 
 def _record(stream: Any) -> Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record(stream)
     return event
 

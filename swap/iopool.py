@@ -204,12 +204,9 @@ class IoPool:
     def _finish(self, operation: DiskOperation) -> None:
         if operation.stage is Stage.DONE:
             return
-        operation.stage = Stage.DONE
-        operation.tensor = None
-        operation.after = ()
         operation.extent.pending -= 1
         self._open.discard(operation)
-        operation.finished.set()
+        operation.finish()
 
 
 def _wait_for(operation: DiskOperation) -> BaseException | None:

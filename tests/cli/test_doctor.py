@@ -257,6 +257,7 @@ def machine(
     (root / "proc/self/mountinfo").write_text(
         "21 1 0:5 / / rw - ext4 /dev/root rw\n"
         f"30 21 259:2 / {root}/data rw,relatime shared:1 - {kind} /dev/{device} {options}\n"
+        f"31 21 0:6 / {root} rw - tmpfs tmpfs rw\n"
     )
     disk = root / "sys/devices/pci0000:00/block" / device
     (disk / f"{device}p2").mkdir(parents=True)

@@ -329,6 +329,16 @@ def test_close_completes_what_runs_and_fails_what_has_not_begun(tmp_path: Path) 
     assert faults.calls["write"] == 1
 
 
+def test_an_operation_that_meets_a_closing_store_fails_and_does_not_hang(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent = store.reserve(4096)
+    monkeypatch.setattr(store, "_check_alive", lambda: store.close())  # another thread, just after the check
+    write = store.write(extent, random_bytes(4096))
+    with pytest.raises(SwapError, match="when the store was closed"):
+        write.synchronize()
+
+
 def test_close_is_idempotent_and_leaves_no_thread_descriptor_or_name(tmp_path: Path) -> None:
     gc.collect()
     before, threads = descriptors(), disk_threads()

@@ -177,6 +177,20 @@ def test_issuing_never_waits(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_an_extent_is_free_once_its_bytes_arrived_even_if_nobody_waited(tmp_path: Path) -> None:
+    disk = make(tmp_path, Kvikio())
+    STREAMS.clear()
+    extent = disk.reserve(4096)
+    assert extent is not None
+    disk.write(extent, random_bytes(4096))
+    with pytest.raises(SwapError, match="1 operations"):
+        disk.release(extent)
+    for stream in STREAMS.values():
+        stream.drain()
+    disk.release(extent)
+    disk.close()
+
+
 def test_each_running_operation_has_a_stream_of_its_own_and_idle_ones_are_reused(tmp_path: Path) -> None:
     disk = make(tmp_path, Kvikio())
     STREAMS.clear()
