@@ -11,6 +11,14 @@ import { channels, layerColour } from "./theme";
 const HEADER = 15; // pixels for the caption
 const OFF_SCALE = 2.5; // a line above this many peaks would flatten the chart, and is named instead of drawn
 
+// A size drawn as a line across the chart.
+interface Mark {
+  nbytes: number;
+  colour: string;
+  dash: number[];
+  text: string;
+}
+
 export class MemoryChart {
   private readonly raster = document.createElement("canvas");
   private image: ImageData | null = null;
@@ -84,8 +92,8 @@ export class MemoryChart {
     return { layer: -1, nbytes: 0, total };
   }
 
-  private marks(figures: PeakFigures, { theme }: Pen): { nbytes: number; colour: string; dash: number[]; text: string }[] {
-    const found = [];
+  private marks(figures: PeakFigures, { theme }: Pen): Mark[] {
+    const found: Mark[] = [];
     if (figures.budget_nbytes) {
       found.push({ nbytes: figures.budget_nbytes, colour: theme.budget, dash: [], text: `budget ${bytes(figures.budget_nbytes)}` });
     }
@@ -95,26 +103,26 @@ export class MemoryChart {
     return found;
   }
 
-  private caption(pen: Pen, figures: PeakFigures, marks: { text: string; nbytes: number; colour: string; dash: number[] }[], y: number): void {
+  private caption(pen: Pen, figures: PeakFigures, marks: Mark[], y: number): void {
     const { context, theme } = pen;
     let x = pen.left + 4;
-    const say = (text: string, colour: string): void => {
-      context.fillStyle = colour;
+    const say = (text: string, line: { colour: string; dash: number[] } | null): void => {
+      const width = context.measureText(text).width;
+      if (x + width + 18 > pen.right) return; // no room: the panel's figures say it too
+      if (line) {
+        this.key(pen, x, y, line.colour, line.dash);
+        x += 18;
+      }
+      context.fillStyle = line ? theme.faint : theme.text;
       context.fillText(text, x, y + 7);
-      x += context.measureText(text).width + 14;
+      x += width + 14;
     };
-    say(`peak ${bytes(figures.saved_nbytes)} saved by layer`, theme.text);
+    const off = (nbytes: number): string => (this.onScale(nbytes) ? "" : " (off the scale)");
+    say(`peak ${bytes(figures.saved_nbytes)} saved by layer`, null);
     if (figures.measured_nbytes !== null) {
-      this.key(pen, x, y, theme.measured, []);
-      x += 18;
-      const text = `all measured ${bytes(figures.measured_nbytes)}`;
-      say(this.onScale(this.counterPeak) ? text : `${text} (off the scale)`, theme.faint);
+      say(`all measured ${bytes(figures.measured_nbytes)}${off(this.counterPeak)}`, { colour: theme.measured, dash: [] });
     }
-    for (const mark of marks) {
-      this.key(pen, x, y, mark.colour, mark.dash);
-      x += 18;
-      say(this.onScale(mark.nbytes) ? mark.text : `${mark.text} (off the scale)`, theme.faint);
-    }
+    for (const mark of marks) say(`${mark.text}${off(mark.nbytes)}`, mark);
   }
 
   private key({ context }: Pen, x: number, y: number, colour: string, dash: number[]): void {

@@ -7,7 +7,7 @@ import { h } from "./dom";
 import { bytes, duration, instant, printable, rate } from "./format";
 import { drawRow, drawStalls, firstVisible, labelOf, type Pen } from "./lanes";
 import { MemoryChart } from "./memory";
-import type { Store } from "./state";
+import type { Selection, Store } from "./state";
 import { theme } from "./theme";
 
 const GUTTER = 96; // pixels for lane names
@@ -242,6 +242,16 @@ export class Timeline {
   private drawSelection(scroll: number): void {
     const { selection } = this.store.now;
     if (!selection) return;
+    const { context } = this;
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER - 1, AXIS, this.width - GUTTER, this.height);
+    context.clip();
+    this.drawChosen(selection, scroll);
+    context.restore();
+  }
+
+  private drawChosen(selection: Selection, scroll: number): void {
     const rank = this.page.ranks[selection.rank];
     if (selection.kind === "span") this.frame(selection.rank, rank.rows[selection.row], selection.index, scroll);
     if (selection.kind === "stall") {
@@ -310,9 +320,9 @@ export class Timeline {
   }
 
   private outline(from: number, to: number, y: number, height: number): void {
+    if (this.axis.scale(to) < GUTTER || this.axis.scale(from) > this.width - 8) return;
     const x0 = Math.max(GUTTER, this.axis.scale(from));
     const x1 = Math.min(this.width - 8, Math.max(this.axis.scale(to), x0 + 3));
-    if (x1 < GUTTER || x0 > this.width - 8) return;
     this.context.strokeStyle = theme().accent;
     this.context.lineWidth = 2;
     this.context.strokeRect(x0, y, x1 - x0, height);
