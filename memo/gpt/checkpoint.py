@@ -134,7 +134,10 @@ class CheckpointDir:
         """
         target = self.path / f"step-{step:08d}"
         if target.exists():
-            return Checkpoint.at(target)  # resumed and stopped again without a step between
+            try:
+                return Checkpoint.at(target)  # resumed and stopped again without a step between
+            except CheckpointError:
+                shutil.rmtree(target, ignore_errors=True)  # damaged: it was passed over, and is now made anew
         partial = self.path / f".{target.name}.partial"
         try:
             _write(partial, step, {**state, "random": _random_state()}, settings)
@@ -212,7 +215,7 @@ def _write(partial: Path, step: int, state: dict[str, Any], settings: dict[str, 
 
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

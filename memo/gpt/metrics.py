@@ -93,8 +93,8 @@ class StepUsage:
 class MetricsFile:
     """Appends lines. The file is made with its first line, so a run that never starts leaves none."""
 
-    def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        """Goes on after `after_step`; 0 begins a new file.
+    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+        """Goes on after `after_step`, be it 0; None begins a new file.
 
         Raises:
             UsageError: a new run, and the file already has something in it.
@@ -109,7 +109,7 @@ class MetricsFile:
             raise DataError(f"cannot write metrics file {path}: {parent} is missing or not writable")
         if not path.exists():
             return
-        if after_step:
+        if after_step is not None:
             self._cut_after(after_step)
         elif path.stat().st_size:
             raise UsageError(f"metrics file {path} already exists; remove it, choose another name, or --resume")

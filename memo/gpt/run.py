@@ -66,7 +66,9 @@ class _Run:
         self.done = start.step if start is not None else 0
         self.metrics = None
         if config.metrics is not None:
-            self.metrics = stack.enter_context(MetricsFile(config.metrics, after_step=self.done))
+            self.metrics = stack.enter_context(
+                MetricsFile(config.metrics, after_step=None if config.resume is None else self.done)
+            )
         tokens = open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
         shape = _shape(config, tokens)
         training = _training(config, device)
@@ -180,6 +182,9 @@ def _starting_point(config: RunConfig, checkpoints: CheckpointDir | None) -> tup
         return None, []
     if config.resume != "latest":
         start = Checkpoint.at(config.resume)
+        newest = checkpoints.latest()[0] if checkpoints is not None else None
+        if newest is not None and newest.step > start.step:
+            raise UsageError(f"{newest.path} is newer than {start.path}; choose another --checkpoint-dir")
         return start, [f"resume   {start.path}"]
     assert checkpoints is not None  # RunConfig sees to it
     newest, skipped = checkpoints.latest()

@@ -229,6 +229,11 @@ def test_checkpoints_of_a_former_run_are_not_mixed_into_a_new_one(text: Path, tm
     flags = [*SMALL, "--data", text, "--steps", 1, "--checkpoint-dir", tmp_path / "run"]
     assert memo_train(*flags).returncode == 0
     assert_one_line(memo_train(*flags), code=2, says="--resume")
+    early = tmp_path / "run" / "step-00000001"
+    early.rename(tmp_path / "early")
+    assert memo_train(*flags, "--steps", 2).returncode == 0
+    older = memo_train(*flags, "--steps", 3, "--resume", tmp_path / "early")
+    assert_one_line(older, code=2, says="step-00000002 is newer")
     other = memo_train(*flags, "--resume", "--layers", 3)
     assert_one_line(other, code=1, says="layers 2 there, 3 here")
 

@@ -160,6 +160,14 @@ def test_only_the_newest_are_kept(tmp_path: Path, tiny_state: dict[str, Any]) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def test_a_damaged_checkpoint_is_made_anew_when_its_step_comes_again(
+    tmp_path: Path, tiny_state: dict[str, Any]
+) -> None:
+    (save(tmp_path, 2, tiny_state).path / "__0_0.distcp").unlink()
+    saved = save(tmp_path, 2, tiny_state)
+    assert Checkpoint.at(saved.path).step == 2
+
+
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     with CheckpointDir(tmp_path, keep=1), pytest.raises(CheckpointError, match="another run"):
         CheckpointDir(tmp_path, keep=1)

@@ -46,7 +46,7 @@ def metrics(step: int, *, eval_loss: float | None = None, mfu: float | None = No
     )
 
 
-def write(path: Path, steps: range, after: int = 0) -> None:
+def write(path: Path, steps: range, after: int | None = None) -> None:
     with MetricsFile(path, after_step=after) as file:
         for step in steps:
             file.write(metrics(step))
@@ -75,6 +75,12 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     write(path, range(4, 8), after=3)
     assert steps(path) == [1, 2, 3, 4, 5, 6, 7]
     assert path.read_text().splitlines()[:3] == kept
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_the_file_again(tmp_path: Path) -> None:
+    write(tmp_path / "m", range(1, 4))
+    write(tmp_path / "m", range(1, 3), after=0)
+    assert steps(tmp_path / "m") == [1, 2]
 
 
 def test_a_torn_line_goes_even_when_no_step_does(tmp_path: Path) -> None:
