@@ -23,6 +23,7 @@ __all__ = [
     "PlanInvalid",
     "ScratchFull",
     "ScratchUnusable",
+    "SolverFailed",
     "SolverTimeout",
     "StoreReadError",
     "StoreWriteError",
@@ -87,6 +88,10 @@ class Infeasible(MemoError):
     """Proven: no plan fits; the message names the tier, the instant, the bytes, and what would fit."""
 
     exit_code = ExitCode.INFEASIBLE
+
+
+class SolverFailed(MemoError):
+    """A MIP solver crashed or could not be run."""
 
 
 class SolverTimeout(MemoError):

@@ -1,0 +1,33 @@
+"""`memo check`: says whether a plan keeps every rule, by a checker that shares no code with the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from memo.cli.plans import printable
+from memo.errors import ExitCode, PlanInvalid
+from memo.mip.check import check
+from memo.mip.files import read_plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memo check`."""
+    parser.add_argument("plan", help="a plan in JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Exit code 5 with the rule and the buffers when the plan is invalid."""
+    plan = read_plan(args.plan)
+    violation = check(plan)
+    if args.json:
+        report = {"valid": violation is None, "buffers": len(plan.problem.buffers)}
+        if violation is not None:
+            report |= {"rule": violation.rule.value, "message": violation.message, "ids": list(violation.buffers)}
+        print(json.dumps(report))
+        return ExitCode.OK if violation is None else ExitCode.PLAN_INVALID
+    if violation is not None:
+        raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
+    print(f"{printable(args.plan)}: valid, {len(plan.problem.buffers):,} buffers in {len(plan.arenas)} arenas")
+    return ExitCode.OK

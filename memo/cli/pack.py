@@ -1,0 +1,128 @@
+"""`memo pack`: places buffers with lifetimes in the smallest arena.
+
+Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed. Progress goes
+to stderr when that is a terminal. The limits of FAULTS row 18 are `memo.mip.files`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+
+from memo.cli.plans import arena_table, plan_summary
+from memo.errors import ExitCode, PlanError, UsageError
+from memo.mip.buffers import Problem
+from memo.mip.files import plan_to_csv, plan_to_json, read_problem, write_file
+from memo.mip.picture import write_picture
+from memo.mip.solve import Method, Progress, solve
+from memo.units import format_bytes, parse_bytes, parse_duration_s
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memo pack`."""
+    parser.add_argument("problem", help="buffers: CSV with the columns id,lower,upper,size, or JSON")
+    parser.add_argument(
+        "--capacity",
+        action="append",
+        default=[],
+        metavar="[ARENA=]SIZE",
+        help="the arena must not be larger, e.g. 80GiB; say which one where there are several (repeatable)",
+    )
+    parser.add_argument("--align", metavar="SIZE", help="every offset is a multiple of this, e.g. 512")
+    parser.add_argument("--time-limit", default="60s", metavar="DURATION", help="default 60s")
+    parser.add_argument("--gap", default="0%", metavar="PERCENT", help="good enough above the lower bound, e.g. 1%%")
+    parser.add_argument("--method", choices=[str(method) for method in Method], default="auto", help="default auto")
+    parser.add_argument("--seed", type=int, default=0, help="of the orders that the search tries")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: JSON, or CSV if it ends in .csv")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="FILE", help="draw the layout: .png or .html")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Solves, checks, writes, reports."""
+    time_limit_s = parse_duration_s(args.time_limit, what="--time-limit")
+    gap = _parse_gap(args.gap)
+    for path in filter(None, (args.output, args.plot)):
+        if os.path.lexists(path) and not args.force:
+            raise PlanError(f"{path!r} exists; give -f to overwrite it")
+    if args.plot and not args.plot.endswith((".png", ".html")):
+        raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
+    problem = _with_options(read_problem(args.problem), args)
+    line = _ProgressLine()
+    try:
+        plan = solve(
+            problem,
+            time_limit_s=time_limit_s,
+            gap=gap,
+            method=Method(args.method),
+            seed=args.seed,
+            progress=line.show if sys.stderr.isatty() else None,
+        )
+    finally:
+        line.clear()
+    if args.output:
+        text = plan_to_csv(plan) if args.output.endswith(".csv") else plan_to_json(plan)
+        write_file(args.output, text, overwrite=args.force)
+    if args.plot:
+        write_picture(args.plot, plan, overwrite=args.force)
+    if args.json:
+        print(json.dumps({**plan_summary(plan), "output": args.output, "plot": args.plot}))
+        return ExitCode.OK
+    print(arena_table(plan))
+    for path in filter(None, (args.output, args.plot)):
+        print(f"Wrote {path}")
+    return ExitCode.OK
+
+
+def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
+    alignment = problem.alignment if args.align is None else parse_bytes(args.align, what="--align")
+    if alignment < 1:
+        raise UsageError("--align must be at least 1")
+    capacities = dict(problem.capacities)
+    for text in args.capacity:
+        arena, named, size = text.rpartition("=")
+        if not named:
+            if len(problem.arenas) > 1:
+                raise UsageError(f"--capacity {text}: say of which arena, {' or '.join(map(repr, problem.arenas))}")
+            arena = next(iter(problem.arenas), "device")
+        elif arena not in problem.arenas:
+            raise UsageError(f"--capacity {text}: no buffer is in arena {arena!r}")
+        capacities[arena] = parse_bytes(size, what="--capacity")
+    return dataclasses.replace(problem, alignment=alignment, capacities=capacities)
+
+
+def _parse_gap(text: str) -> float:
+    try:
+        gap = float(text.removesuffix("%")) / 100
+    except ValueError:
+        gap = -1.0
+    if not 0 <= gap < 100:
+        raise UsageError(f"--gap: cannot read {text!r}; write for instance 1%")
+    return gap
+
+
+class _ProgressLine:
+    """One line on a terminal's stderr, rewritten in place."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, progress: Progress) -> None:
+        best = "no plan yet"
+        if progress.nbytes is not None:
+            above = progress.nbytes / progress.lower_bound_nbytes - 1 if progress.lower_bound_nbytes else 0.0
+            best = f"{format_bytes(progress.nbytes)}, {above:.2%} above"
+        bound = format_bytes(progress.lower_bound_nbytes)
+        arena = repr(progress.arena)[1:-1]
+        print(
+            f"\r\x1b[K{progress.elapsed_s:6.1f} s  {arena}: {best}, bound {bound}", end="", file=sys.stderr, flush=True
+        )
+        self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

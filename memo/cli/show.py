@@ -1,0 +1,40 @@
+"""`memo show`: a plan as a table, its arenas first, then where every buffer lies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from memo.cli.plans import arena_table, plan_summary, printable, table
+from memo.errors import ExitCode
+from memo.mip.check import check
+from memo.mip.files import read_plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memo show`."""
+    parser.add_argument("plan", help="a plan in JSON")
+    parser.add_argument("--buffers", type=int, default=20, metavar="N", help="list the first N by offset; 0 for none")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Shows invalid plans, too, and says that they are."""
+    plan = read_plan(args.plan)
+    violation = check(plan)
+    if args.json:
+        print(json.dumps({**plan_summary(plan), "valid": violation is None}))
+        return ExitCode.OK
+    print(arena_table(plan))
+    placed = sorted(zip(plan.problem.buffers, plan.offsets, strict=False), key=lambda p: (p[0].arena, p[1], p[0].start))
+    rows = [
+        (printable(b.id), printable(b.arena, width=20), f"{offset}", f"{b.nbytes}", f"{b.start}", f"{b.end}")
+        for b, offset in placed[: max(args.buffers, 0)]
+    ]
+    if rows:
+        print(f"\n{table(('buffer', 'arena', 'offset', 'bytes', 'start', 'end'), rows)}")
+        if len(placed) > len(rows):
+            print(f"... and {len(placed) - len(rows):,} more (--buffers {len(placed)})")
+    if violation is not None:
+        print(f"\nINVALID: rule {violation.rule}: {violation.message}")
+    return ExitCode.OK

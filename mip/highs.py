@@ -1,0 +1,68 @@
+"""The two solvers of PuLP models: HiGHS in this process, with a warm start that arrives, and CBC.
+
+PuLP's own in-process HiGHS passes `warmStart` on as an option of HiGHS, which has none, and drops the values. Here they
+are handed over as a solution. PuLP reports "Optimal" for a run that hit its time limit; `Solved.proven` does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import highspy
+import pulp
+
+from memo.errors import SolverFailed
+
+__all__ = ["Backend", "Solved", "solve_model"]
+
+OPTIMAL, FOUND = 1, 2
+"""PuLP's sol_status; under any other the variables hold leftovers."""
+
+
+class Backend(enum.StrEnum):
+    """Who solves the model."""
+
+    HIGHS = "highs"
+    CBC = "cbc"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """How a run ended."""
+
+    found: bool
+    """The model's variables hold a solution, as far as floating point can tell."""
+    proven: bool
+    """The solver claims that it is optimal, or, if none was found, that there is none."""
+
+
+class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
+    """Starts from the values the variables have."""
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        start = highspy.HighsSolution()
+        start.col_value = [variable.varValue or 0.0 for variable in lp.variables()]
+        lp.solverModel.setSolution(start)
+        lp.solverModel.run()
+
+
+def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float) -> Solved:
+    """Solves from the values set by `setInitialValue`.
+
+    Raises:
+        SolverFailed: the solver crashed or could not be run.
+    """
+    limit = max(time_limit_s, 0.1)
+    if backend is Backend.CBC:
+        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True)
+    else:
+        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1)
+    try:
+        model.solve(solver)
+    except Exception as error:  # PuLP lets whatever its backends raise through
+        raise SolverFailed(f"{backend.value} failed: {type(error).__name__}: {str(error)[:200]}") from error
+    if model.status == pulp.LpStatusUndefined:
+        raise SolverFailed(f"{backend.value} failed: it ended without a status")
+    infeasible = model.status == pulp.LpStatusInfeasible
+    return Solved(found=model.sol_status in (OPTIMAL, FOUND), proven=infeasible or model.sol_status == OPTIMAL)

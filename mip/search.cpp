@@ -1,0 +1,363 @@
+// Canonical branch and bound for dynamic storage allocation, and the greedy fit; the compiled twin of tree.py, which
+// says why each prune is sound and against which the tests compare the answers. Here is also what makes it fast.
+//
+// Buffers come in branching order: index is rank. Section ranges come as a CSR list, sizes in units. `floor` of a
+// section is the least offset any buffer still to be placed there can have. Between a node and its first child only the
+// sections whose lowest buffer moved can change, and only those are recomputed; after a failed child all of them are.
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Unit = int64_t;
+constexpr Unit kNever = INT64_MAX / 4;
+constexpr size_t kHashedParts = 2048;  // a larger part is met once, on the way down: its key would never be seen again
+
+struct Range {
+    int first, last;
+};
+
+uint64_t mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+// The buffers of one arena, by rank.
+struct Instance {
+    int n, sections;
+    const int32_t* row;
+    const Range* ranges;
+    const Unit *sizes, *alignments, *fixed;
+    std::vector<int> lo, hi;  // hull of the ranges, one array each so that scans are contiguous
+
+    Instance(int n, int sections, const int32_t* row, const int32_t* ranges, const Unit* sizes, const Unit* alignments,
+             const Unit* fixed)
+        : n(n), sections(sections), row(row), ranges(reinterpret_cast<const Range*>(ranges)), sizes(sizes),
+          alignments(alignments), fixed(fixed), lo(n), hi(n) {
+        for (int i = 0; i < n; i++) {
+            lo[i] = this->ranges[row[i]].first;
+            hi[i] = this->ranges[row[i + 1] - 1].last;
+        }
+    }
+
+    bool meet(int a, int b) const {
+        if (lo[a] >= hi[b] || lo[b] >= hi[a]) return false;
+        if (row[a + 1] - row[a] == 1 && row[b + 1] - row[b] == 1) return true;
+        for (int x = row[a]; x < row[a + 1]; x++)
+            for (int y = row[b]; y < row[b + 1]; y++)
+                if (ranges[x].first < ranges[y].last && ranges[y].first < ranges[x].last) return true;
+        return false;
+    }
+
+    Unit align(int i, Unit offset) const {
+        Unit a = alignments[i];
+        return a == 1 ? offset : (offset + a - 1) / a * a;
+    }
+
+    template <class F>
+    void each_section(int i, F f) const {
+        for (int x = row[i]; x < row[i + 1]; x++)
+            for (int s = ranges[x].first; s < ranges[x].last; s++) f(s);
+    }
+};
+
+// The offset of the last placed buffer and its rank: later ones come after it in this order.
+struct Low {
+    Unit offset;
+    int rank;
+};
+
+class Tree {
+  public:
+    int64_t nodes = 0;
+
+    Tree(const Instance& in, Unit capacity, int64_t node_limit, const volatile int32_t* stop, int64_t* conflicts, Unit* out)
+        : in(in), capacity(capacity), node_limit(node_limit), stop(stop), conflicts(conflicts), out(out),
+          offset(in.n, 0), least(in.n, 0), placed(in.n, 0), rest(in.sections, 0), floor(in.sections, 0),
+          crossing(in.sections + 1, 0), obstacles(in.n), witness(in.sections, 0),
+          witnessed(in.n, 0) {
+        list_sections();
+        size_t slots = 1 << 12;
+        while (slots < size_t(node_limit) * 2 && slots < (1u << 21)) slots *= 2;
+        failed.assign(slots, 0);
+        for (int i = 0; i < in.n; i++) carry(i, +1);
+        std::vector<int> fixed;
+        for (int i = 0; i < in.n; i++)
+            if (in.fixed[i] >= 0) fixed.push_back(i);
+        std::sort(fixed.begin(), fixed.end(), [&](int a, int b) {
+            return std::make_pair(in.fixed[a], a) < std::make_pair(in.fixed[b], b);
+        });
+        for (int i = 0; i < in.n; i++) {
+            for (int f : fixed)
+                if (in.fixed[i] < 0 && in.meet(i, f)) obstacles[i].push_back(f);
+            offset[i] = settle(i, 0);
+        }
+    }
+
+    // 1 found, 0 proven impossible, 2 stopped.
+    int run() {
+        std::vector<int> all(in.n);
+        for (int i = 0; i < in.n; i++) {
+            all[i] = i;
+            if (offset[i] + in.sizes[i] > capacity) return 0;
+        }
+        bool found = descend(all, in.n, 0, in.sections, Low{0, -1}, 0, in.sections, false);
+        return found ? 1 : stopped ? 2 : 0;
+    }
+
+  private:
+    const Instance& in;
+    const Unit capacity;
+    const int64_t node_limit;
+    const volatile int32_t* stop;
+    int64_t* conflicts;
+    Unit* out;
+    bool stopped = false;
+    std::vector<Unit> offset;  // lowest place above everything placed that it meets; kNever: its fixed place is taken
+    std::vector<Unit> least;   // the same, but for a buffer that must wait, the least it can get by waiting
+    std::vector<char> placed;
+    std::vector<Unit> rest, floor;
+    std::vector<int> crossing;  // unplaced buffers over each section boundary
+    std::vector<std::vector<int>> obstacles;
+    std::vector<std::pair<int, Unit>> trail;
+    std::vector<uint64_t> failed;
+    std::vector<int> inside_row, inside;  // for each section the buffers that live in it
+    std::vector<int> moved;               // sections whose floor is to be recomputed
+    std::vector<int> witness, witnessed;  // the buffer a section's floor comes from; how many sections a buffer is it of
+
+    void list_sections() {
+        inside_row.assign(in.sections + 1, 0);
+        for (int i = 0; i < in.n; i++) in.each_section(i, [&](int s) { inside_row[s + 1]++; });
+        for (int s = 0; s < in.sections; s++) inside_row[s + 1] += inside_row[s];
+        inside.resize(inside_row[in.sections]);
+        std::vector<int> next(inside_row.begin(), inside_row.end() - 1);
+        for (int i = 0; i < in.n; i++) in.each_section(i, [&](int s) { inside[next[s]++] = i; });
+    }
+
+    void carry(int i, int sign) {
+        in.each_section(i, [&](int s) { rest[s] += sign * in.sizes[i]; });
+        for (int s = in.lo[i] + 1; s < in.hi[i]; s++) crossing[s] += sign;
+    }
+
+    Unit settle(int i, Unit at) const {
+        if (in.fixed[i] >= 0) return at <= in.fixed[i] ? in.fixed[i] : kNever;
+        at = in.align(i, at);
+        for (int f : obstacles[i])
+            if (at < in.fixed[f] + in.sizes[f] && at + in.sizes[i] > in.fixed[f])
+                at = in.align(i, in.fixed[f] + in.sizes[f]);
+        return at;
+    }
+
+    bool waits(int i, Low low) const { return offset[i] < low.offset || (offset[i] == low.offset && i < low.rank); }
+
+    bool room(int s) {
+        if (rest[s] == 0 || floor[s] <= capacity - rest[s]) return true;
+        conflicts[s]++;
+        return false;
+    }
+
+    bool floors(const std::vector<int>& part, int first, int last, Low low, Unit smallest) {
+        std::fill(floor.begin() + first, floor.begin() + last, kNever);
+        for (int i : part) {
+            if (placed[i]) continue;
+            witnessed[i] = 0;
+            Unit at = least[i] = waits(i, low) ? low.offset + smallest : offset[i];
+            in.each_section(i, [&](int s) {
+                witness[s] = at < floor[s] ? i : witness[s];
+                floor[s] = std::min(floor[s], at);
+            });
+        }
+        bool ok = true;
+        for (int s = first; s < last; s++) {
+            ok &= room(s);
+            if (floor[s] < kNever) witnessed[witness[s]]++;
+        }
+        return ok;
+    }
+
+    // Raises the least offset of a buffer and notes the sections whose floor it was.
+    void raise(int i, Unit at) {
+        least[i] = at;
+        if (!witnessed[i]) return;
+        in.each_section(i, [&](int s) {
+            if (witness[s] == i) moved.push_back(s);
+        });
+    }
+
+    bool refresh(bool ok) {
+        for (int s : moved) {
+            if (!ok) break;
+            witnessed[witness[s]]--;
+            Unit at = kNever;
+            for (int x = inside_row[s]; x < inside_row[s + 1]; x++)
+                if (least[inside[x]] < at) at = least[witness[s] = inside[x]];
+            floor[s] = at;
+            if (at < kNever) witnessed[witness[s]]++;
+            ok = room(s);
+        }
+        moved.clear();
+        return ok;
+    }
+
+    // `part` may still list placed buffers; `live` of it are not. `fresh`: floors are those of this very state.
+    bool solve(const std::vector<int>& part, size_t live, int first, int last, Low low, bool fresh) {
+        if (!live) return true;
+        if (++nodes > node_limit || *stop) {
+            stopped = true;
+            return false;
+        }
+        Unit smallest = kNever, ceiling = kNever;
+        for (int i : part)
+            if (!placed[i]) smallest = std::min(smallest, in.sizes[i]);
+        bool hashed = live <= kHashedParts, waiting = false;
+        uint64_t key = 0;
+        std::vector<std::pair<Unit, int>> choices;
+        for (int i : part) {
+            if (placed[i]) continue;
+            bool waits_ = waits(i, low);
+            if (waits_ && in.fixed[i] >= 0) return false;
+            Unit at = waits_ ? low.offset + smallest : offset[i];
+            waiting |= waits_;
+            if (hashed) key ^= mix(uint64_t(i) * 0x9e3779b97f4a7c15ull + mix(waits_ ? ~0ull : uint64_t(at)));
+            ceiling = std::min(ceiling, at + in.sizes[i]);
+            if (!waits_ && at < ceiling) choices.emplace_back(at, i);
+        }
+        if (waiting) key ^= mix(~uint64_t(low.offset));
+        uint64_t* slot = hashed ? &failed[key & (failed.size() - 1)] : nullptr;
+        if (slot && *slot == key) return false;
+        choices.erase(std::remove_if(choices.begin(), choices.end(), [&](auto& c) { return c.first >= ceiling; }),
+                      choices.end());
+        std::sort(choices.begin(), choices.end());
+        for (auto [at, i] : choices) {
+            if (!fresh && !floors(part, first, last, Low{at, i}, smallest)) break;
+            fresh = false;
+            if (place(part, live, first, last, at, i)) return true;
+            if (stopped) return false;
+        }
+        if (slot) *slot = key;
+        return false;
+    }
+
+    bool place(const std::vector<int>& part, size_t live, int first, int last, Unit at, int i) {
+        bool ok = true;
+        in.each_section(i, [&](int s) { ok &= at + rest[s] <= capacity; });
+        if (!ok) return false;
+        size_t mark = trail.size();
+        Unit top = at + in.sizes[i];
+        placed[i] = 1;
+        carry(i, -1);
+        raise(i, kNever);
+        for (int k : part) {
+            if (in.lo[k] >= in.hi[i] || in.lo[i] >= in.hi[k] || offset[k] >= top || placed[k] || !in.meet(i, k)) continue;
+            trail.emplace_back(k, offset[k]);
+            offset[k] = settle(k, top);
+            if (offset[k] + in.sizes[k] > capacity) {
+                ok = false;
+                break;
+            }
+            if (least[k] < offset[k]) raise(k, offset[k]);
+        }
+        ok = refresh(ok) && descend(part, live - 1, first, last, Low{at, i}, in.lo[i], in.hi[i], true);
+        carry(i, +1);
+        placed[i] = 0;
+        for (; trail.size() > mark; trail.pop_back()) offset[trail.back().first] = trail.back().second;
+        if (ok) out[i] = at;
+        return ok;
+    }
+
+    // Where no unplaced buffer crosses a boundary the part falls into parts that are solved one by one. Only the
+    // boundaries inside [from, to), which the last buffer crossed, can be new.
+    bool descend(const std::vector<int>& part, size_t live, int first, int last, Low low, int from, int to, bool fresh) {
+        bool whole = true;
+        for (int s = from + 1; s < to; s++) whole &= crossing[s] != 0;
+        if (whole) {
+            if (live * 2 > part.size()) return solve(part, live, first, last, low, fresh);
+            std::vector<int> alive;
+            alive.reserve(live);
+            for (int k : part)
+                if (!placed[k]) alive.push_back(k);
+            return solve(alive, live, first, last, low, fresh);
+        }
+        std::vector<std::pair<int, int>> cuts;
+        int begin = first;
+        for (int s = first + 1; s <= last; s++)
+            if (s == last || !crossing[s]) {
+                cuts.emplace_back(begin, s);
+                begin = s;
+            }
+        std::vector<std::vector<int>> parts(cuts.size());
+        std::vector<int> owner(last - first);
+        for (size_t c = 0; c < cuts.size(); c++)
+            for (int s = cuts[c].first; s < cuts[c].second; s++) owner[s - first] = int(c);
+        for (int k : part)
+            if (!placed[k]) parts[owner[in.lo[k] - first]].push_back(k);
+        std::vector<int> order(cuts.size());
+        for (size_t c = 0; c < cuts.size(); c++) order[c] = int(c);
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return parts[a].size() < parts[b].size(); });
+        for (int c : order)
+            if (!solve(parts[c], parts[c].size(), cuts[c].first, cuts[c].second, low, fresh)) return false;
+        return true;
+    }
+};
+
+// One pass of first or best fit in the order given: each buffer goes into a gap between those placed before it.
+Unit fit(const Instance& in, bool best, const volatile int32_t* stop, Unit* out) {
+    std::vector<std::pair<Unit, Unit>> taken;
+    std::vector<int> pinned;
+    for (int i = 0; i < in.n; i++)
+        if (in.fixed[i] >= 0) {
+            out[i] = in.fixed[i];
+            pinned.push_back(i);
+        }
+    Unit height = 0;
+    for (int i = 0; i < in.n && !*stop; i++) {
+        if (in.fixed[i] < 0) {
+            taken.clear();
+            for (int k = 0; k < i; k++)
+                if (in.lo[k] < in.hi[i] && in.lo[i] < in.hi[k] && in.fixed[k] < 0 && in.meet(i, k))
+                    taken.emplace_back(out[k], out[k] + in.sizes[k]);
+            for (int k : pinned)
+                if (in.meet(i, k)) taken.emplace_back(out[k], out[k] + in.sizes[k]);
+            std::sort(taken.begin(), taken.end());
+            Unit at = 0, chosen = -1, slack = kNever;
+            for (auto [begin, end] : taken) {
+                Unit free = begin - at - in.sizes[i];
+                if (free >= 0 && free < slack) {
+                    chosen = at;
+                    slack = free;
+                    if (!best) break;
+                }
+                at = std::max(at, in.align(i, end));
+            }
+            out[i] = chosen < 0 ? at : chosen;
+        }
+        height = std::max(height, out[i] + in.sizes[i]);
+    }
+    return *stop ? -1 : height;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t memo_search(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
+                    const int64_t* alignments, const int64_t* fixed, int64_t capacity, int64_t node_limit,
+                    const volatile int32_t* stop, int64_t* conflicts, int64_t* nodes, int64_t* out) {
+    Instance in(n, sections, row, ranges, sizes, alignments, fixed);
+    Tree tree(in, capacity, node_limit, stop, conflicts, out);
+    int32_t answer = tree.run();
+    *nodes = tree.nodes;
+    return answer;
+}
+
+int64_t memo_fit(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
+                 const int64_t* alignments, const int64_t* fixed, int32_t best, const volatile int32_t* stop,
+                 int64_t* out) {
+    return fit(Instance(n, sections, row, ranges, sizes, alignments, fixed), best != 0, stop, out);
+}
+}
