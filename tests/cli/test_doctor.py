@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -148,6 +149,7 @@ def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
 
 
 def test_measuring_a_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     rates = measure_disk([tmp_path], seconds=SECONDS)
     assert min(rates.write_bytes_per_s, rates.read_bytes_per_s) > 0
@@ -160,6 +162,7 @@ def test_a_disk_that_fails_while_it_is_measured_is_a_problem_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Faults().fail("write", 3, errno=errno.EIO, sticky=True).install(monkeypatch)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     found = examine([tmp_path], seconds=SECONDS, nvml=no_gpu())
     assert "EIO" in str(found.disks[0].problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 
 import pytest
@@ -109,3 +110,17 @@ def test_threads_never_share_a_mapping() -> None:
         thread.join()
     assert wrong == []
     assert pool.idle_bytes <= 8 * PAGE_BYTES  # a thread holds its last tensor while it asks for the next
+
+
+@pytest.mark.parametrize("nbytes", [4096, (4 << 20) + 5])
+def test_memory_is_private_and_asks_for_huge_pages_where_they_fit(nbytes: int) -> None:
+    tensor = PagePool(0).empty(nbytes)
+    tensor.fill_(1)
+    with open("/proc/self/smaps") as maps:
+        text = maps.read()
+    regions = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", text, flags=re.M)
+    spans = {region: [int(end, 16) for end in region.split(" ", 1)[0].split("-")] for region in regions if region}
+    mine = next(region for region, (low, high) in spans.items() if low <= tensor.data_ptr() < high)
+    assert re.match(r"\S+ rw-p ", mine)
+    flags = next(line for line in mine.splitlines() if line.startswith("VmFlags")).split()
+    assert ("hg" in flags) == (nbytes > 2 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import stat
@@ -67,6 +68,7 @@ def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_budget_beyond_the_file_system_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ScratchFull, match=r"1024 TiB.*ENOSPC.*free; lower"):
         DiskStore([tmp_path], 1 << 50)
@@ -76,6 +78,7 @@ def test_a_budget_beyond_the_file_system_is_refused_with_both_numbers(tmp_path: 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_refused_preallocation_is_scratch_full_and_closes_every_file(tmp_path: Path, number: int) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ScratchFull, match=errno.errorcode[number]):
         DiskStore([tmp_path] * 2, 16 << 20, open_file=Faults().fail("fallocate", 2, errno=number).open)
