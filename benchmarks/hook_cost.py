@@ -76,6 +76,9 @@ class KeepsTheSource:
     def release(self) -> None:
         return None
 
+    def end_step(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -116,7 +119,11 @@ def measure(model: GPT, ids: torch.Tensor, make: Callable[[], Manager]) -> tuple
             plain.append(a)
             managed.append(b)
     difference = statistics.median(b - a for a, b in zip(plain, managed, strict=True))
-    return statistics.median(plain) / 1e9, statistics.median(managed) / 1e9, difference / 1e3 / saved_tensors(model, ids)
+    return (
+        statistics.median(plain) / 1e9,
+        statistics.median(managed) / 1e9,
+        difference / 1e3 / saved_tensors(model, ids),
+    )
 
 
 def main() -> None:

@@ -111,6 +111,9 @@ class Backend(Protocol):
     def empty_host(self, nbytes: int) -> torch.Tensor:
         """A host arena of exactly `nbytes` (page-locked where the device has a bus to cross)."""
 
+    def synchronize(self) -> None:
+        """The host waits until no copy is in flight."""
+
     def stamp(self) -> Stamp:
         """Now, on the caller's compute stream."""
 

@@ -127,6 +127,10 @@ class _CheckingStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _LaneEvent:
         return self._lane.backend.issue_copy(self._lane, target, source)
 
+    def synchronize(self) -> None:
+        self._lane.run_until(self._lane.issued)
+        self._lane.backend.compute.clock |= self._lane.clock
+
 
 def _wait(lane: _Lane, event: Event) -> None:
     assert isinstance(event, (_LaneEvent, Past))
@@ -203,6 +207,10 @@ class CheckingBackend:
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), _POISON, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        self.d2h.synchronize()
+        self.h2d.synchronize()
 
     def stamp(self) -> _NoTime:
         return _NoTime()

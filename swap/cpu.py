@@ -56,6 +56,10 @@ class HostEvent:
         if self._error is not None:
             raise self._error
 
+    def wait(self) -> None:
+        """Blocks until then, whatever came of it."""
+        self._done.wait()
+
     def interval_ns(self) -> tuple[int, int] | None:
         return self._interval
 
@@ -93,6 +97,7 @@ class _ThreadStream:
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._waits: list[Event] = []
         self._thread: threading.Thread | None = None
+        self._last: HostEvent | None = None
 
     def wait(self, event: Event) -> None:
         if not event.query():
@@ -105,7 +110,12 @@ class _ThreadStream:
         event = HostEvent()
         self._queue.put((event, target, source, self._waits))
         self._waits = []
+        self._last = event
         return event
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.wait()
 
     def _work(self) -> None:
         while (operation := self._queue.get()) is not None:
@@ -162,6 +172,10 @@ class CpuBackend:
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        self.d2h.synchronize()
+        self.h2d.synchronize()
 
     def stamp(self) -> _Stamp:
         return _Stamp()

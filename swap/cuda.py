@@ -152,6 +152,10 @@ class CudaBackend:
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return page_locked(nbytes, node=numa_node(self.device))
 
+    def synchronize(self) -> None:
+        self.d2h.stream.synchronize()
+        self.h2d.stream.synchronize()
+
     def stamp(self) -> _CudaStamp:
         assert self._clock is not None, "stamps are taken only for a trace, and a trace asks for timing"
         return _CudaStamp(self.device, self._clock)

@@ -152,6 +152,10 @@ class Engine:
         """Before a forward: starts a new order if nothing is alive."""
         self._drain()
         if self.stats.live_entries == 0:
+            with self._lock:
+                self._clear_limbo()
+            for tier in self.tiers:
+                tier.end_step()
             if self._order_now:
                 self._order_before = dict(zip(self._order_now, self._order_now[1:], strict=False))
             self._order_now = []

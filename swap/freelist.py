@@ -52,6 +52,27 @@ class FreeList:
         self.peak = max(self.peak, self.used)
         return offset
 
+    def allocate_at(self, offset: int, nbytes: int) -> bool:
+        """Takes `nbytes`, rounded up to `align`, at `offset` if nothing is there; False, and no change, otherwise."""
+        if nbytes <= 0 or offset % self.align:
+            raise ValueError(f"cannot allocate {nbytes} bytes at {offset}")
+        size = -(-nbytes // self.align) * self.align
+        index = bisect_right(self._starts, offset) - 1
+        if index < 0:
+            return False
+        start, hole = self._starts[index], self._sizes[index]
+        if offset + size > start + hole:
+            return False
+        del self._starts[index], self._sizes[index]
+        if offset > start:
+            self._insert_hole(start, offset - start)
+        if start + hole > offset + size:
+            self._insert_hole(offset + size, start + hole - offset - size)
+        self._allocated[offset] = size
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return True
+
     def free(self, offset: int) -> None:
         """Gives the allocation at `offset` back.
 

@@ -6,9 +6,11 @@ its bytes. Budgets are hard (R8): `claim` answers None when a tier is full, and 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from memo.swap.freelist import FreeList
+from memo.swap.layout import StepRecorder
 from memo.trace.events import Lane
 from memo.trace.events import Tier as TierName
 
@@ -51,6 +53,9 @@ class Tier(Protocol):
     def claim(self, nbytes: int) -> Place | None:
         """Room for `nbytes`, or None when the tier is full."""
 
+    def end_step(self) -> None:
+        """Every place has been given back: a step is over."""
+
     def close(self) -> None: ...
 
 
@@ -68,48 +73,86 @@ class _Ledger:
 
 
 class HostTier(_Ledger):
-    """Host arena: exact-size segments, together never above the budget, divided by a first-fit free list.
+    """Host arena: exact-size segments, together never above the budget.
 
     Segments are taken when they are first needed, since locking pages costs about 0.3 s per GiB and a small model should
     not pay for a large budget. A storage never spans two segments: a copy across two page-lock registrations fails.
+    The first step is divided by first fit; from then on one segment of the planned size serves the planned offsets.
     """
 
     name = TierName.HOST
     lane_out = Lane.D2H
     lane_in = Lane.H2D
-    SEGMENT = 1 << 30
 
-    def __init__(self, backend: Backend, budget: int) -> None:
+    def __init__(self, backend: Backend, budget: int, *, segment_bytes: int = 1 << 30) -> None:
         super().__init__(budget)
         self._backend = backend
-        self._segments: list[tuple[torch.Tensor, FreeList]] = []
-        self._reserved = 0
+        self._segment_bytes = segment_bytes
+        self._segments: list[_Segment] = []
+        self.reserved = 0
+        self._recorder = StepRecorder()
+        self._refused = False  # in this step, for want of room
 
     def claim(self, nbytes: int) -> Place | None:
-        for memory, free in self._segments:
-            offset = free.allocate(nbytes)
+        number, planned = self._recorder.claim(nbytes)
+        place = self._claim(nbytes, number, planned)
+        if place is None:
+            self._recorder.refuse(number)
+            self._refused = True
+        return place
+
+    def _claim(self, nbytes: int, number: int, planned: int | None) -> Place | None:
+        if planned is not None:
+            segment = self._segments[0]
+            if planned + nbytes <= segment.free.capacity and segment.free.allocate_at(planned, nbytes):
+                return self._place(segment, planned, nbytes, number)
+            self._recorder.missed()
+        for segment in self._segments:
+            offset = segment.free.allocate(nbytes)
             if offset is not None:
-                return self._place(memory, free, offset, nbytes)
-        return self._grow(nbytes)
-
-    def _grow(self, nbytes: int) -> Place | None:
-        assert self.budget is not None
-        need = -(-nbytes // PAGE) * PAGE
-        room = (self.budget - self._reserved) // PAGE * PAGE
-        if need > room:
+                return self._place(segment, offset, nbytes, number)
+        segment_bytes = max(_pages(nbytes), self._segment_bytes)
+        room = (self.budget or 0) // PAGE * PAGE - self.reserved
+        if _pages(nbytes) > room:
             return None
-        size = min(room, max(need, self.SEGMENT))
-        memory = self._backend.empty_host(size)
-        free = FreeList(size, align=PAGE)
-        self._segments.append((memory, free))
-        self._reserved += size
-        offset = free.allocate(nbytes)
+        segment = self._add_segment(min(room, segment_bytes))
+        offset = segment.free.allocate(nbytes)
         assert offset is not None
-        return self._place(memory, free, offset, nbytes)
+        return self._place(segment, offset, nbytes, number)
 
-    def _place(self, memory: torch.Tensor, free: FreeList, offset: int, nbytes: int) -> Place:
+    def end_step(self) -> None:
+        """Nothing is held: plans the next step, and takes one segment of just the planned size for it."""
+        capacity = (self.budget or 0) // PAGE * PAGE
+        refused, self._refused = self._refused, False
+        if not self._recorder.end_step(PAGE, capacity):
+            return
+        # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
+        wanted = capacity if refused else self._recorder.nbytes
+        if len(self._segments) != 1 or self._segments[0].free.capacity != wanted:
+            self._backend.synchronize()  # a copy that only the device has ordered may still use the old segments
+            self._segments.clear()
+            self.reserved = 0
+            self._add_segment(wanted)
+
+    def _add_segment(self, nbytes: int) -> _Segment:
+        segment = _Segment(self._backend.empty_host(nbytes), FreeList(nbytes, align=PAGE))
+        self._segments.append(segment)
+        self.reserved += nbytes
+        return segment
+
+    def _place(self, segment: _Segment, offset: int, nbytes: int, number: int) -> Place:
         self.take(nbytes)
-        return _HostPlace(self, free, offset, memory[offset : offset + nbytes])
+        return _HostPlace(self, segment, offset, nbytes, number)
+
+    def give_back(self, segment: _Segment, offset: int, nbytes: int, number: int, step: int) -> None:
+        segment.free.free(offset)
+        self.used -= nbytes
+        self._recorder.release(number, step)
+
+    @property
+    def step(self) -> int:
+        """The recorder's step, which a place remembers."""
+        return self._recorder.step
 
     def copy_out(self, block: torch.Tensor, source: torch.Tensor, after: Event) -> Timed:
         self._backend.d2h.wait(after)
@@ -121,17 +164,29 @@ class HostTier(_Ledger):
 
     def close(self) -> None:
         self._segments.clear()
-        self._reserved = 0
+        self.reserved = 0
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Segment:
+    memory: torch.Tensor
+    free: FreeList
 
 
 class _HostPlace:
-    __slots__ = ("_block", "_free", "_offset", "tier")
+    __slots__ = ("_block", "_number", "_offset", "_segment", "_step", "tier")
 
-    def __init__(self, tier: HostTier, free: FreeList, offset: int, block: torch.Tensor) -> None:
+    def __init__(self, tier: HostTier, segment: _Segment, offset: int, nbytes: int, number: int) -> None:
         self.tier = tier
-        self._free = free
+        self._segment = segment
         self._offset = offset
-        self._block = block
+        self._block = segment.memory[offset : offset + nbytes]
+        self._number = number
+        self._step = tier.step
 
     def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.copy_out(self._block, source, after)
@@ -140,8 +195,7 @@ class _HostPlace:
         return self.tier.copy_in(target, self._block, after)
 
     def release(self) -> None:
-        self._free.free(self._offset)
-        self.tier.used -= self._block.numel()
+        self.tier.give_back(self._segment, self._offset, self._block.numel(), self._number, self._step)
 
 
 class DiskTier(_Ledger):
@@ -161,6 +215,9 @@ class DiskTier(_Ledger):
             return None
         self.take(nbytes)
         return _DiskPlace(self, extent, nbytes)
+
+    def end_step(self) -> None:
+        return None
 
     def close(self) -> None:
         self.disk.close()

@@ -118,8 +118,7 @@ def checked(
     budget: int = 1 << 24,
 ) -> Checked:
     backend = CheckingBackend(policy, seed=seed)
-    host = HostTier(backend, budget)
-    host.SEGMENT = 1 << 20  # type: ignore[misc]
+    host = HostTier(backend, budget, segment_bytes=1 << 20)
     tiers = [host] if tier == "host" else [DiskTier(CheckingDisk(backend, budget), budget)]
     made = engine(backend, tiers, min_bytes=512)
     return Checked(Manager(model, find_layers(model), made), backend, made)
