@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from memo.cli.main import main
-from memo.errors import ExitCode
+from memo.errors import ExitCode, MemoError
+from memo.mip.buffers import ArenaPlan, Buffer, Plan, Problem, Status
+from memo.mip.files import plan_to_json
 
 ROOT = Path(__file__).parent.parent.parent
 HEADER = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}
@@ -127,6 +129,30 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_picture_that_fails_half_way_leaves_nothing(
+    traces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise MemoError("no more ink")
+
+    monkeypatch.setattr("memo.trace.png.draw", fail)
+    assert main(["trace", "png", *traces, "-o", str(tmp_path / "p.png")]) == ExitCode.FAILURE
+    assert "no more ink" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_html_shows_an_address_plan_as_a_second_view(traces: list[str], tmp_path: Path) -> None:
+    buffer = Buffer(id="activation", start=0, end=4, nbytes=256)
+    arena = ArenaPlan(name="device", nbytes=256, lower_bound_nbytes=256, status=Status.OPTIMAL, method="order")
+    plan, page = tmp_path / "plan.json", tmp_path / "r.html"
+    plan.write_text(plan_to_json(Plan(problem=Problem(buffers=(buffer,)), offsets=(0,), arenas=(arena,))))
+    assert main(["trace", "html", *traces, "--plan", str(plan), "-o", str(page)]) == ExitCode.OK
+    assert '"name":"activation","offset":0,"nbytes":256' in page.read_text()
+    plan.write_text("{}")
+    assert main(["trace", "html", *traces, "--plan", str(plan), "-o", str(page), "-f"]) == ExitCode.FAILURE
+
+
 def test_chrome_packs_when_the_name_says_so(traces: list[str], tmp_path: Path) -> None:
     plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
     for target in (plain, packed):
@@ -190,7 +216,7 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pyt
     assert capsys.readouterr().err.count("\n") == 1
 
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[bold red]\r\nlayers.1"
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[bold red][/bold]\r\nlayers.1"
 
 
 def test_no_name_reaches_the_terminal_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

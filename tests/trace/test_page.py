@@ -140,6 +140,10 @@ def test_no_source_parses_markup_or_text_as_code() -> None:
         assert not forbidden.search(source.read_text(encoding="utf-8")), source.name
 
 
+def test_a_hostile_title_is_text(make_trace: MakeTrace) -> None:
+    assert "<title>memo trace: &lt;b&gt;&amp;</title>" in page_of(make_trace([]))
+
+
 def test_the_page_without_its_data_is_under_three_megabytes(make_trace: MakeTrace) -> None:
     assert len(page_of(make_trace([])).encode()) < 3 << 20
 
