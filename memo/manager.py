@@ -111,8 +111,8 @@ def offload(
     if host_bytes > 0:
         tiers.append(HostTier(backend, host_bytes))
     if directories:
-        store = DiskStore(directories, disk_bytes, verify=verify)
-        tiers.append(DiskTier(_for_device(store, where), disk_bytes))
+        disk_tier, store = _open_disk(directories, disk_bytes, where, verify=verify)
+        tiers.append(DiskTier(disk_tier, disk_bytes))
     engine = Engine(
         backend,
         tiers,
@@ -274,15 +274,27 @@ def _backend(where: torch.device, *, timing: bool) -> Backend:
     return CudaBackend(where, timing=timing)
 
 
-def _for_device(store: DiskStore, where: torch.device) -> Disk:
-    """The disk as the device sees it: the CPU's memory is the store's own, a GPU's bytes pass through host blocks."""
+def _open_disk(
+    directories: Sequence[Path], nbytes: int | None, where: torch.device, *, verify: bool
+) -> tuple[Disk, DiskStore | None]:
+    """The disk as the device reaches it, and the store under it whose counters the report shows.
+
+    The CPU's memory is the store's own. A GPU's bytes go straight to the disk where GPUDirect Storage has just been seen
+    working there, and through page-locked host blocks otherwise; checksums need the host to see the bytes.
+    """
     if where.type == "cpu":
-        return store
+        store = DiskStore(directories, nbytes, verify=verify)
+        return store, store
     from memo.swap.cuda import copy_stream, numa_node, page_locked
+    from memo.swap.gds import GdsDisk
+    from memo.swap.gdsprobe import obstacles, try_gds
     from memo.swap.staged import StagedDisk
 
+    if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):
+        return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(where)), None
+    store = DiskStore(directories, nbytes, verify=verify)
     staging = functools.partial(page_locked, node=numa_node(where))
-    return StagedDisk(store, copy_stream(where), copy_stream(where), staging)
+    return StagedDisk(store, copy_stream(where), copy_stream(where), staging), store
 
 
 def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int | None) -> TraceRecorder:

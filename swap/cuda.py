@@ -20,9 +20,9 @@ from memo.swap.numa import node_of_pci_device, prefer_node
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from memo.swap.backend import CopyStream, Event
+    from memo.swap.backend import Event
 
-__all__ = ["CudaBackend", "copy_stream", "numa_node", "page_locked"]
+__all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node", "page_locked"]
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 
@@ -75,7 +75,9 @@ class _CudaCopy(_CudaEvent):
         return False  # what stands in a stream's order cannot be taken back
 
 
-class _CudaStream:
+class CudaStream:
+    """A copy stream of one GPU; `clock` takes two timed events a copy."""
+
     def __init__(self, device: torch.device, clock: _Clock | None) -> None:
         self.stream = torch.cuda.Stream(device)
         self._clock = clock
@@ -125,8 +127,8 @@ class CudaBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._clock = _Clock(self.device) if timing else None
-        self.d2h = _CudaStream(self.device, self._clock)
-        self.h2d = _CudaStream(self.device, self._clock)
+        self.d2h = CudaStream(self.device, self._clock)
+        self.h2d = CudaStream(self.device, self._clock)
         # Storage -> the stream its memory belongs to.
         self._home: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
@@ -173,9 +175,9 @@ def numa_node(device: torch.device) -> int | None:
         return None
 
 
-def copy_stream(device: torch.device) -> CopyStream:
+def copy_stream(device: torch.device) -> CudaStream:
     """A copy stream of its own, for bytes on their way to and from disk."""
-    return _CudaStream(device, None)
+    return CudaStream(device, None)
 
 
 def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
