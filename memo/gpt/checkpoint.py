@@ -234,6 +234,10 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{errno.errorcode.get(error.errno, error.errno)} {os.strerror(error.errno)}"
+    """One line. torch's writer answers a full disk with a complaint of its own, raised while it handled the real one."""
+    origin: BaseException | None = error
+    while origin is not None:
+        if isinstance(origin, OSError) and origin.errno is not None:
+            return f"{errno.errorcode.get(origin.errno, origin.errno)} {os.strerror(origin.errno)}"
+        origin = origin.__cause__ or origin.__context__
     return f"{type(error).__name__} {error}".splitlines()[0]

@@ -131,6 +131,20 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_a_full_disk_is_named_behind_the_writers_own_complaint(
+    tmp_path: Path, tiny_state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def complain(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+
+    monkeypatch.setattr(module, "dcp_save", complain)
+    with CheckpointDir(tmp_path, keep=1) as directory, pytest.raises(CheckpointError, match="ENOSPC"):
+        directory.save(2, tiny_state, {})
+
+
 def test_a_killed_writer_leaves_a_partial_that_is_never_taken_and_soon_gone(
     tmp_path: Path, tiny_state: dict[str, Any]
 ) -> None:
