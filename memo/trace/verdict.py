@@ -30,12 +30,6 @@ UNEVEN = 1.03
 """Ranks are called uneven when the slowest takes this many times the median."""
 
 _LANE_NAMES = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.DISK_WRITE: "NVMe write", Lane.DISK_READ: "NVMe read"}
-_WAITS = {
-    Lane.D2H: (StallCause.DRAIN,),
-    Lane.H2D: (StallCause.RELOAD,),
-    Lane.DISK_WRITE: (StallCause.HOST_FULL, StallCause.DISK_QUEUE),
-    Lane.DISK_READ: (StallCause.RELOAD,),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +88,28 @@ def _declined(evidence: Evidence) -> str | None:
 
 
 def _copies_out(evidence: Evidence) -> str | None:
-    return _hiding(evidence, Lane.D2H, "forward", evidence.lane(Lane.D2H).forward_busy_percent)
+    waited = evidence.waited_ns(StallCause.DRAIN, StallCause.HOST_FULL, StallCause.DISK_QUEUE)
+    lane = _first_used(evidence, Lane.D2H, Lane.DISK_WRITE)
+    return _hiding(lane, "forward", lane.forward_busy_percent, waited) if lane else None
 
 
 def _copies_in(evidence: Evidence) -> str | None:
-    return _hiding(evidence, Lane.H2D, "backward", evidence.lane(Lane.H2D).backward_busy_percent)
+    lane = _first_used(evidence, Lane.H2D, Lane.DISK_READ)
+    return (
+        _hiding(lane, "backward", lane.backward_busy_percent, evidence.waited_ns(StallCause.RELOAD)) if lane else None
+    )
 
 
-def _hiding(evidence: Evidence, lane: Lane, phase: str, busy_percent: float | None) -> str | None:
-    if not evidence.lane(lane).copies or busy_percent is None:
+def _first_used(evidence: Evidence, *lanes: Lane) -> LaneStats | None:
+    """The lane beside the device: where there is no host tier the disk's own."""
+    return next((found for lane in lanes if (found := evidence.lane(lane)).copies), None)
+
+
+def _hiding(lane: LaneStats, phase: str, busy_percent: float | None, waited_ns: int) -> str | None:
+    if busy_percent is None:
         return None
-    waited = evidence.waited_ns(*_WAITS[lane])
-    ending = f"costs {duration(waited)} of waiting" if waited else "hides fully"
-    return f"{_LANE_NAMES[lane]} is busy {percent(busy_percent)} of the {phase} and {ending}."
+    ending = f"costs {duration(waited_ns)} of waiting" if waited_ns else "hides fully"
+    return f"{_LANE_NAMES[lane.lane]} is busy {percent(busy_percent)} of the {phase} and {ending}."
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,13 @@ def test_copies_out_cost_what_drains_waited(say: Say) -> None:
     assert say(*LAYERS, drain)["copies-out"] == "D2H is busy 17 % of the forward and costs 20 ms of waiting."
 
 
+def test_without_a_host_tier_the_disks_lanes_are_the_copies(say: Say) -> None:
+    disk = [copy(0, 30, Lane.DISK_WRITE), copy(400, 50, Lane.DISK_READ)]
+    said = say(*(event for event in LAYERS if getattr(event, "lane", None) is not Lane.D2H), *disk)
+    assert said["copies-out"] == "NVMe write is busy 10 % of the forward and hides fully."
+    assert said["copies-in"] == "NVMe read is busy 12 % of the backward and hides fully."
+
+
 def test_copies_in_cost_what_reloads_waited(say: Say) -> None:
     said = say(*LAYERS, copy(620, 100, Lane.H2D), reload_stall(700, 20))["copies-in"]
     assert said == "H2D is busy 5.0 % of the backward and costs 20 ms of waiting."

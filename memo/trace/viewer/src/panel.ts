@@ -181,7 +181,7 @@ function figuresTab(figures: Figures): Node[] {
   const time = (name: string, key: keyof Figures): Cell[] => [name, [duration(figures[key] as number), figures[key] as number]];
   const share = (name: string, value: number | null): Cell[] => [name, [percent(value), value]];
   const keyed = (element: HTMLElement, id: string): HTMLElement => Object.assign(element, { id });
-  return [
+  const tables = [
     keyed(table("Time", ["", ""], [
       time("duration", "duration_ns"),
       time("forward", "forward_ns"),
@@ -217,4 +217,5 @@ function figuresTab(figures: Figures): Node[] {
       [bytes(cost.moved_nbytes), cost.moved_nbytes],
     ])), "figures-layers"),
   ];
+  return tables.filter((one) => one.querySelector("tbody tr"));
 }
