@@ -432,3 +432,21 @@ def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callabl
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.click("#view-timeline")
     domain(page)
+
+
+def test_a_thinned_page_says_so_and_still_draws(
+    synthetic: ModuleType, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    from memo.trace.html import render_page
+    from memo.trace.pagedata import page_data
+    from memo.trace.reader import read_traces
+    from memo.trace.report import report_on
+
+    synthetic.write(tmp_path / "t.jsonl", synthetic.Workload(layers=8, tensors=8, steps=3))
+    data = page_data(report_on(read_traces([tmp_path / "t.jsonl"])), max_items=1000)
+    path = tmp_path / "thin.html"
+    path.write_text(render_page(data, title="memo trace"))
+    page = open_page(path)
+    assert "is thinned for drawing" in page.locator("#verdict .remark").text_content()
+    pick(page, 300)
+    domain(page)
