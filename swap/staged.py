@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["StagedDisk"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Parts:
     nbytes: int
     extents: tuple[Extent, ...]
+    written: HostEvent | None = None
+    """The latest write: `after` is about the tensor, and a read of the disk must not overtake it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class StagedDisk:
 
     def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
         assert isinstance(extent, _Parts)
-        return self._lanes[0].put(_Job(HostEvent(), extent, source, tuple(after)))
+        extent.written = self._lanes[0].put(_Job(HostEvent(), extent, source, tuple(after)))
+        return extent.written
 
     def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
         assert isinstance(extent, _Parts)
@@ -113,6 +116,8 @@ class StagedDisk:
             _settle(writes)
 
     def _run_in(self, job: _Job, stream: CopyStream, ring: Sequence[torch.Tensor]) -> None:
+        if job.parts.written is not None:
+            job.parts.written.synchronize()
         for event in job.after:
             stream.wait(event)
         pieces = list(self._pieces(job))

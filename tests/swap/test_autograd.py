@@ -467,7 +467,58 @@ def test_other_arguments_of_a_layer_stay(offload: Callable[..., memo.Manager]) -
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(make))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_tensor_subclass_passes_through(offload: Callable[..., memo.Manager]) -> None:
+    """A quantised or otherwise clever tensor is kept as it is, not taken apart."""
+
+    class Clever(torch.Tensor):
+        pass
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = torch.full((2, 48, 32), 0.5).as_subclass(Clever)
+            y = torch.Tensor.mul(self.linear(x).as_subclass(Clever), scale)
+            return x + y.as_subclass(torch.Tensor)
+
+    model = stack(make=Layer)
+    manager = offload(model)
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, plain(lambda: stack(make=Layer)))
+
+
+@pytest.mark.parametrize(("budget", "ahead"), [(None, 1), ("1KiB", 1), ("1MiB", 2), ("1GiB", 6)])
+def test_prefetch_depth_is_bounded_by_the_device_budget(
+    offload: Callable[..., memo.Manager], budget: str | None, ahead: int
+) -> None:
+    """One layer of 16 units is 196,608 bytes and some; a budget of zero layers still allows the one that overlaps."""
+    model = stack(layers=9)
+    manager = offload(model, device=budget, min_bytes=4096)
+    engine = manager._engine
+    deepest = 0
+    reach = engine._reach
+
+    def watch(group: Any) -> None:
+        nonlocal deepest
+        reach(group)
+        waiting = {saved.group for saved in lives(manager) if saved.state.value in ("returning", "back")}
+        deepest = max(deepest, len(waiting - {group.index}))
+
+    engine._reach = watch  # type: ignore[method-assign]
+    got = train(model, lambda step: model(ids(step)), manager, steps=2)
+    assert_equal(got, plain(lambda: stack(layers=9), steps=2))
+    if budget == "1MiB":
+        assert deepest >= ahead
+        assert deepest * 16 * 2 * 48 * 32 * 4 <= (1 << 20) + 2 * 16 * 2 * 48 * 32 * 4
+    elif budget == "1GiB":
+        assert deepest >= ahead
+    else:
+        assert deepest == ahead
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_layers(offload: Callable[..., memo.Manager], backend: str) -> None:
     def make() -> Stack:
         model = stack()
