@@ -126,6 +126,7 @@ def run_case(case: Case) -> dict[str, Any]:
         }
         for name, times in seconds.items()
     }
+    link = link_use(model, ids)
     print(f"\n{case.model} at {case.seq} tokens, bf16, {case.rounds} rounds")
     for name, row in rows.items():
         if row["step_s"] is None:
@@ -133,7 +134,40 @@ def run_case(case: Case) -> dict[str, Any]:
         else:
             ratio = "" if row["ratio"] is None else f"{row['ratio']:6.3f}x"
             print(f"  {name:22} {row['step_s'] * 1e3:9.1f} ms {ratio}  peak {row['peak_bytes'] / 2**30:7.2f} GiB")
-    return {"model": case.model, "seq": case.seq, "rounds": case.rounds, "ways": rows}
+    for lane, use in link.items():
+        print(f"  {lane}: {use['bytes_per_s'] / 1e9:.1f} GB/s, {use['share']:.2f} of the link alone")
+    return {"model": case.model, "seq": case.seq, "rounds": case.rounds, "ways": rows, "link": link}
+
+
+def link_use(model: GPT, ids: torch.Tensor) -> dict[str, dict[str, float]]:
+    """What the copies of one traced step reach in each direction, against the link measured by itself."""
+    import json
+    import tempfile
+
+    import torch
+
+    import memo
+    from memo.swap.probe import measure_link
+
+    rates = measure_link(torch.device("cuda"), seconds=2.0)
+    alone = {"d2h": rates.d2h_bytes_per_s, "h2d": rates.h2d_bytes_per_s}
+    with tempfile.TemporaryDirectory() as folder:
+        manager = memo.offload(model, host="64GiB", trace=folder)
+        for _ in range(2):
+            one_step(model, ids, manager)
+            manager.step_done()
+        manager.close()
+        with open(f"{folder}/trace.rank0.jsonl") as lines:
+            events = [json.loads(line) for line in lines]
+    use = {}
+    for lane, nominal in alone.items():
+        # Copies under 4 MiB are launch time more than link time.
+        spans = [e for e in events if e.get("lane") == lane and e["nbytes"] >= 4 << 20 and e["step"] == 1]
+        busy_ns = sum(span["d"] for span in spans)
+        if busy_ns:
+            rate = sum(span["nbytes"] for span in spans) / busy_ns * 1e9
+            use[lane] = {"bytes_per_s": rate, "link_bytes_per_s": nominal, "share": rate / nominal}
+    return use
 
 
 def main(names: list[str]) -> int:

@@ -1,0 +1,47 @@
+"""torch's own CUDA stream sanitizer sees no unordered access in the engine's copies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = """
+import torch
+from small_models import ids, stack
+import memo
+model = stack().cuda()
+manager = memo.offload(model, host="256MiB", min_bytes=512)
+for step in range(3):
+    with manager:
+        loss = model(ids(step).cuda())
+    loss.backward()
+    model.zero_grad()
+torch.cuda.synchronize()
+assert manager.stats.bytes_host > 0
+print("clean")
+"""
+
+
+def test_the_cuda_sanitizer_is_clean_on_a_small_model() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    support = str(Path(__file__).parent.parent / "support")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": support},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr
