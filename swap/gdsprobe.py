@@ -131,7 +131,7 @@ def trial(directory: str) -> None:
 
     device = torch.device("cuda", 0)
     backend = CudaBackend(device)
-    disk = GdsDisk([directory], _TRIAL_BYTES, new_stream=lambda: copy_stream(device))  # type: ignore[arg-type,return-value]
+    disk = GdsDisk([directory], _TRIAL_BYTES, new_stream=lambda: copy_stream(device))
     source = torch.randint(0, 256, (_TRIAL_BYTES,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     extent = disk.reserve(_TRIAL_BYTES)
