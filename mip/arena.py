@@ -20,10 +20,11 @@ from memo.mip.orders import portfolio_orders, search_orders
 
 __all__ = ["ArenaSolver"]
 
-FIRST_NODE_LIMIT = 6000
-"""Of the first searches: of MiniMalloc's instances A to F each falls in some order within it."""
-SEARCHES_PER_LIMIT = 32
-"""Searches before the node limit doubles."""
+NODE_LIMIT = 4000
+"""Of the shortest searches: of MiniMalloc's instances A to F each falls within about it in some order."""
+FIRST_NODE_LIMIT = 20_000
+"""Of the searches by the named orders, which more often than others need no second chance."""
+NAMED_ORDERS = 3
 LOWEST_SHARE = 3
 """Of four searches without a capacity so many aim at the lower bound; the fourth aims between it and the incumbent."""
 
@@ -99,12 +100,17 @@ class ArenaSolver:
 
     def _search(self, deadline: float, gap: float) -> None:
         conflicts = array("q", bytes(8 * self.instance.n_sections))
-        node_limit = max(FIRST_NODE_LIMIT, 2 * self.instance.n)
+        shortest = max(NODE_LIMIT, self.instance.n * 3 // 2)
+        first = max(FIRST_NODE_LIMIT, shortest)
         halvings = 1
         for turn, order in enumerate(search_orders(self.instance, seed=self._seed, conflicts=conflicts)):
             target = self._target(turn, halvings)
             outcome = self._engine.search(
-                order, capacity=target, node_limit=node_limit, deadline=deadline, conflicts=conflicts
+                order,
+                capacity=target,
+                node_limit=first if turn < NAMED_ORDERS else shortest * luby(turn - NAMED_ORDERS + 1),
+                deadline=deadline,
+                conflicts=conflicts,
             )
             self.nodes += outcome.nodes
             if outcome.answer is Answer.FOUND:
@@ -117,8 +123,6 @@ class ArenaSolver:
                 halvings += 1
             if self._done(deadline, gap):
                 return
-            if turn % SEARCHES_PER_LIMIT == SEARCHES_PER_LIMIT - 1:
-                node_limit *= 2
 
     def _target(self, turn: int, halvings: int) -> int:
         """The capacity to search at: the user's, or the bound, or now and then a point nearer to the incumbent."""
@@ -128,3 +132,10 @@ class ArenaSolver:
             return self.lower
         step = (self.upper - self.lower) >> halvings
         return max(self.lower, self.upper - max(1, step))
+
+
+def luby(turn: int) -> int:
+    """1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: how long to search when nobody knows how long it takes."""
+    while turn & (turn + 1):
+        turn -= (1 << turn.bit_length() - 1) - 1
+    return (turn + 1) >> 1

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import stat
@@ -22,7 +23,7 @@ from pathlib import Path
 
 __all__ = ["load", "open_cache"]
 
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC")
 COMPILE_LIMIT_S = 120
 
 
@@ -44,7 +45,7 @@ def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
 
 def _library(source: Path, flags: tuple[str, ...]) -> Path:
     compiler = _compiler()
-    recipe = "\0".join([source.read_text(encoding="utf-8"), *compiler, *flags, os.uname().machine])
+    recipe = "\0".join([source.read_text(encoding="utf-8"), *compiler, *flags, _processor()])
     name = f"{source.stem}-{hashlib.sha256(recipe.encode()).hexdigest()[:20]}.so"
     cache = open_cache()
     library = cache / name
@@ -58,6 +59,15 @@ def _library(source: Path, flags: tuple[str, ...]) -> Path:
         finally:
             Path(partial).unlink(missing_ok=True)
     return library
+
+
+def _processor() -> str:
+    """What `-march=native` means here: a home directory may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{os.uname().machine} {platform.processor()}"
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
 def _compiler() -> list[str]:

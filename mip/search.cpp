@@ -7,14 +7,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
 namespace {
 
-using Unit = int64_t;
-constexpr Unit kNever = INT64_MAX / 4;
-constexpr size_t kHashedParts = 2048;  // a larger part is met once, on the way down: its key would never be seen again
+// A part with more buffers than this is met once, on the way down: its state is not remembered, and its floors are kept
+// from node to node. In a smaller one nodes fail so often that computing them anew, in straight loops, is quicker.
+constexpr size_t kSmallPart = 1024;
 
 struct Range {
     int first, last;
@@ -27,18 +28,20 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// The buffers of one arena, by rank.
+// The buffers of one arena, by rank. Unit is 32 bits wide where the numbers allow, for twice the lanes of a vector.
+template <class Unit>
 struct Instance {
+    static constexpr Unit kNever = std::numeric_limits<Unit>::max() / 4;
     int n, sections;
     const int32_t* row;
     const Range* ranges;
-    const Unit *sizes, *alignments, *fixed;
+    std::vector<Unit> sizes, alignments, fixed;
     std::vector<int> lo, hi;  // hull of the ranges, one array each so that scans are contiguous
 
-    Instance(int n, int sections, const int32_t* row, const int32_t* ranges, const Unit* sizes, const Unit* alignments,
-             const Unit* fixed)
-        : n(n), sections(sections), row(row), ranges(reinterpret_cast<const Range*>(ranges)), sizes(sizes),
-          alignments(alignments), fixed(fixed), lo(n), hi(n) {
+    Instance(int n, int sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
+             const int64_t* alignments, const int64_t* fixed)
+        : n(n), sections(sections), row(row), ranges(reinterpret_cast<const Range*>(ranges)), sizes(sizes, sizes + n),
+          alignments(alignments, alignments + n), fixed(fixed, fixed + n), lo(n), hi(n) {
         for (int i = 0; i < n; i++) {
             lo[i] = this->ranges[row[i]].first;
             hi[i] = this->ranges[row[i + 1] - 1].last;
@@ -67,16 +70,22 @@ struct Instance {
 };
 
 // The offset of the last placed buffer and its rank: later ones come after it in this order.
-struct Low {
+template <class Unit>
+struct After {
     Unit offset;
     int rank;
 };
 
+template <class Unit>
 class Tree {
+    using Low = After<Unit>;
+    static constexpr Unit kNever = Instance<Unit>::kNever;
+
   public:
     int64_t nodes = 0;
 
-    Tree(const Instance& in, Unit capacity, int64_t node_limit, const volatile int32_t* stop, int64_t* conflicts, Unit* out)
+    Tree(const Instance<Unit>& in, Unit capacity, int64_t node_limit, const volatile int32_t* stop, int64_t* conflicts,
+         int64_t* out)
         : in(in), capacity(capacity), node_limit(node_limit), stop(stop), conflicts(conflicts), out(out),
           offset(in.n, 0), least(in.n, 0), placed(in.n, 0), rest(in.sections, 0), floor(in.sections, 0),
           crossing(in.sections + 1, 0), obstacles(in.n), witness(in.sections, 0),
@@ -111,12 +120,12 @@ class Tree {
     }
 
   private:
-    const Instance& in;
+    const Instance<Unit>& in;
     const Unit capacity;
     const int64_t node_limit;
     const volatile int32_t* stop;
     int64_t* conflicts;
-    Unit* out;
+    int64_t* out;
     bool stopped = false;
     std::vector<Unit> offset;  // lowest place above everything placed that it meets; kNever: its fixed place is taken
     std::vector<Unit> least;   // the same, but for a buffer that must wait, the least it can get by waiting
@@ -162,6 +171,21 @@ class Tree {
     }
 
     bool floors(const std::vector<int>& part, int first, int last, Low low, Unit smallest) {
+        std::fill(floor.begin() + first, floor.begin() + last, kNever);
+        Unit* at_section = floor.data();
+        for (int i : part) {
+            if (placed[i]) continue;
+            Unit at = waits(i, low) ? low.offset + smallest : offset[i];
+            in.each_section(i, [&](int s) { at_section[s] = std::min(at_section[s], at); });
+        }
+        bool ok = true;
+        for (int s = first; s < last; s++) ok &= (rest[s] == 0) | (at_section[s] <= capacity - rest[s]);
+        for (int s = first; s < last && !ok; s++) room(s);
+        return ok;
+    }
+
+    // The same, and remembers which buffer each floor comes from.
+    bool floors_and_witnesses(const std::vector<int>& part, int first, int last, Low low, Unit smallest) {
         std::fill(floor.begin() + first, floor.begin() + last, kNever);
         for (int i : part) {
             if (placed[i]) continue;
@@ -214,7 +238,7 @@ class Tree {
         Unit smallest = kNever, ceiling = kNever;
         for (int i : part)
             if (!placed[i]) smallest = std::min(smallest, in.sizes[i]);
-        bool hashed = live <= kHashedParts, waiting = false;
+        bool small = live <= kSmallPart, waiting = false;
         uint64_t key = 0;
         std::vector<std::pair<Unit, int>> choices;
         for (int i : part) {
@@ -223,27 +247,29 @@ class Tree {
             if (waits_ && in.fixed[i] >= 0) return false;
             Unit at = waits_ ? low.offset + smallest : offset[i];
             waiting |= waits_;
-            if (hashed) key ^= mix(uint64_t(i) * 0x9e3779b97f4a7c15ull + mix(waits_ ? ~0ull : uint64_t(at)));
+            if (small) key ^= mix(uint64_t(i) * 0x9e3779b97f4a7c15ull + mix(waits_ ? ~0ull : uint64_t(at)));
             ceiling = std::min(ceiling, at + in.sizes[i]);
             if (!waits_ && at < ceiling) choices.emplace_back(at, i);
         }
         if (waiting) key ^= mix(~uint64_t(low.offset));
-        uint64_t* slot = hashed ? &failed[key & (failed.size() - 1)] : nullptr;
+        uint64_t* slot = small ? &failed[key & (failed.size() - 1)] : nullptr;
         if (slot && *slot == key) return false;
         choices.erase(std::remove_if(choices.begin(), choices.end(), [&](auto& c) { return c.first >= ceiling; }),
                       choices.end());
         std::sort(choices.begin(), choices.end());
         for (auto [at, i] : choices) {
-            if (!fresh && !floors(part, first, last, Low{at, i}, smallest)) break;
+            Low low_ = {at, i};
+            if (small && !floors(part, first, last, low_, smallest)) break;
+            if (!small && !fresh && !floors_and_witnesses(part, first, last, low_, smallest)) break;
             fresh = false;
-            if (place(part, live, first, last, at, i)) return true;
+            if (place(part, live, first, last, at, i, small)) return true;
             if (stopped) return false;
         }
         if (slot) *slot = key;
         return false;
     }
 
-    bool place(const std::vector<int>& part, size_t live, int first, int last, Unit at, int i) {
+    bool place(const std::vector<int>& part, size_t live, int first, int last, Unit at, int i, bool small) {
         bool ok = true;
         in.each_section(i, [&](int s) { ok &= at + rest[s] <= capacity; });
         if (!ok) return false;
@@ -251,7 +277,7 @@ class Tree {
         Unit top = at + in.sizes[i];
         placed[i] = 1;
         carry(i, -1);
-        raise(i, kNever);
+        if (!small) raise(i, kNever);
         for (int k : part) {
             if (in.lo[k] >= in.hi[i] || in.lo[i] >= in.hi[k] || offset[k] >= top || placed[k] || !in.meet(i, k)) continue;
             trail.emplace_back(k, offset[k]);
@@ -260,9 +286,9 @@ class Tree {
                 ok = false;
                 break;
             }
-            if (least[k] < offset[k]) raise(k, offset[k]);
+            if (!small && least[k] < offset[k]) raise(k, offset[k]);
         }
-        ok = refresh(ok) && descend(part, live - 1, first, last, Low{at, i}, in.lo[i], in.hi[i], true);
+        ok = (small ? ok : refresh(ok)) && descend(part, live - 1, first, last, Low{at, i}, in.lo[i], in.hi[i], true);
         carry(i, +1);
         placed[i] = 0;
         for (; trail.size() > mark; trail.pop_back()) offset[trail.back().first] = trail.back().second;
@@ -306,7 +332,8 @@ class Tree {
 };
 
 // One pass of first or best fit in the order given: each buffer goes into a gap between those placed before it.
-Unit fit(const Instance& in, bool best, const volatile int32_t* stop, Unit* out) {
+int64_t fit(const Instance<int64_t>& in, bool best, const volatile int32_t* stop, int64_t* out) {
+    using Unit = int64_t;
     std::vector<std::pair<Unit, Unit>> taken;
     std::vector<int> pinned;
     for (int i = 0; i < in.n; i++)
@@ -324,7 +351,7 @@ Unit fit(const Instance& in, bool best, const volatile int32_t* stop, Unit* out)
             for (int k : pinned)
                 if (in.meet(i, k)) taken.emplace_back(out[k], out[k] + in.sizes[k]);
             std::sort(taken.begin(), taken.end());
-            Unit at = 0, chosen = -1, slack = kNever;
+            Unit at = 0, chosen = -1, slack = in.kNever;
             for (auto [begin, end] : taken) {
                 Unit free = begin - at - in.sizes[i];
                 if (free >= 0 && free < slack) {
@@ -348,16 +375,22 @@ extern "C" {
 int32_t memo_search(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
                     const int64_t* alignments, const int64_t* fixed, int64_t capacity, int64_t node_limit,
                     const volatile int32_t* stop, int64_t* conflicts, int64_t* nodes, int64_t* out) {
-    Instance in(n, sections, row, ranges, sizes, alignments, fixed);
-    Tree tree(in, capacity, node_limit, stop, conflicts, out);
-    int32_t answer = tree.run();
-    *nodes = tree.nodes;
-    return answer;
+    auto search = [&]<class Unit>(Unit narrow) {
+        Instance<Unit> in(n, sections, row, ranges, sizes, alignments, fixed);
+        Tree<Unit> tree(in, narrow, node_limit, stop, conflicts, out);
+        int32_t answer = tree.run();
+        *nodes = tree.nodes;
+        return answer;
+    };
+    int64_t largest = capacity;
+    for (int i = 0; i < n; i++) largest = std::max({largest, sizes[i], alignments[i], fixed[i]});
+    // Sums of three such numbers occur.
+    return largest < Instance<int32_t>::kNever / 4 ? search(int32_t(capacity)) : search(capacity);
 }
 
 int64_t memo_fit(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
                  const int64_t* alignments, const int64_t* fixed, int32_t best, const volatile int32_t* stop,
                  int64_t* out) {
-    return fit(Instance(n, sections, row, ranges, sizes, alignments, fixed), best != 0, stop, out);
+    return fit(Instance<int64_t>(n, sections, row, ranges, sizes, alignments, fixed), best != 0, stop, out);
 }
 }
