@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from memo.trace.figures import StepStats
 from memo.trace.report import Report
-from memo.trace.stats import StepStats
 from memo.trace.words import duration, percent, rate
 from memo.units import format_bytes
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from memo.errors import MemoError
 from memo.trace.events import Lane, Span, Stall, Tier
+from memo.trace.figures import TierPeak
 from memo.trace.lives import Holding, Life, holdings_of, layer_of
 from memo.trace.report import Report
-from memo.trace.stats import TierPeak
 from memo.trace.words import printable
 from memo.units import format_bytes
 

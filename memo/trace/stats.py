@@ -13,138 +13,20 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memo.trace.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, Tier, Use, UseKind
+from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
 from memo.trace.lives import Life, holdings_of, layer_of, lives_of
 from memo.trace.reader import Trace
 
-__all__ = [
-    "COPY_LANES",
-    "LaneStats",
-    "LayerCost",
-    "PrefetchStats",
-    "RankStats",
-    "StallStats",
-    "StepStats",
-    "TierPeak",
-    "prediction_of",
-    "rank_stats",
-    "representative_step",
-    "to_json",
-]
+__all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
 
 COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LaneStats:
-    """One copy lane."""
-
-    lane: Lane
-    copies: int
-    nbytes: int
-    busy_ns: int
-    hidden_ns: int
-    forward_busy_percent: float | None
-    backward_busy_percent: float | None
-    bytes_per_s: float | None
-    link_bytes_per_s: float | None
-    """What the link gave when it was measured alone, if the header says."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StallStats:
-    cause: StallCause
-    count: int
-    total_ns: int
-    longest_ns: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchStats:
-    """How backward found what it asked for."""
-
-    prefetched: int
-    fetched: int
-    live: int
-    late: int
-    """Prefetched, and yet waited for."""
-    hit_percent: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TierPeak:
-    """The most bytes in a tier."""
-
-    tier: Tier
-    saved_nbytes: int
-    """Of saved storages, replayed from their states."""
-    at_ns: int
-    measured_nbytes: int | None
-    """Of everything in the tier, where the run measured it."""
-    budget_nbytes: int | None
-    predicted_nbytes: int | None
-    """What the plan expected of `saved_nbytes`."""
-
-    @property
-    def used_nbytes(self) -> int:
-        """What the budget is about: all of the device, but only memo's part of the lower tiers."""
-        measured = self.measured_nbytes if self.tier is Tier.DEVICE else None
-        return self.saved_nbytes if measured is None else max(measured, self.saved_nbytes)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    layer: str
-    stall_ns: int
-    recompute_ns: int
-    moved_nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """One step of one rank, or (`step` None) the whole trace."""
-
-    rank: int
-    step: int | None
-    complete: bool
-    """Whether the trace saw it begin and end."""
-    start_ns: int
-    duration_ns: int
-    forward_ns: int
-    backward_ns: int
-    compute_ns: int
-    recompute_ns: int
-    stall_ns: int
-    """Time in which at least one stall was open."""
-    added_ns: int
-    added_percent: float | None
-    """Of the step without it."""
-    copy_ns: int
-    hidden_ns: int
-    overlap_percent: float | None
-    lanes: tuple[LaneStats, ...]
-    stalls: tuple[StallStats, ...]
-    prefetch: PrefetchStats
-    peaks: tuple[TierPeak, ...]
-    worst_layers: tuple[LayerCost, ...]
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RankStats:
-    rank: int
-    steps: tuple[StepStats, ...]
-    total: StepStats
 
 
 def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStats:
@@ -171,15 +53,6 @@ def representative_step(stats: RankStats) -> StepStats:
         return stats.total
     by_duration = sorted(steps, key=lambda step: (step.duration_ns, step.step))
     return by_duration[len(by_duration) // 2]
-
-
-def to_json(value: object) -> Any:
-    """Nouns as objects, ready for json; keys carry their unit as the fields do."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [to_json(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def prediction_of(meta: Mapping[str, Any]) -> dict[Tier, int]:

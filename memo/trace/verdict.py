@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from memo.trace.events import Event, Lane, Span, Stall, StallCause, TensorState
+from memo.trace.figures import LaneStats, RankStats, StepStats
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.lives import Life, layer_of
 from memo.trace.reader import Trace
-from memo.trace.stats import LaneStats, RankStats, StepStats
 from memo.trace.words import duration, percent, printable, rate
 from memo.units import format_bytes
 

@@ -21,8 +21,9 @@ from memo.trace.events import (
     Use,
     UseKind,
 )
+from memo.trace.figures import StepStats, to_json
 from memo.trace.reader import Trace
-from memo.trace.stats import StepStats, prediction_of, rank_stats, representative_step, to_json
+from memo.trace.stats import prediction_of, rank_stats, representative_step
 
 MakeTrace = Callable[..., Trace]
 S = TensorState

@@ -346,6 +346,7 @@ def test_hostile_names_run_nothing(open_page: Callable[..., Any], tmp_path: Path
         "__proto__",
         "constructor",
         "y" * 20_000,
+        "SelfAttention.QKV",
     ]
     header = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5}
     lines: list[dict[str, Any]] = [
@@ -371,6 +372,8 @@ def test_hostile_names_run_nothing(open_page: Callable[..., Any], tmp_path: Path
         page.click("#tab-tensors")
         page.locator("#matches tbody tr").nth(row).click()
         assert page.locator("#panel-body").text_content()
+    page.locator("#search").fill("selfattention.qkv")
+    assert page.locator("#matches caption").text_content().startswith("1 tensors match")
     assert page.evaluate("() => document.querySelectorAll('img, iframe, object, embed, link, a, svg').length") == 0
     assert page.evaluate("() => document.scripts.length") == 2  # the licences and the viewer; the data is taken out
 
