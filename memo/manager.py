@@ -145,7 +145,9 @@ class Manager:
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         engine.keep(model.parameters(), model.buffers())
-        self._closer = weakref.finalize(self, _close, engine, recorder)
+        # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
+        # `with memo.offload(model): loss = model(x)` and then `loss.backward()` is a program that works.
+        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         if recorder is not None:
             recorder.begin_step(0)
 
@@ -225,15 +227,22 @@ class Manager:
 
     def close(self) -> None:
         """Waits for running copies, gives back every buffer and the scratch file, ends the trace. Idempotent."""
-        self._closer()
+        if self._closer.detach() is None:
+            return
+        try:
+            self._engine.close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
 
 
-def _close(engine: Engine, recorder: TraceRecorder | None) -> None:
-    try:
-        engine.close()
-    finally:
-        if recorder is not None:
-            recorder.close()
+def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:
+    """Nobody holds the engine any more, so nothing it saved can be asked for."""
+    for tier in tiers:
+        tier.close()
+    backend.close()
+    if recorder is not None:
+        recorder.close()
 
 
 def _device_of(model: nn.Module) -> torch.device:

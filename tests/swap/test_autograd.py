@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -550,6 +551,29 @@ def test_the_last_layer_is_not_moved_when_backward_follows_at_once(offload: Call
     statistics = 2 * 2 * b * s * 4  # mean and rstd of two norms
     moved = manager.stats.bytes_disk / 3
     assert 16 * b * s * h * 4 <= moved <= 16 * b * s * h * 4 + statistics + 2 * b * s * 4
+
+
+def test_backward_works_after_the_manager_itself_is_gone(tmp_path: Path) -> None:
+    model, reference = stack(), stack()
+    with memo.offload(model, disk=tmp_path, min_bytes=512):
+        loss = model(ids())
+    gc.collect()
+    descriptors = set(os.listdir("/proc/self/fd"))
+    loss.backward()
+    reference(ids()).backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(reference), strict=True))
+    del loss
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) < descriptors, "the scratch file is closed with the last graph"
+
+
+def test_a_model_compiled_as_a_whole(offload: Callable[..., memo.Manager]) -> None:
+    model, reference = stack(), stack()
+    compiled, plain_compiled = torch.compile(model, backend="aot_eager"), torch.compile(reference, backend="aot_eager")
+    manager = offload(model)
+    got = train(model, lambda step: compiled(ids(step)), manager)
+    torch._dynamo.reset()
+    assert_equal(got, train(reference, lambda step: plain_compiled(ids(step))))
 
 
 def test_nesting_and_reuse_of_one_manager(offload: Callable[..., memo.Manager]) -> None:
