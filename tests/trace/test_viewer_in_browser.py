@@ -425,10 +425,10 @@ def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callabl
     facts = page.locator(".packing .body")
     assert "4 MiB" in facts.text_content()
     box = page.locator(".packing canvas").bounding_box()
-    page.mouse.click(box["x"] + 72 + (box["width"] - 82) * 0.5, box["y"] + box["height"] * 0.5)
-    text = facts.text_content()
-    assert "layers." in text
-    assert ".t2" in text  # the third of five columns is in the middle
+    floor = box["height"] - 24
+    y = floor - 3.5 / (4 * 1.02) * (floor - 10)  # 3.5 MiB up, in the fourth of four rows
+    page.mouse.click(box["x"] + 72 + (box["width"] - 82) * 0.5, box["y"] + y)
+    assert "layers.3.t2" in facts.text_content()  # half way across, in the third of five columns
     page.mouse.wheel(0, -200)
     page.select_option("#arena", "1")
     assert "4 KiB" in facts.text_content()

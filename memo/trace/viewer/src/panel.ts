@@ -70,7 +70,7 @@ export class Panel {
       case "tensors":
         return this.tensors(rank);
       case "figures":
-        return figuresTab(figures);
+        return figuresTab(figures, this.page.ranks.length > 1 ? `, rank ${rank.rank}` : "");
       case "run":
         return this.run(rank);
     }
@@ -100,7 +100,8 @@ export class Panel {
       this.page.raw.causes[stalls.cause[i]],
       printable(this.page.name(this.stallName(rank, i))),
     ]);
-    const caption = `${count(chosen.length)} stalls, longest first`;
+    const of = this.page.ranks.length > 1 ? ` of rank ${rank.rank}` : "";
+    const caption = `${count(chosen.length)} stalls${of}, longest first`;
     const pick = (row: number): void =>
       this.select({ kind: "stall", rank: this.store.now.rank, index: chosen[row], life: stalls.life[chosen[row]], row: -1 });
     return [table(caption, ["waited", "cause", "module"], rows, pick)];
@@ -177,12 +178,12 @@ function flat(value: object, prefix: string): [string, unknown][] {
   });
 }
 
-function figuresTab(figures: Figures): Node[] {
+function figuresTab(figures: Figures, of: string): Node[] {
   const time = (name: string, key: keyof Figures): Cell[] => [name, [duration(figures[key] as number), figures[key] as number]];
   const share = (name: string, value: number | null): Cell[] => [name, [percent(value), value]];
   const keyed = (element: HTMLElement, id: string): HTMLElement => Object.assign(element, { id });
   const tables = [
-    keyed(table("Time", ["", ""], [
+    keyed(table(`Time${of}`, ["", ""], [
       time("duration", "duration_ns"),
       time("forward", "forward_ns"),
       time("backward", "backward_ns"),

@@ -1,36 +1,19 @@
 // The first view: lanes of every shown rank and the memory of each tier above one time axis, on one canvas.
 
-import { linkHorizontal } from "d3-shape";
 import { TimeAxis } from "./axis";
-import type { Page, Row } from "./data";
+import { AXIS, hitBand, slotOf, stackBands, type Band, type Hit } from "./bands";
+import type { Page } from "./data";
 import { h } from "./dom";
 import { bytes, duration, instant, printable, rate } from "./format";
-import { drawRow, drawStalls, firstVisible, labelOf, type Pen } from "./lanes";
+import { drawRow, drawStalls, labelOf, type Pen } from "./lanes";
 import { MemoryChart } from "./memory";
-import type { Selection, Store } from "./state";
+import type { Store } from "./state";
 import { theme } from "./theme";
+import { drawSelection } from "./way";
 
 const GUTTER = 96; // pixels for lane names
-const AXIS = 24;
 const FONT = "11px system-ui, sans-serif";
-const MAX_ROWS = 4; // of one lane; what overlaps deeper shares the last
 const NEAR = 3; // pixels
-
-interface Band {
-  kind: "title" | "rows" | "stalls" | "memory";
-  rank: number;
-  y: number;
-  height: number;
-  text: string;
-  rows: Row[];
-  chart: MemoryChart | null;
-}
-
-interface Hit {
-  band: Band;
-  row: Row | null;
-  index: number;
-}
 
 export class Timeline {
   readonly element: HTMLElement;
@@ -84,52 +67,11 @@ export class Timeline {
     this.canvas.style.height = `${this.height}px`;
     this.context.setTransform(density, 0, 0, density, 0, 0);
     this.pattern = this.hatch();
-    this.bands = this.stack();
+    this.bands = stackBands(this.page, this.store.now, this.charts[this.store.now.rank], this.height);
     const last = this.bands.at(-1);
     this.spacer.style.height = `${Math.max(0, (last ? last.y + last.height : 0) + 6 - this.height)}px`;
     this.axis.resize(GUTTER, this.width - 8, this.height);
     this.redraw();
-  }
-
-  private stack(): Band[] {
-    const { allRanks, rank } = this.store.now;
-    const shown = allRanks ? this.page.ranks.map((_, i) => i) : [rank];
-    const bands: Band[] = [];
-    let y = AXIS + 4;
-    const add = (band: Omit<Band, "y">): void => {
-      bands.push({ ...band, y });
-      y += band.height + 3;
-    };
-    for (const index of shown) {
-      const base = { rank: index, rows: [], chart: null };
-      if (allRanks) add({ ...base, kind: "title", height: 14, text: `rank ${this.page.ranks[index].rank}` });
-      for (const band of this.lanesOf(index, allRanks ? 13 : 18)) add(band);
-    }
-    const charts = this.charts[rank];
-    const room = Math.max(84, Math.min(240, (this.height - y - 10) / Math.max(charts.length, 1) - 6));
-    for (const chart of charts) {
-      y += 3;
-      add({ kind: "memory", rank, height: room, text: chart.tier, rows: [], chart });
-    }
-    return bands;
-  }
-
-  private lanesOf(index: number, height: number): Omit<Band, "y">[] {
-    const rank = this.page.ranks[index];
-    const bands: Omit<Band, "y">[] = [];
-    this.page.raw.lanes.forEach((lane, place) => {
-      const rows = rank.rows.filter((row) => row.lane === place);
-      const base = { rank: index, chart: null };
-      if (rows.length) {
-        const deep = Math.min(rows.length, MAX_ROWS);
-        const tall = (lane === "compute" ? height + 6 : height) + (deep - 1) * 7;
-        bands.push({ ...base, kind: "rows", height: tall, text: lane, rows });
-      }
-      if (lane === "compute" && rank.stalls.length) {
-        bands.push({ ...base, kind: "stalls", height: Math.max(12, height - 4), text: "stalls", rows: [] });
-      }
-    });
-    return bands;
   }
 
   private pen(rank: number): Pen {
@@ -160,7 +102,8 @@ export class Timeline {
       if (y + band.height < AXIS || y > this.height) continue;
       this.drawBand(band, y);
     }
-    this.drawSelection(scroll);
+    const { selection } = this.store.now;
+    if (selection) drawSelection(this.pen(selection.rank), this.bands, scroll, selection);
     this.drawAxis();
     const [from, to] = this.axis.domain;
     this.canvas.dataset["from"] = String(from);
@@ -176,20 +119,13 @@ export class Timeline {
     if (band.kind === "rows") {
       context.fillStyle = pen.theme.band;
       context.fillRect(pen.left, y, pen.right - pen.left, band.height);
-      band.rows.forEach((row, i) => drawRow(pen, row, ...this.slot(band, i, y)));
+      band.rows.forEach((row, i) => drawRow(pen, row, ...slotOf(band, i, y)));
     } else if (band.kind === "stalls") {
       drawStalls(pen, y, band.height, this.pattern);
     } else if (band.chart) {
       const peak = pen.rank.step(this.store.now.step).peaks.find((one) => one.tier === band.text);
       if (peak) band.chart.draw(pen, peak, y, band.height);
     }
-  }
-
-  // Where the i-th row of a lane stands: (y, height).
-  private slot(band: Band, i: number, y: number): [number, number] {
-    const deep = Math.min(band.rows.length, MAX_ROWS);
-    const tall = band.height / deep;
-    return [y + Math.min(i, deep - 1) * tall, Math.max(2, tall - (deep > 1 ? 1 : 0))];
   }
 
   private drawGrid(): void {
@@ -238,97 +174,6 @@ export class Timeline {
     return since.ticks(Math.max(2, Math.floor((this.width - GUTTER) / 110))).map((tick) => tick + begin);
   }
 
-  // The chosen span or stall framed, and a tensor's way as arrows from copy to copy.
-  private drawSelection(scroll: number): void {
-    const { selection } = this.store.now;
-    if (!selection) return;
-    const { context } = this;
-    context.save();
-    context.beginPath();
-    context.rect(GUTTER - 1, AXIS, this.width - GUTTER, this.height);
-    context.clip();
-    this.drawChosen(selection, scroll);
-    context.restore();
-  }
-
-  private drawChosen(selection: Selection, scroll: number): void {
-    const rank = this.page.ranks[selection.rank];
-    if (selection.kind === "span") this.frame(selection.rank, rank.rows[selection.row], selection.index, scroll);
-    if (selection.kind === "stall") {
-      const band = this.bands.find((one) => one.kind === "stalls" && one.rank === selection.rank);
-      const { t, d } = rank.stalls;
-      if (band) this.outline(t[selection.index], t[selection.index] + d[selection.index], band.y - scroll, band.height);
-    }
-    if (selection.life >= 0) this.drawWay(selection.rank, selection.life, scroll);
-  }
-
-  private drawWay(rankIndex: number, life: number, scroll: number): void {
-    const { context } = this;
-    const colours = theme();
-    const rank = this.page.ranks[rankIndex];
-    const copies = rank.copiesOf(life);
-    for (const [row, i] of copies) this.frame(rankIndex, row, i, scroll);
-    const places = copies.map(([row, i]) => ({ t: row.t[i], end: row.end[i], y: this.middleOf(rankIndex, row, scroll) }));
-    context.strokeStyle = colours.accent;
-    context.fillStyle = colours.accent;
-    context.lineWidth = 1.75;
-    for (const [i, target] of places.entries()) {
-      const source = places[i - 1];
-      if (!source || source.y === null || target.y === null) continue;
-      const from: [number, number] = [this.axis.scale(source.end), source.y];
-      const to: [number, number] = [this.axis.scale(Math.max(target.t, source.end)), target.y];
-      context.beginPath();
-      linkHorizontal().context(context)({ source: from, target: to });
-      context.stroke();
-      context.beginPath();
-      context.moveTo(to[0] + 2, to[1]);
-      context.lineTo(to[0] - 6, to[1] - 4);
-      context.lineTo(to[0] - 6, to[1] + 4);
-      context.fill();
-    }
-    context.lineWidth = 1;
-    const compute = this.bands.find((band) => band.rank === rankIndex && band.kind === "rows" && band.text === "compute");
-    if (!compute) return;
-    const { lives } = rank;
-    const points = [lives.start[life], ...lives.useT.subarray(lives.useAt[life], lives.useAt[life + 1])];
-    for (const t of points) this.pin(this.axis.scale(t), compute.y - scroll);
-  }
-
-  // A small triangle above the compute lane: where a tensor was saved and where it was used.
-  private pin(x: number, y: number): void {
-    if (x < GUTTER || x > this.width - 8) return;
-    const { context } = this;
-    context.beginPath();
-    context.moveTo(x, y + 7);
-    context.lineTo(x - 4, y - 1);
-    context.lineTo(x + 4, y - 1);
-    context.fill();
-  }
-
-  private middleOf(rankIndex: number, row: Row, scroll: number): number | null {
-    const band = this.bands.find((one) => one.rank === rankIndex && one.rows.includes(row));
-    if (!band) return null;
-    const [y, height] = this.slot(band, band.rows.indexOf(row), band.y - scroll);
-    return y + height / 2;
-  }
-
-  private frame(rankIndex: number, row: Row, i: number, scroll: number): void {
-    const band = this.bands.find((one) => one.rank === rankIndex && one.rows.includes(row));
-    if (!band) return;
-    const [y, height] = this.slot(band, band.rows.indexOf(row), band.y - scroll);
-    this.outline(row.t[i], row.end[i], y, height);
-  }
-
-  private outline(from: number, to: number, y: number, height: number): void {
-    if (this.axis.scale(to) < GUTTER || this.axis.scale(from) > this.width - 8) return;
-    const x0 = Math.max(GUTTER, this.axis.scale(from));
-    const x1 = Math.min(this.width - 8, Math.max(this.axis.scale(to), x0 + 3));
-    this.context.strokeStyle = theme().accent;
-    this.context.lineWidth = 2;
-    this.context.strokeRect(x0, y, x1 - x0, height);
-    this.context.lineWidth = 1;
-  }
-
   private listen(): void {
     this.element.addEventListener("scroll", () => this.redraw());
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -354,24 +199,8 @@ export class Timeline {
   }
 
   private hit(band: Band, x: number, y: number): Hit {
-    const miss = { band, row: null, index: -1 };
-    const near = (this.axis.domain[1] - this.axis.domain[0]) / (this.width - GUTTER) * NEAR;
-    const t = this.axis.scale.invert(x);
-    if (band.kind === "stalls") {
-      const { stalls } = this.page.ranks[band.rank];
-      let best = -1;
-      for (let i = 0; i < stalls.length && stalls.t[i] <= t + near; i++) {
-        if (stalls.t[i] + stalls.d[i] >= t - near && (best < 0 || stalls.d[i] > stalls.d[best])) best = i;
-      }
-      return { ...miss, index: best };
-    }
-    for (const [i, row] of band.rows.entries()) {
-      const [top, height] = this.slot(band, i, band.y);
-      if (y < top || y > top + height) continue;
-      const index = closest(row, t, near);
-      if (index >= 0) return { band, row, index };
-    }
-    return miss;
+    const near = ((this.axis.domain[1] - this.axis.domain[0]) / (this.width - GUTTER)) * NEAR;
+    return hitBand(this.page, band, this.axis.scale.invert(x), y, near);
   }
 
   private choose(event: MouseEvent): void {
@@ -448,12 +277,4 @@ export class Timeline {
     }
     return this.context.createPattern(tile, "repeat") ?? theme().stall;
   }
-}
-
-function closest(row: Row, t: number, near: number): number {
-  const first = firstVisible(row, t - near);
-  for (let i = first; i < row.t.length && row.t[i] <= t + near; i++) {
-    if (row.t[i] <= t && row.end[i] >= t) return i;
-  }
-  return first < row.t.length && row.t[first] <= t + near ? first : -1;
 }
