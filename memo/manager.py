@@ -148,8 +148,9 @@ class Manager:
         # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
         # `with memo.offload(model): loss = model(x)` and then `loss.backward()` is a program that works.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
-        if recorder is not None:
-            recorder.begin_step(0)
+        self.step = 0
+        """Number of the step under way, for the trace; set it before the first forward to count from elsewhere."""
+        self._in_step = False
 
     @property
     def stats(self) -> Stats:
@@ -167,6 +168,9 @@ class Manager:
         self._depth += 1
         if self._depth > 1:
             return self
+        if self._recorder is not None and not self._in_step:
+            self._recorder.begin_step(self.step)
+            self._in_step = True
         self._engine.begin_forwards()
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
@@ -202,12 +206,13 @@ class Manager:
             layer.module.register_forward_hook(end, always_call=True),
         ]
 
-    def step_done(self, step: int | None = None) -> None:
-        """Marks the end of a training step in the trace; `step` names the next one (default: one more)."""
+    def step_done(self) -> None:
+        """Marks the end of a training step in the trace, and counts on."""
         self._engine.end_step()
-        if self._recorder is not None:
+        if self._recorder is not None and self._in_step:
             self._recorder.end_step()
-            self._recorder.begin_step(self._recorder.step + 1 if step is None else step)
+        self._in_step = False
+        self.step += 1
 
     def report(self) -> Report:
         """What went where and what it cost, so far."""

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 import numpy as np
 import torch
 
-__all__ = ["PAGE_BYTES", "PagePool", "aligned_empty", "padded_bytes"]
+__all__ = ["PAGE_BYTES", "PagePool", "aligned_empty", "padded_bytes", "private_pages"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -51,7 +51,7 @@ class PagePool:
             self._shelve()
             mapping = self._take(size)
         if mapping is None:
-            mapping = _map(size)
+            mapping = private_pages(size)
         array = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
         tensor = torch.from_numpy(array)
         address = tensor.data_ptr()
@@ -100,7 +100,7 @@ class PagePool:
         return mapping
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def private_pages(nbytes: int) -> mmap.mmap:
     """Anonymous private memory, in huge pages where it is large enough for one.
 
     Private matters as much: shared anonymous memory gets small pages. The kernel pins and queues a transfer page by page;
@@ -137,7 +137,7 @@ class Bounce:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._mapping = _map(nbytes)  # untouched pages cost nothing: aligned workloads never pay for it
+        self._mapping = private_pages(nbytes)  # untouched pages cost nothing: aligned workloads never pay for it
         self.address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
 
     @property

@@ -7,7 +7,6 @@ Used in production on CPU, where the tier that matters is the disk.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import queue
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.aligned import aligned_empty
+from memo.swap.aligned import aligned_empty, private_pages
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event
@@ -171,7 +170,7 @@ class CpuBackend:
         return aligned_empty(nbytes)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return torch.frombuffer(private_pages(nbytes), dtype=torch.uint8)
 
     def synchronize(self) -> None:
         self.d2h.synchronize()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.errors import SwapError
+from memo.swap.aligned import private_pages
 from memo.swap.numa import node_of_pci_device, prefer_node
 from memo.units import format_bytes
 
@@ -190,7 +191,7 @@ def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
     Raises:
         SwapError: the system refuses to lock the pages.
     """
-    mapping = mmap.mmap(-1, nbytes)
+    mapping = private_pages(nbytes)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     address = memory.data_ptr()
     if node is not None:

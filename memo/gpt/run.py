@@ -83,6 +83,7 @@ class _Run:
         self.manager = open_manager(config.offload, model, device)
         if self.manager is not None:
             stack.enter_context(closing(self.manager))
+            self.manager.step = self.done + 1
         self.trainer = Trainer(model, batches, training, device=device, around_forward=self.manager)
         if start is not None:
             start.load(self.trainer.state())
