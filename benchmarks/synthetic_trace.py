@@ -3,7 +3,7 @@
 A small list-scheduling model of the swap engine on fixed rates; it exists so that the reader, the statistics and the
 viewer can be tested and measured without a GPU, at any size. Every number follows from the arguments and the seed.
 
-    python -m benchmarks.synthetic_trace --layers 32 --tensors 12 --steps 4 --ranks 2 --out /tmp/traces
+    python -m benchmarks.synthetic_trace --layers 32 --tensors 12 --steps 4 --ranks 2 --out traces
 """
 
 from __future__ import annotations
