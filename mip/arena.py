@@ -77,7 +77,7 @@ class ArenaSolver:
         """Works until the incumbent is optimal or good enough, the capacity is met or refuted, or time is up."""
         if self.impossible or self.optimal:
             return
-        self.portfolio(deadline=deadline)
+        self.portfolio(deadline=deadline, gap=gap)
         if not self._done(deadline, gap):
             self._search(deadline, gap)
 
@@ -86,8 +86,8 @@ class ArenaSolver:
         met = self._capacity is not None and (self.fits or self.impossible)
         return self.optimal or enough or met or time.monotonic() >= deadline
 
-    def portfolio(self, *, deadline: float) -> None:
-        """Greedy fits in every order of the portfolio, until the bound is met."""
+    def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
+        """Greedy fits in every order of the portfolio, until one is optimal or good enough."""
         for name, order in portfolio_orders(self.instance):
             for best in (False, True):
                 offsets = self._engine.fit(order, best=best, deadline=deadline)
@@ -95,7 +95,7 @@ class ArenaSolver:
                     return
                 # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
                 self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
-                if self.optimal:
+                if self._done(deadline, gap):
                     return
 
     def _search(self, deadline: float, gap: float) -> None:

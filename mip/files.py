@@ -138,7 +138,7 @@ def _buffer_to_json(buffer: Buffer) -> dict[str, object]:
         "end": buffer.end,
         "nbytes": buffer.nbytes,
     }
-    optional = {
+    optional: dict[str, tuple[object, object]] = {
         "alignment": (buffer.alignment, 1),
         "fixed_offset": (buffer.fixed_offset, None),
         "gaps": ([list(gap) for gap in buffer.gaps], []),

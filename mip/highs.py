@@ -57,7 +57,7 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float)
     if backend is Backend.CBC:
         solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True)
     else:
-        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1)
+        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=0.0)
     try:
         model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through

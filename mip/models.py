@@ -38,39 +38,30 @@ class Model:
         sizes, upper = instance.sizes, instance.height(incumbent)
         self.program = pulp.LpProblem("address_plan", pulp.LpMinimize)
         self.M = pulp.LpVariable("M", lower, upper)  # (4)
-        self.A = [
-            pulp.LpVariable(f"A_{i}", 0, upper - sizes[i]) if alignment == 1 else None
-            for i, alignment in enumerate(instance.alignments)
-        ]
-        address = [
-            variable if variable is not None else self._aligned(i, instance, upper) for i, variable in enumerate(self.A)
-        ]
-        self._address = address
+        multiples = []
+        self.A = []
+        for i, alignment in enumerate(instance.alignments):
+            # A whole multiple of the alignment where there is one; without, whole sizes make A whole by themselves.
+            whole = pulp.LpContinuous if alignment == 1 else pulp.LpInteger
+            multiples.append(pulp.LpVariable(f"a_{i}", 0, (upper - sizes[i]) // alignment, cat=whole))
+            self.A.append(pulp.LpAffineExpression({multiples[i]: alignment}))
         self.program += self.M
         for i, size in enumerate(sizes):
-            self.program += address[i] + size <= self.M  # (1)
+            self.program += self.A[i] + size <= self.M  # (1)
             if instance.fixed[i] >= 0:
-                self.program += address[i] == instance.fixed[i]
+                self.program += self.A[i] == instance.fixed[i]
         for i, j in overlapping_pairs(instance):
             z = pulp.LpVariable(f"z_{i}_{j}", cat=pulp.LpBinary)
-            self.program += address[i] + sizes[i] <= address[j] + (1 - z) * upper  # (2)
-            self.program += address[j] + sizes[j] <= address[i] + z * upper  # (3)
+            self.program += self.A[i] + sizes[i] <= self.A[j] + (1 - z) * upper  # (2)
+            self.program += self.A[j] + sizes[j] <= self.A[i] + z * upper  # (3)
             z.setInitialValue(int(incumbent[i] < incumbent[j]))
         self.M.setInitialValue(upper)
         for i, at in enumerate(incumbent):
-            for variable in address[i].keys() if self.A[i] is None else [self.A[i]]:
-                variable.setInitialValue(at // instance.alignments[i])
-
-    @staticmethod
-    def _aligned(i: int, instance: Instance, upper: int) -> pulp.LpAffineExpression:
-        """A_i as a whole multiple of its alignment."""
-        alignment = instance.alignments[i]
-        multiple = pulp.LpVariable(f"a_{i}", 0, upper // alignment, cat=pulp.LpInteger)
-        return pulp.LpAffineExpression({multiple: alignment})
+            multiples[i].setInitialValue(at // instance.alignments[i])
 
     def addresses(self) -> list[float]:
         """A as the solver left it."""
-        return [float(pulp.value(address)) for address in self._address]
+        return [float(pulp.value(address)) for address in self.A]
 
 
 def solve_flat(

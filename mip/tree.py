@@ -72,6 +72,10 @@ class Tree:
             return FOUND
         return STOPPED if self._stopped else IMPOSSIBLE
 
+    def _over(self) -> bool:
+        self._stopped = self._stopped or self.nodes > self._node_limit or self._expired()
+        return self._stopped
+
     def _obstacles_of(self, index: int) -> list[int]:
         fixed = self._instance.fixed
         if fixed[index] >= 0:
@@ -95,8 +99,7 @@ class Tree:
         if not part:
             return True
         self.nodes += 1
-        if self._stopped or self.nodes > self._node_limit or self._expired():
-            self._stopped = True
+        if self._over():
             return False
         sizes, smallest = self._instance.sizes, min(self._instance.sizes[i] for i in part)
         waiting = {i for i in part if self._waits(i, low)}
@@ -114,7 +117,7 @@ class Tree:
                 break
             if self._place(part, at, index):
                 return True
-            if self._stopped:
+            if self._over():
                 return False
         self._failed.add(state)
         return False

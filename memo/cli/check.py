@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = read_plan(args.plan)
     violation = check(plan)
     if args.json:
-        report = {"valid": violation is None, "buffers": len(plan.problem.buffers)}
+        report: dict[str, object] = {"valid": violation is None, "buffers": len(plan.problem.buffers)}
         if violation is not None:
             report |= {"rule": violation.rule.value, "message": violation.message, "ids": list(violation.buffers)}
         print(json.dumps(report))

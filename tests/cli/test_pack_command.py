@@ -1,0 +1,283 @@
+"""`memo pack`, `check` and `show`: formats, exit codes, hostile files, pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from memo.cli.main import main
+from memo.errors import ExitCode, SolverFailed
+from memo.mip import compiled
+from memo.mip.arena import ArenaSolver
+from memo.mip.check import check
+from memo.mip.files import read_plan, read_problem
+
+DATA = Path(__file__).parents[1] / "mip" / "data"
+STEP = str(DATA / "gptm_L4_ckpt.csv")
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    assert main(["pack", STEP, "-o", str(path)]) == ExitCode.OK
+    return path
+
+
+def write(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_a_plan_is_written_checked_and_shown(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = read_plan(plan_path)
+    assert check(plan) is None
+    assert plan.arenas[0].nbytes == 3_548_414_976
+    assert main(["check", str(plan_path)]) == ExitCode.OK
+    assert "valid, 255 buffers" in capsys.readouterr().out
+    assert main(["show", str(plan_path)]) == ExitCode.OK
+    assert "3.305 GiB" in capsys.readouterr().out
+
+
+def test_the_same_problem_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    main(["pack", STEP, "-o", str(again)])
+    assert again.read_bytes() == plan_path.read_bytes()
+
+
+def test_a_plan_is_a_problem_too_and_round_trips(tmp_path: Path) -> None:
+    rows = (
+        "id,lower,upper,size,alignment,fixed_offset,gaps,arena,group\n"
+        'x,0,9,100,,,2-4 5-6,,\n"y ,z",1,5,64,64,128,,host slab,layers.0\n-,-3,2,0,,,,,\n'
+    )
+    problem = read_problem(write(tmp_path / "p.csv", rows))
+    assert problem.buffers[0].gaps == ((2, 4), (5, 6))
+    assert problem.buffers[1].fixed_offset == 128
+    plan = tmp_path / "plan.json"
+    assert main(["pack", str(tmp_path / "p.csv"), "--align", "64", "-o", str(plan)]) == ExitCode.OK
+    assert read_problem(plan).buffers == problem.buffers
+    assert read_plan(plan).problem.alignment == 64
+
+
+def test_csv_output_is_the_input_with_offsets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.csv"
+    assert main(["pack", STEP, "-o", str(out)]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {out}"
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert list(rows[0]) == ["id", "lower", "upper", "size", "offset"]
+    given = csv.DictReader(Path(STEP).read_text().splitlines())
+    assert [row["size"] for row in rows] == [row["size"] for row in given]
+
+
+def test_json_keys_carry_their_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", STEP, "--json"]) == ExitCode.OK
+    arena = json.loads(capsys.readouterr().out)["arenas"][0]
+    assert arena["nbytes"] == arena["lower_bound_nbytes"] == 3_548_414_976
+
+
+def test_existing_files_are_kept_without_force(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = plan_path.read_bytes()
+    assert main(["pack", str(DATA / "rnd_n32_s0.csv"), "-o", str(plan_path)]) == ExitCode.FAILURE
+    assert "exists" in capsys.readouterr().err
+    assert plan_path.read_bytes() == before
+    assert main(["pack", str(DATA / "rnd_n32_s0.csv"), "-o", str(plan_path), "-f"]) == ExitCode.OK
+    assert sorted(os.listdir(plan_path.parent)) == ["plan.json"], "no temporary file is left"
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", STEP, "-o", str(tmp_path / "missing" / "plan.json")]) == ExitCode.FAILURE
+    assert_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--capacity", "1GiB"], ExitCode.INFEASIBLE, "more than its capacity"),
+        (["--capacity", "8 gigs"], ExitCode.USAGE, "cannot read"),
+        (["--capacity", "slab=1GiB"], ExitCode.USAGE, "no buffer is in arena"),
+        (["--align", "0"], ExitCode.USAGE, "at least 1"),
+        (["--time-limit", "soon"], ExitCode.USAGE, "cannot read"),
+        (["--gap", "-1%"], ExitCode.USAGE, "--gap"),
+        (["--plot", "layout.bmp"], ExitCode.USAGE, ".png or .html"),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: ExitCode, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", STEP, *arguments]) == code
+    assert words in assert_one_line(capsys)
+
+
+def test_timeout_crash_and_interrupt_have_codes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hard = ["pack", str(DATA / "A.1048576.csv"), "--capacity", "1048576"]
+    assert main([*hard, "--time-limit", "1ms"]) == ExitCode.NO_PLAN_IN_TIME
+    assert_one_line(capsys)
+
+    def fail(error: BaseException) -> None:
+        def run(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(ArenaSolver, "run", run)
+
+    fail(SolverFailed("highs failed"))
+    assert main(hard) == ExitCode.FAILURE
+    assert_one_line(capsys)
+    fail(KeyboardInterrupt())
+    assert main(hard) == ExitCode.INTERRUPTED
+
+
+def test_an_invalid_plan_is_code_5_with_rule_and_names(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = json.loads(plan_path.read_text())
+    for entry in root["buffers"]:
+        entry["offset"] = 0
+    broken = write(plan_path.with_name("broken.json"), json.dumps(root))
+    capsys.readouterr()
+    assert main(["check", broken]) == ExitCode.PLAN_INVALID
+    assert "rule overlap: buffers '0' and '1'" in assert_one_line(capsys)
+    assert main(["check", broken, "--json"]) == ExitCode.PLAN_INVALID
+    assert json.loads(capsys.readouterr().out)["rule"] == "overlap"
+    assert main(["show", broken]) == ExitCode.OK
+    assert "INVALID: rule overlap" in capsys.readouterr().out
+
+
+BUFFER = '{"id": "a", "start": 0, "end": 1, "nbytes": 1, "offset": 0%s}'
+ARENA = '{"name": "device", "nbytes": 1, "lower_bound_nbytes": 1, "status": "optimal", "method": ""}'
+
+
+def plan_text(buffers: str = BUFFER % "", arenas: str = ARENA, rest: str = "") -> str:
+    return (
+        '{"format": "memo-address-plan", "version": 1, "alignment": 1, '
+        f'"arenas": [{arenas}], "buffers": [{buffers}]{rest}}}'
+    )
+
+
+HOSTILE: dict[str, str | bytes] = {
+    "empty": "",
+    "binary": bytes(range(256)),
+    "gzip bomb": b"\x1f\x8b\x08" + b"\0" * 1000,
+    "deep": "[" * 200_000,
+    "deep objects": '{"a":' * 100_000,
+    "array": "[]",
+    "null": "null",
+    "nan": plan_text(rest=', "seed": NaN'),
+    "float": plan_text(rest=', "seed": 1.5'),
+    "huge float": plan_text(rest=', "seed": 1e999'),
+    "boolean": plan_text(rest=', "seed": true'),
+    "beyond 2^63": plan_text(BUFFER.replace('"nbytes": 1', f'"nbytes": {1 << 63}') % ""),
+    "5000 digits": plan_text(BUFFER.replace('"nbytes": 1', '"nbytes": ' + "9" * 5000) % ""),
+    "negative size": plan_text(BUFFER.replace('"nbytes": 1', '"nbytes": -1') % ""),
+    "duplicate key": plan_text(BUFFER % ', "id": "b"'),
+    "duplicate id": plan_text(f"{BUFFER % ''}, {BUFFER % ''}"),
+    "unknown key": plan_text(BUFFER % ', "path": "../../etc/passwd"'),
+    "missing key": plan_text('{"id": "a"}'),
+    "lone surrogate": plan_text(BUFFER.replace('"a"', '"\\ud800"') % ""),
+    "long name": plan_text(BUFFER.replace('"a"', f'"{"x" * 5000}"') % ""),
+    "gap outside": plan_text(BUFFER % ', "gaps": [[0, 9]]'),
+    "gap not a pair": plan_text(BUFFER % ', "gaps": [1]'),
+    "other version": plan_text().replace('"version": 1', '"version": 99'),
+    "other format": plan_text().replace("memo-address-plan", "\x1b[31mplan"),
+    "unknown status": plan_text(arenas=ARENA.replace("optimal", "perfect")),
+    "torn": plan_text()[:-30],
+}
+
+
+@pytest.mark.parametrize("command", ["pack", "check", "show"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_json_is_one_line_and_exit_1_within_a_second(
+    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "plan.json", HOSTILE[name])
+    if command == "pack" and name in {"boolean", "unknown status"}:
+        pytest.skip("a plan's seed and arenas are no part of its problem")
+    began = time.process_time()
+    assert main([command, path]) == ExitCode.FAILURE
+    assert time.process_time() - began < 1
+    assert "\x1b" not in assert_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,b\n1,2\n",
+        "id,lower,upper\n",
+        "id,lower,upper,size\n1,2\n",
+        "id,lower,upper,size\n1,5,2,8\n",
+        "id,lower,upper,size\n1,0,2,1e9\n",
+        "id,lower,upper,size\n1,0,2,99999999999999999999999\n",
+        "id,lower,upper,size\n1,0,2,-5\n",
+        "id,lower,upper,size\n1,0,2,5\n1,0,2,5\n",
+        "id,lower,upper,size,gaps\n1,0,9,5,3\n",
+        'id,lower,upper,size\n"1,0,2,5\n',
+        "id,lower,upper,size\n\x1b[2J,x,2,5\n",
+    ],
+)
+def test_hostile_csv_is_one_line_and_exit_1(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", write(tmp_path / "p.csv", text)]) == ExitCode.FAILURE
+    assert "\x1b" not in assert_one_line(capsys)
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "missing"):
+        assert main(["check", str(path)]) == ExitCode.FAILURE
+        assert_one_line(capsys)
+
+
+def test_names_cannot_drive_the_terminal_or_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[2J</script><img onerror=x>\u202e"
+    text = plan_text(BUFFER.replace('"a"', json.dumps(name)) % "")
+    page = tmp_path / "layout.html"
+    assert main(["pack", write(tmp_path / "p.json", text), "--plot", str(page)]) == ExitCode.OK
+    assert main(["show", str(tmp_path / "p.json")]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\u202e" not in out
+    html = page.read_text()
+    assert "<img" not in html
+    assert html.count("</script>") == 2
+    assert "innerHTML" not in html
+    assert "default-src 'none'" in html
+    data = html.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["arenas"][0]["boxes"][0][5] == name
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "layout.png"
+    assert main(["pack", STEP, "--plot", str(path)]) == ExitCode.OK
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_compiler_the_answer_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = str(DATA / "rnd_n32_s0.csv")
+    main(["pack", problem, "--json"])
+    with_compiler = json.loads(capsys.readouterr().out)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.load.cache_clear()
+    with pytest.warns(UserWarning, match="slower Python version"):
+        assert main(["pack", problem, "--json"]) == ExitCode.OK
+    compiled.load.cache_clear()
+    without = json.loads(capsys.readouterr().out)
+    assert without["arenas"][0]["nbytes"] == with_compiler["arenas"][0]["nbytes"]
+
+
+def test_a_cache_others_may_write_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "memo").mkdir()
+    (tmp_path / "memo").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(OSError, match="writable by others"):
+        compiled.open_cache()
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("memo ")
+    return error
