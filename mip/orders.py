@@ -29,9 +29,9 @@ def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
     width, peak, sizes = _widths(instance), _peaks(instance), instance.sizes
     keys: dict[str, Key] = {
         "peak load": lambda i: (-peak[i], -width[i] * sizes[i], i),
-        "peak load, start": lambda i: (-peak[i], instance.spans[i][0][0], -sizes[i], i),
         "area": lambda i: (-width[i] * sizes[i], i),
         "width": lambda i: (-width[i], -sizes[i], i),
+        "peak load, start": lambda i: (-peak[i], instance.spans[i][0][0], -sizes[i], i),
         "size": lambda i: (-sizes[i], -width[i], i),
         "start": lambda i: (instance.spans[i][0][0], -width[i], i),
     }

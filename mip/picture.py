@@ -11,7 +11,6 @@ import base64
 import hashlib
 import io
 import json
-import zlib
 from pathlib import Path
 
 from memo.errors import UsageError
@@ -63,15 +62,15 @@ def picture_png(plan: Plan) -> bytes:
         outline = {"edgecolors": "#00000055", "linewidths": 0.3} if len(boxes) <= MAX_OUTLINED else {"linewidths": 0}
         panel.add_collection(PolyCollection(corners, facecolors=[COLOURS[box[4]] for box in boxes], **outline))
         bound = arena.lower_bound_nbytes / unit
-        panel.axhline(bound, color="#c00", linewidth=1.2, linestyle="--", label=f"lower bound {bound:.5g} {name}")
         panel.axhline(arena.nbytes / unit, color="#222", linewidth=1.2, label=f"arena {arena.nbytes / unit:.5g} {name}")
+        panel.axhline(bound, color="#c00", linewidth=1.2, linestyle="--", label=f"lower bound {bound:.5g} {name}")
         panel.set_xlim(min((box[0] for box in boxes), default=0), max((box[1] for box in boxes), default=1))
         panel.set_ylim(0, max(arena.nbytes, arena.lower_bound_nbytes, 1) / unit * 1.04)
         panel.set_xlabel("time")
         panel.set_ylabel(f"address, {name}")
         title = f"{arena.name}: {len(plan.problem.of(arena.name)):,} buffers, {arena.gap:.2%} above the lower bound"
         panel.set_title(title.replace("$", r"\$"), loc="left")
-        panel.legend(loc="lower right")
+        panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
@@ -114,11 +113,13 @@ STYLE = (
 
 
 def _boxes(plan: Plan, arena: ArenaPlan) -> list[tuple[int, int, int, int, int, str]]:
-    """(start, end, offset, nbytes, colour, id) of every span of every buffer of the arena, by colour of its size."""
+    """(start, end, offset, nbytes, colour, id) of every span of every buffer of the arena, coloured by size and group."""
+    kinds = sorted({(buffer.nbytes, buffer.group) for buffer in plan.problem.of(arena.name)})
+    colours = {kind: rank % len(COLOURS) for rank, kind in enumerate(kinds)}
     boxes = []
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
         if buffer.arena == arena.name and buffer.nbytes:
-            colour = zlib.crc32(f"{buffer.nbytes} {buffer.group}".encode()) % len(COLOURS)
+            colour = colours[buffer.nbytes, buffer.group]
             boxes += [(start, end, offset, buffer.nbytes, colour, buffer.id) for start, end in buffer.spans()]
     return boxes
 
