@@ -25,8 +25,9 @@ NODE_LIMIT = 4000
 FIRST_NODE_LIMIT = 20_000
 """Of the searches by the named orders, which more often than others need no second chance."""
 NAMED_ORDERS = 3
-LOWEST_SHARE = 3
-"""Of four searches without a capacity so many aim at the lower bound; the fourth aims between it and the incumbent."""
+CYCLE, NEAR = 4, 0.02
+"""Of four searches without a capacity three aim at the lower bound when the incumbent is this near to it, else one; the
+others aim between it and the incumbent."""
 
 
 class ArenaSolver:
@@ -119,7 +120,7 @@ class ArenaSolver:
             elif outcome.answer is Answer.IMPOSSIBLE:
                 self.lower = max(self.lower, target + 1)
                 self._report(self)
-            elif turn % (LOWEST_SHARE + 1) == LOWEST_SHARE:
+            elif target > self.lower:
                 halvings += 1
             if self._done(deadline, gap):
                 return
@@ -128,7 +129,10 @@ class ArenaSolver:
         """The capacity to search at: the user's, or the bound, or now and then a point nearer to the incumbent."""
         if self._capacity is not None:
             return self._capacity
-        if self.upper is None or turn % (LOWEST_SHARE + 1) < LOWEST_SHARE:
+        if self.upper is None or turn < NAMED_ORDERS:
+            return self.lower
+        near = self.upper <= self.lower * (1 + NEAR)
+        if turn % CYCLE < (CYCLE - 1 if near else 1):
             return self.lower
         step = (self.upper - self.lower) >> halvings
         return max(self.lower, self.upper - max(1, step))
