@@ -25,6 +25,8 @@ from memo.mip.instance import Instance
 __all__ = ["Answer", "Compiled", "Engine", "Outcome", "Pure", "make_engine"]
 
 STACK_NBYTES_PER_BUFFER = 2048
+SMALL_PART = 1024
+"""Buffers up to which search.cpp treats a part as small; measured on instances of 150 to 24,000 buffers."""
 
 
 class Answer(enum.IntEnum):
@@ -96,8 +98,8 @@ class Pure:
 class Compiled:
     """The engine in C++."""
 
-    def __init__(self, instance: Instance, library: ctypes.CDLL) -> None:
-        self._instance = instance
+    def __init__(self, instance: Instance, library: ctypes.CDLL, *, small_part: int = SMALL_PART) -> None:
+        self._instance, self._small_part = instance, small_part
         self._library = library
         library.memo_fit.restype = ctypes.c_int64
 
@@ -119,7 +121,7 @@ class Compiled:
         problem = _Arrays(self._instance, order)
 
         def call() -> int:
-            limits = (ctypes.c_int64(capacity), ctypes.c_int64(node_limit))
+            limits = (ctypes.c_int64(capacity), ctypes.c_int64(node_limit), ctypes.c_int32(self._small_part))
             return int(
                 self._library.memo_search(
                     *problem.arguments(), *limits, _at(stop), _at(conflicts), _at(nodes), _at(out)

@@ -13,9 +13,6 @@
 
 namespace {
 
-// A part with more buffers than this is met once, on the way down: its state is not remembered, and its floors are kept
-// from node to node. In a smaller one nodes fail so often that computing them anew, in straight loops, is quicker.
-constexpr size_t kSmallPart = 1024;
 
 struct Range {
     int first, last;
@@ -84,9 +81,11 @@ class Tree {
   public:
     int64_t nodes = 0;
 
-    Tree(const Instance<Unit>& in, Unit capacity, int64_t node_limit, const volatile int32_t* stop, int64_t* conflicts,
+    // A part of more than `small_part` buffers is met once, on the way down: its state is not remembered, and its floors
+    // are kept from node to node. In a smaller one so many nodes fail that straight loops over all of it are quicker.
+    Tree(const Instance<Unit>& in, Unit capacity, int64_t node_limit, int32_t small_part, const volatile int32_t* stop, int64_t* conflicts,
          int64_t* out)
-        : in(in), capacity(capacity), node_limit(node_limit), stop(stop), conflicts(conflicts), out(out),
+        : in(in), capacity(capacity), node_limit(node_limit), small_part(small_part), stop(stop), conflicts(conflicts), out(out),
           offset(in.n, 0), least(in.n, 0), placed(in.n, 0), rest(in.sections, 0), floor(in.sections, 0),
           crossing(in.sections + 1, 0), obstacles(in.n), witness(in.sections, 0),
           witnessed(in.n, 0) {
@@ -123,6 +122,7 @@ class Tree {
     const Instance<Unit>& in;
     const Unit capacity;
     const int64_t node_limit;
+    const size_t small_part;
     const volatile int32_t* stop;
     int64_t* conflicts;
     int64_t* out;
@@ -238,7 +238,7 @@ class Tree {
         Unit smallest = kNever, ceiling = kNever;
         for (int i : part)
             if (!placed[i]) smallest = std::min(smallest, in.sizes[i]);
-        bool small = live <= kSmallPart, waiting = false;
+        bool small = live <= small_part, waiting = false;
         uint64_t key = 0;
         std::vector<std::pair<Unit, int>> choices;
         for (int i : part) {
@@ -373,11 +373,11 @@ int64_t fit(const Instance<int64_t>& in, bool best, const volatile int32_t* stop
 extern "C" {
 
 int32_t memo_search(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
-                    const int64_t* alignments, const int64_t* fixed, int64_t capacity, int64_t node_limit,
+                    const int64_t* alignments, const int64_t* fixed, int64_t capacity, int64_t node_limit, int32_t small_part,
                     const volatile int32_t* stop, int64_t* conflicts, int64_t* nodes, int64_t* out) {
     auto search = [&]<class Unit>(Unit narrow) {
         Instance<Unit> in(n, sections, row, ranges, sizes, alignments, fixed);
-        Tree<Unit> tree(in, narrow, node_limit, stop, conflicts, out);
+        Tree<Unit> tree(in, narrow, node_limit, small_part, stop, conflicts, out);
         int32_t answer = tree.run();
         *nodes = tree.nodes;
         return answer;
