@@ -3,15 +3,18 @@
     python -m benchmarks.hook_cost
 
 Every copy is answered at once by a stand-in tier, so the difference is the engine's own work: identity, the in-place
-guard, groups, state changes. Both arms run alternately in one process; the median of the differences is divided by the
-number of saved tensors.
+guard, groups, state changes, release. Three arms run alternately in one process: no hooks, hooks that do nothing, memo.
+The median difference in this thread's processor time is divided by the number of saved tensors, parameters among them.
+
+Two cases: norm and softmax statistics below `min_bytes`, as they are with the default threshold at 8k tokens; and every
+storage moved, however small. What doing nothing costs tells how fast the machine was at the time.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,8 +30,6 @@ from memo.trace.events import Lane
 from memo.trace.events import Tier as TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from memo.swap.backend import Event
 
 LAYERS = 32
@@ -83,7 +84,7 @@ class KeepsTheSource:
         return None
 
 
-def step(model: GPT, ids: torch.Tensor, manager: Manager | None) -> int:
+def step(model: GPT, ids: torch.Tensor, manager: Any) -> int:
     """Nanoseconds of this thread's processor time in one forward and backward: other work on the machine is left out."""
     begin = time.thread_time_ns()
     if manager is None:
@@ -109,54 +110,60 @@ def saved_tensors(model: GPT, ids: torch.Tensor) -> int:
     return count
 
 
-def measure(model: GPT, ids: torch.Tensor, make: Callable[[], Manager]) -> tuple[float, float, float]:
-    """(plain seconds, managed seconds, microseconds per saved tensor), medians over alternating rounds."""
-    manager = make()
-    plain, managed = [], []
+class Nothing:
+    """Hooks that keep a detached tensor: the least that saved-tensor hooks can do."""
+
+    def __enter__(self) -> None:
+        self._hooks = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(None, None, None)
+
+
+def measure(model: GPT, ids: torch.Tensor, min_bytes: int) -> dict[str, float]:
+    """Median microseconds per saved tensor over alternating rounds, of hooks that do nothing and of memo."""
+    backend = CpuBackend()
+    backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
+    engine = Engine(backend, [KeepsTheSource()], min_bytes=min_bytes)
+    manager = Manager(model, find_layers(model), engine)
+    arms: dict[str, Any] = {"plain": None, "nothing": Nothing(), "memo": manager}
+    times: dict[str, list[int]] = {name: [] for name in arms}
     for number in range(ROUNDS + 5):
-        a, b = step(model, ids, None), step(model, ids, manager)
-        if number >= 5:
-            plain.append(a)
-            managed.append(b)
-    difference = statistics.median(b - a for a, b in zip(plain, managed, strict=True))
-    return (
-        statistics.median(plain) / 1e9,
-        statistics.median(managed) / 1e9,
-        difference / 1e3 / saved_tensors(model, ids),
-    )
+        for name, context in arms.items():
+            took = step(model, ids, context)
+            if number >= 5:
+                times[name].append(took)
+    count = saved_tensors(model, ids)
+
+    def per_tensor_us(name: str) -> float:
+        pairs = zip(times["plain"], times[name], strict=True)
+        return statistics.median(other - plain for plain, other in pairs) / 1e3 / count
+
+    return {
+        "plain_step_ms": statistics.median(times["plain"]) / 1e6,
+        "nothing_us": per_tensor_us("nothing"),
+        "memo_us": per_tensor_us("memo"),
+        "moved_storages": engine.stats.bytes_host and sum(engine.stats.uses.values()) / (ROUNDS + 5),
+    }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=16)
-    model = GPT(config)
+    model = GPT(preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=16))
     ids = torch.randint(0, 64, (1, 16))
-
-    def make() -> Manager:
-        backend = CpuBackend()
-        backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
-        engine = Engine(backend, [KeepsTheSource()], min_bytes=1)
-        return Manager(model, find_layers(model), engine)
-
-    plain, managed, microseconds = measure(model, ids, make)
     count = saved_tensors(model, ids)
-    print(f"{LAYERS} layers, {count} saved tensors a step, parameters among them, every one of them looked at")
-    print(f"step without memo {plain * 1e3:7.2f} ms")
-    print(f"step with memo    {managed * 1e3:7.2f} ms")
-    print(f"pack + unpack     {microseconds:7.2f} us per saved tensor (budget {BUDGET_US:.0f} us)")
-    path = write_result(
-        "hook-cost",
-        {
-            "torch": torch.__version__,
-            "layers": LAYERS,
-            "saved_tensors": count,
-            "plain_step_s": plain,
-            "managed_step_s": managed,
-            "us_per_saved_tensor": microseconds,
-        },
-    )
-    print(f"Wrote {path}")
+    print(f"{LAYERS} layers, {count} saved tensors a step, parameters among them")
+    cases = {"statistics stay": measure(model, ids, 1024), "everything moves": measure(model, ids, 1)}
+    for name, case in cases.items():
+        print(
+            f"{name:17} {case['moved_storages']:4.0f} storages moved: {case['memo_us']:6.2f} us per saved tensor "
+            f"(budget {BUDGET_US:.0f}; hooks that do nothing {case['nothing_us']:.2f}; "
+            f"step without hooks {case['plain_step_ms']:.1f} ms)"
+        )
+    result = {"torch": torch.__version__, "layers": LAYERS, "saved_tensors": count, "cases": cases}
+    print(f"Wrote {write_result('hook-cost', result)}")
 
 
 if __name__ == "__main__":

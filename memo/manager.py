@@ -21,8 +21,9 @@ from memo.node import available_host_bytes, share_of_node
 from memo.report import DiskUse, Report
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
-from memo.swap.engine import Engine, Group
+from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
+from memo.swap.saved import Group
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace.recorder import TraceRecorder
 from memo.units import parse_bytes

@@ -151,6 +151,7 @@ class CheckingBackend:
         self.compute = _Lane(self, "compute")
         self.d2h = _CheckingStream(self, "d2h")
         self.h2d = _CheckingStream(self, "h2d")
+        self._marked = self.compute.tick()  # where the latest compute event stands
         self._policy = policy
         self._random = random.Random(seed)
         self._accesses: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
@@ -179,6 +180,8 @@ class CheckingBackend:
         if accesses is None:
             accesses = self._accesses[storage] = []
             weakref.finalize(storage, self._freed, accesses).atexit = False
+            if not write:  # made by the compute stream, no later than the event that says so
+                accesses.append(_Access("compute", self._marked, True, 0, storage.nbytes()))
         start = int(buffer.storage_offset())  # every buffer is uint8
         check_access(accesses, lane, start, start + buffer.numel(), write=write)
 
@@ -188,7 +191,8 @@ class CheckingBackend:
                 self.races.append(f"memory freed while an access on {access.lane} is not ordered before it")
 
     def compute_event(self) -> Past:
-        event = Past(self.compute.clock.copy())
+        self._marked = self.compute.clock.copy()
+        event = Past(self._marked)
         self.compute.tick()
         return event
 

@@ -40,13 +40,13 @@ from memo.swap.capture import (
     local_part,
     view_of_parameter,
 )
-from memo.swap.saved import Handle, Kept, SavedStorage, Sharded, State, storage_bytes
+from memo.swap.saved import Group, Handle, Kept, SavedStorage, Sharded, State, storage_bytes
 from memo.swap.stats import Stats
 from memo.trace.events import Lane, Note, Span, Stall, StallCause, StateChange, Tier, Use, UseKind
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from memo.swap.backend import Backend, Event, Stamp, Timed
@@ -54,33 +54,10 @@ if TYPE_CHECKING:
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
 
-__all__ = ["Engine", "Group"]
+__all__ = ["Engine"]
 
+SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work, and no event each
 _KEEP = object()  # what the identity map holds for a storage that never moves
-
-
-class Group:
-    """What one call of one layer saved."""
-
-    __slots__ = ("ahead", "alive", "began", "external", "index", "key", "module", "saved", "wait_for_next")
-
-    def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
-        self.index = index  # position in the forward order since the engine was last empty
-        self.key = key  # (layer, how often this layer was called since then)
-        self.module = module
-        self.wait_for_next = wait_for_next  # copies begin only when another layer follows
-        self.saved: list[weakref.ref[SavedStorage]] = []
-        self.alive = 0  # how many of these are
-        self.external: set[torch.UntypedStorage] = set()
-        self.ahead = False  # reloaded before backward reached it
-        self.began: Stamp | None = None  # when its forward began; taken only for a trace
-
-    def living(self) -> Iterator[SavedStorage]:
-        """What still has handles, in the order it was saved."""
-        for weak in self.saved:
-            saved = weak()
-            if saved is not None:
-                yield saved
 
 
 class Engine:
@@ -107,6 +84,7 @@ class Engine:
         self._prefetch_bytes = prefetch_bytes
         self._tracer = tracer
         self._changed = None if tracer is None else self._trace_state
+        self._dropping = self._drop  # one bound method, not one for each storage
         self._device = backend.device
         self._nothing = torch.empty(0, device=backend.device)
         # Storage -> its life, held weakly, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
@@ -273,8 +251,7 @@ class Engine:
 
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> SavedStorage:
         source = storage_bytes(storage, self._device)
-        saved = SavedStorage(source, tensor, group=group.index, module=group.module, dropped=self._drop)
-        saved.changed = self._changed
+        saved = SavedStorage(source, tensor._version, group, self._dropping, self._changed)
         weak = weakref.ref(saved)
         self._known[storage] = weak
         group.saved.append(weak)
@@ -282,36 +259,29 @@ class Engine:
         self.stats.live_entries += 1
         self.stats.came_to_device(saved.nbytes)
         if self._tracer is not None:
-            self._trace_state(saved, first=True)
-        self.backend.compute_uses(source)
+            self._trace_state(saved, tensor)
         if not group.wait_for_next:
-            self._send(saved)
+            self._send(saved, source)
         return saved
 
-    def _send(self, saved: SavedStorage) -> None:
+    def _send(self, saved: SavedStorage, source: torch.Tensor) -> None:
         """Issues the copy out (E1)."""
-        assert saved.source is not None
-        place = self._claim(saved)
+        place = self.tiers[0].claim(saved.nbytes) or self._claim(saved)
         saved.place = place
-        saved.out = place.leave(saved.source, after=self._written())
+        saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, saved.nbytes)
         saved.move_to(State.LEAVING)
         if self._tracer is not None:
             self._spans.append((saved.id, saved.nbytes, place.tier.lane_out, saved.out))
 
     def _claim(self, saved: SavedStorage) -> Place:
-        for position, tier in enumerate(self.tiers):
+        """Room in any tier, the first being full: a dropped storage may still hold some there."""
+        self._clear_limbo()
+        for position, tier in enumerate(self.tiers if self._spill else self.tiers[:1]):
             place = tier.claim(saved.nbytes)
             if place is not None:
                 self.stats.spilled += position > 0
                 return place
-            self._clear_limbo()  # a dropped storage may still hold room here
-            place = tier.claim(saved.nbytes)
-            if place is not None:
-                self.stats.spilled += position > 0
-                return place
-            if not self._spill:
-                break
         raise self._no_room(saved)
 
     def _no_room(self, saved: SavedStorage) -> SwapError:
@@ -333,21 +303,22 @@ class Engine:
         if group is not None:
             group.wait_for_next = False
             for saved in group.living():
-                if saved.state is State.LIVE:
-                    self._send(saved)
+                if saved.state is State.LIVE and saved.source is not None:
+                    self._send(saved, saved.source)
 
     def _retire(self, group: Group) -> None:
         """Drops the sources of an earlier layer's storages, ordered after their copies (E2)."""
+        begin = time.monotonic_ns()
         for saved in group.living():
-            if saved.state is not State.LEAVING:
-                continue
-            try:
-                self._copied_out(saved)
-            except StoreWriteError as error:
-                self._rescue(saved, error)
-            saved.source = None
-            self.stats.device_bytes -= saved.nbytes
-            saved.move_to(State.AWAY)
+            if saved.state is State.LEAVING:
+                try:
+                    self._copied_out(saved)
+                except StoreWriteError as error:
+                    self._rescue(saved, error)
+                saved.source = None
+                self.stats.device_bytes -= saved.nbytes
+                saved.move_to(State.AWAY)
+        self._stalled(begin, StallCause.DRAIN, group.module)
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -376,9 +347,8 @@ class Engine:
     def _bring(self, saved: SavedStorage) -> torch.Tensor:
         if self._closed and not saved.on_device:
             raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
-        group = self._groups.get(saved.group)
-        if group is not None and group is not self._reading and not self._closed:
-            self._reach(group)
+        if saved.group is not self._reading and not self._closed:
+            self._reach(saved.group)
         if saved.source is not None:
             self._forward(saved)
             return saved.source
@@ -387,6 +357,7 @@ class Engine:
             how = UseKind.FETCHED
             self._fetch(saved)
         if saved.state is State.RETURNING:
+            begin = time.monotonic_ns()
             try:
                 self._copied_back(saved)
             except SwapError:
@@ -394,6 +365,8 @@ class Engine:
                 self.stats.device_bytes -= saved.nbytes
                 saved.move_to(State.AWAY)
                 raise
+            finally:
+                self._stalled(begin, StallCause.RELOAD, saved.group.module, saved.id)
             saved.move_to(State.BACK)
             self._count_use(saved, how)
         assert saved.returned is not None
@@ -434,7 +407,6 @@ class Engine:
             self._end_backward_span()
             self._backward = (group.module, self.backend.stamp())
         self._poll_limbo()
-        group.ahead = False
         self._fetch_group(group)
         room = self._prefetch_bytes
         following = self._following(group)
@@ -444,13 +416,12 @@ class Engine:
             if not first and (room is None or nbytes > room):
                 break
             self._fetch_group(following)
-            following.ahead = True
             room = None if room is None else room - nbytes
             first = False
             following = self._following(following)
 
     def _fetch_group(self, group: Group) -> None:
-        for saved in reversed(list(group.living())):  # backward asks in about this order
+        for saved in reversed(group.living()):  # backward asks in about this order
             if saved.state is State.AWAY:
                 self._fetch(saved)
 
@@ -478,23 +449,23 @@ class Engine:
         self._drain()
 
     def _drain(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):
+        dropped = self._dropped
+        while dropped and self._lock.acquire(blocking=False):
             try:
-                while self._dropped:
-                    self._end(self._dropped.popleft())
+                while dropped:
+                    self._end(dropped.popleft())
             finally:
                 self._lock.release()
 
     def _end(self, saved: SavedStorage) -> None:
         self.stats.live_entries -= 1
-        group = self._groups.get(saved.group)
-        if group is not None:
-            group.alive -= 1
-            if not group.alive and group is not self._open:
-                del self._groups[saved.group]
+        group = saved.group
+        group.alive -= 1
+        if not group.alive and group is not self._open:
+            self._groups.pop(group.index, None)
         if self._in_flight(saved) is None:
             self._free(saved)
-        elif saved.out is not None and saved.state is State.LEAVING and saved.out.cancel():
+        elif saved.state is State.LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
             self.stats.cancelled += 1
             self.stats.moved(saved.place.tier.name, -saved.nbytes)
@@ -508,11 +479,13 @@ class Engine:
             saved = self._limbo.popleft()
             event = self._in_flight(saved)
             if event is not None:
+                begin = time.monotonic_ns()
                 try:
-                    self._wait(event, StallCause.DRAIN, saved)
+                    self.backend.compute_wait(event)
                 except SwapError as error:
                     # Nobody needs these bytes any more; the failure itself must still be seen.
                     self._warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
+                self._stalled(begin, StallCause.DRAIN, saved.module, saved.id)
             self._free(saved)
 
     def _poll_limbo(self) -> None:
@@ -542,7 +515,7 @@ class Engine:
     def _copied_out(self, saved: SavedStorage) -> None:
         """E2: what the compute stream issues from now on runs after the copy out, so the source's memory is free."""
         assert saved.out is not None
-        self._wait(saved.out, StallCause.DRAIN, saved)
+        self.backend.compute_wait(saved.out)
 
     def _allocated(self) -> Event:
         """E3: earlier work of the compute stream may still use the memory that a fresh buffer was made of."""
@@ -551,33 +524,29 @@ class Engine:
     def _copied_back(self, saved: SavedStorage) -> None:
         """E4: what the compute stream issues from now on runs after the reload."""
         assert saved.returning is not None
-        self._wait(saved.returning, StallCause.RELOAD, saved)
+        self.backend.compute_wait(saved.returning)
 
     def _in_flight(self, saved: SavedStorage) -> Event | None:
         """E5: the copy that may still touch the buffers of a storage whose handles are gone."""
-        if saved.state is State.LEAVING and saved.out is not None and not saved.out.query():
-            return saved.out
-        if saved.state is State.RETURNING and saved.returning is not None and not saved.returning.query():
-            return saved.returning
-        return None
+        if saved.state is State.LEAVING:
+            event = saved.out
+        elif saved.state is State.RETURNING:
+            event = saved.returning
+        else:
+            return None
+        return None if event is None or event.query() else event
 
     # Waiting, counting, telling.
 
-    def _wait(self, event: Event, cause: StallCause, saved: SavedStorage) -> None:
-        """The compute stream waits; host time lost in it is counted as a stall."""
-        begin = time.monotonic_ns()
-        try:
-            self.backend.compute_wait(event)
-        finally:
-            duration = time.monotonic_ns() - begin
-            self.stats.stalls_ns[cause] += duration
-            if self._tracer is not None and duration > 20_000:
-                t = self._tracer.at(begin)
-                self._tracer.emit(
-                    Stall(t=t, d=duration, step=self._tracer.step, cause=cause, module=saved.module, id=saved.id)
-                )
+    def _stalled(self, begin_ns: int, cause: StallCause, module: str, ident: int | None = None) -> None:
+        """Host time since `begin_ns` went into waiting for a copy."""
+        duration = time.monotonic_ns() - begin_ns
+        self.stats.stalls_ns[cause] += duration
+        if self._tracer is not None and duration > SHORTEST_STALL_NS:
+            t = self._tracer.at(begin_ns)
+            self._tracer.emit(Stall(t=t, d=duration, step=self._tracer.step, cause=cause, module=module, id=ident))
 
-    def _trace_state(self, saved: SavedStorage, *, first: bool = False) -> None:
+    def _trace_state(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
         """One event for one transition; the first also says what the storage is."""
         tracer = self._tracer
         assert tracer is not None
@@ -589,9 +558,9 @@ class Engine:
                 to=saved.state,
                 nbytes=saved.nbytes,
                 tier=saved.place.tier.name if saved.place is not None else None,
-                module=saved.module if first else None,
-                shape=tuple(saved.shape) if first else None,
-                dtype=str(saved.dtype).removeprefix("torch.") if first else None,
+                module=saved.module if first is not None else None,
+                shape=tuple(first.shape) if first is not None else None,
+                dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
             )
         )
 

@@ -19,12 +19,13 @@ from memo.errors import ModifiedAfterSave
 from memo.trace.events import TensorState as State
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
-    from memo.swap.backend import Timed
+    from memo.swap.backend import Stamp, Timed
     from memo.swap.tiers import Place
 
-__all__ = ["Handle", "Kept", "SavedStorage", "Sharded", "State", "storage_bytes"]
+__all__ = ["Group", "Handle", "Kept", "SavedStorage", "Sharded", "State", "storage_bytes"]
 
 _NEXT: dict[State, frozenset[State]] = {
     State.LIVE: frozenset({State.LEAVING, State.GONE}),
@@ -44,6 +45,26 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+class Group:
+    """What one call of one layer saved."""
+
+    __slots__ = ("alive", "began", "external", "index", "key", "module", "saved", "wait_for_next")
+
+    def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
+        self.index = index  # position in the forward order since the engine was last empty
+        self.key = key  # (layer, how often this layer was called since then)
+        self.module = module
+        self.wait_for_next = wait_for_next  # copies begin only when another layer follows
+        self.saved: list[weakref.ref[SavedStorage]] = []
+        self.alive = 0  # how many of these are
+        self.external: set[torch.UntypedStorage] = set()
+        self.began: Stamp | None = None  # when its forward began; taken only for a trace
+
+    def living(self) -> list[SavedStorage]:
+        """What still has handles, in the order it was saved."""
+        return [saved for weak in self.saved if (saved := weak()) is not None]
+
+
 class SavedStorage:
     """The life of one storage at one version.
 
@@ -54,16 +75,13 @@ class SavedStorage:
         "__weakref__",
         "changed",
         "dropped",
-        "dtype",
         "group",
         "id",
-        "module",
         "nbytes",
         "out",
         "place",
         "returned",
         "returning",
-        "shape",
         "source",
         "state",
         "version",
@@ -72,19 +90,15 @@ class SavedStorage:
     def __init__(
         self,
         source: torch.Tensor,
-        tensor: torch.Tensor,
-        *,
-        group: int,
-        module: str,
+        version: int,
+        group: Group,
         dropped: Callable[[SavedStorage], None],
+        changed: Callable[[SavedStorage], None] | None,
     ) -> None:
         self.id = next(_ids)
         self.nbytes = source.numel()
-        self.version = tensor._version
+        self.version = version
         self.group = group
-        self.module = module
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
         self.state = State.LIVE
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
@@ -92,7 +106,7 @@ class SavedStorage:
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
         self.dropped = dropped
-        self.changed: Callable[[SavedStorage], None] | None = None  # told of each transition, for a trace
+        self.changed = changed  # told of each transition, for a trace
 
     def __del__(self) -> None:
         # The engine takes it into its queue, which brings the object back for a moment; Python calls this only once.
@@ -109,6 +123,11 @@ class SavedStorage:
         self.state = state
         if self.changed is not None:
             self.changed(self)
+
+    @property
+    def module(self) -> str:
+        """Name of the layer that saved it."""
+        return self.group.module
 
     @property
     def on_device(self) -> bool:

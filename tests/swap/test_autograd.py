@@ -504,7 +504,7 @@ def test_prefetch_depth_is_bounded_by_the_device_budget(
     def watch(group: Any) -> None:
         nonlocal deepest
         reach(group)
-        waiting = {saved.group for saved in lives(manager) if saved.state.value in ("returning", "back")}
+        waiting = {saved.group.index for saved in lives(manager) if saved.state.value in ("returning", "back")}
         deepest = max(deepest, len(waiting - {group.index}))
 
     engine._reach = watch  # type: ignore[method-assign]
