@@ -239,6 +239,8 @@ class Manager:
             self._engine.close()
         finally:
             if self._recorder is not None:
+                if self._in_step:
+                    self.step_done()
                 self._recorder.close()
 
 

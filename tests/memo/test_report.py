@@ -49,3 +49,19 @@ def test_a_report_before_any_step_divides_nothing_by_zero(tmp_path: Path) -> Non
     assert report.overlap is None
     assert "stalls: none" in str(report)
     manager.close()
+
+
+def test_closing_a_manager_in_the_middle_of_a_step_loses_no_span_of_its_trace(tmp_path: Path) -> None:
+    import json
+
+    model = stack(layers=4)
+    manager = memo.offload(model, disk=tmp_path, min_bytes=512, trace=tmp_path / "trace.rank0.jsonl")
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    manager.close()
+    lines = [json.loads(line) for line in (tmp_path / "trace.rank0.jsonl").read_text().splitlines()]
+    lanes = [line["lane"] for line in lines if line.get("k") == "span"]
+    assert lanes.count("nvme-write") == lanes.count("nvme-read") > 0
+    assert lanes.count("compute") == 8  # four layers, forward and backward
+    assert [line["phase"] for line in lines if line.get("k") == "step"] == ["begin", "end"]
+    assert lines[-1]["k"] == "end"
+    assert lines[-1]["dropped"] == 0
