@@ -407,23 +407,32 @@ class Engine:
             self._end_backward_span()
             self._backward = (group.module, self.backend.stamp())
         self._poll_limbo()
-        self._fetch_group(group)
         room = self._prefetch_bytes
-        following = self._following(group)
-        first = True
-        while following is not None:
-            nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
-            if not first and (room is None or nbytes > room):
-                break
-            self._fetch_group(following)
-            room = None if room is None else room - nbytes
-            first = False
+        following: Group | None = group
+        ahead = 0
+        while following is not None and self._fetch_group(following):
             following = self._following(following)
+            if following is None:
+                break
+            nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
+            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
+                break
+            room = None if room is None else room - nbytes
+            ahead += 1
 
-    def _fetch_group(self, group: Group) -> None:
+    def _fetch_group(self, group: Group) -> bool:
+        """Reloads what the group has away; False when the device had no room for all of it.
+
+        What is not reloaded here is fetched when backward asks for it, when less is held than now.
+        """
         for saved in reversed(group.living()):  # backward asks in about this order
             if saved.state is State.AWAY:
-                self._fetch(saved)
+                try:
+                    self._fetch(saved)
+                except torch.OutOfMemoryError:
+                    self._warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
+                    return False
+        return True
 
     def _following(self, group: Group) -> Group | None:
         """The group that backward will reach next: as in the step before, else the nearest earlier one in forward order.

@@ -42,7 +42,7 @@ class _Life:
     nbytes: int
     start: int
     end: int = 0
-    refused: bool = False
+    """When the place was given back; 0 for a claim that never got one."""
 
 
 class StepRecorder:
@@ -83,10 +83,6 @@ class StepRecorder:
         """The planned place was taken."""
         self.misses += 1
 
-    def refuse(self, number: int) -> None:
-        """The arena had no room for this claim."""
-        self._lives[number].refused = True
-
     def release(self, number: int, step: int) -> None:
         """Notes a release; one that belongs to an earlier step is not part of this one's record."""
         self._clock += 1
@@ -98,7 +94,7 @@ class StepRecorder:
         lives, following, misses = self._lives, self._following, self.misses
         self._lives, self._following, self.misses, self._clock = [], None, 0, 0
         self.step += 1
-        if not lives or all(life.refused for life in lives) or (following is not None and not misses):
+        if not any(life.end for life in lives) or (following is not None and not misses):
             return False
         first = lives[0].nbytes
         if self._planned[first] == PLANS_EACH:
@@ -116,7 +112,7 @@ class StepRecorder:
 
 def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout | None:
     """Offsets for one step's storages within `capacity` bytes; None when the planner found none in its time."""
-    held = [number for number, life in enumerate(lives) if not life.refused]
+    held = [number for number, life in enumerate(lives) if life.end]
     buffers = [
         Buffer(id=str(number), start=lives[number].start, end=lives[number].end, nbytes=lives[number].nbytes)
         for number in held

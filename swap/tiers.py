@@ -75,6 +75,8 @@ class _Ledger:
 class HostTier(_Ledger):
     """Host arena: exact-size segments, together never above the budget.
 
+    A segment that the system refuses is raised as the backend raised it, and counted nowhere.
+
     Segments are taken when they are first needed, since locking pages costs about 0.3 s per GiB and a small model should
     not pay for a large budget. A storage never spans two segments: a copy across two page-lock registrations fails.
     The first step is divided by first fit; from then on one segment of the planned size serves the planned offsets.
@@ -96,9 +98,7 @@ class HostTier(_Ledger):
     def claim(self, nbytes: int) -> Place | None:
         number, planned = self._recorder.claim(nbytes)
         place = self._claim(nbytes, number, planned)
-        if place is None:
-            self._recorder.refuse(number)
-            self._refused = True
+        self._refused |= place is None
         return place
 
     def _claim(self, nbytes: int, number: int, planned: int | None) -> Place | None:
