@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _one_compute_thread() -> Iterator[None]:
+def _one_compute_thread() -> None:
     torch = sys.modules.get("torch")  # tests of packages that need no torch must not import it here
     if torch is not None:
         torch.set_num_threads(1)
-    yield
