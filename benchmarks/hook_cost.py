@@ -12,6 +12,7 @@ storage moved, however small. What doing nothing costs tells how fast the machin
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,10 @@ class Instant:
 
 
 class KeepsTheSource:
-    """A tier that remembers the source instead of copying it, and gives its bytes back for nothing."""
+    """A tier whose copies are over when they are issued: out costs nothing, back is one memmove of a few KiB.
+
+    The bytes must be the true ones: backward over uninitialised memory meets denormal numbers and takes twice as long.
+    """
 
     name = TierName.HOST
     lane_out, lane_in = Lane.D2H, Lane.H2D
@@ -62,25 +66,35 @@ class KeepsTheSource:
     used = peak = 0
 
     def __init__(self) -> None:
-        self.tier = self
         self.instant = Instant()
 
-    def claim(self, nbytes: int) -> KeepsTheSource:
-        return self
-
-    def leave(self, source: torch.Tensor, *, after: Event) -> Instant:
-        return self.instant
-
-    def enter(self, target: torch.Tensor, *, after: Event) -> Instant:
-        return self.instant
-
-    def release(self) -> None:
-        return None
+    def claim(self, nbytes: int) -> KeptSource:
+        return KeptSource(self)
 
     def end_step(self) -> None:
         return None
 
     def close(self) -> None:
+        return None
+
+
+class KeptSource:
+    """Where one storage waits: where it was."""
+
+    __slots__ = ("_source", "tier")
+
+    def __init__(self, tier: KeepsTheSource) -> None:
+        self.tier = tier
+
+    def leave(self, source: torch.Tensor, *, after: Event) -> Instant:
+        self._source = source
+        return self.tier.instant
+
+    def enter(self, target: torch.Tensor, *, after: Event) -> Instant:
+        ctypes.memmove(target.data_ptr(), self._source.data_ptr(), target.numel())
+        return self.tier.instant
+
+    def release(self) -> None:
         return None
 
 
