@@ -100,7 +100,7 @@ def cast_of_parameter(tensor: torch.Tensor) -> bool:
 
 def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:
     """Storages of a layer call's arguments other than its hidden states (the first tensor, or `hidden_states`)."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+    if not kwargs and args and all(value is None for value in args[1:]):
         return set()
     found = _tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs))
     locals_ = [local_part(tensor) for tensor in found]

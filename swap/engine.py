@@ -106,8 +106,8 @@ class Engine:
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
         # waits for the section to end.
         self._lock = threading.Lock()
-        # How many elements each parameter has: only a storage of such a size can be a cast of one.
-        self._parameter_sizes: set[int] = set()
+        # How many elements each parameter has, and of which types: a cast of one has as many, of another type.
+        self._parameter_types: dict[int, set[torch.dtype]] = {}
         self._blank: dict[torch.dtype, torch.Tensor] = {}
         self._warned: set[str] = set()
         self._closed = False
@@ -121,7 +121,7 @@ class Engine:
         """
         for tensor in (*parameters, *buffers):
             if isinstance(tensor, torch.nn.Parameter):
-                self._parameter_sizes.add(tensor.numel())
+                self._parameter_types.setdefault(tensor.numel(), set()).add(tensor.dtype)
             local = local_part(tensor)
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
                 self._known[local.untyped_storage()] = _KEEP
@@ -247,7 +247,8 @@ class Engine:
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         if view_of_parameter(tensor) or has_hidden_state(tensor):
             return True
-        return storage.nbytes() // tensor.itemsize in self._parameter_sizes and cast_of_parameter(tensor)
+        types = self._parameter_types.get(storage.nbytes() // tensor.itemsize)
+        return types is not None and types != {tensor.dtype} and cast_of_parameter(tensor)
 
     def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> SavedStorage:
         source = storage_bytes(storage, self._device)
@@ -412,12 +413,13 @@ class Engine:
         ahead = 0
         while following is not None and self._fetch_group(following):
             following = self._following(following)
-            if following is None:
+            if following is None or (ahead and room is None):
                 break
-            nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
-            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
-                break
-            room = None if room is None else room - nbytes
+            if room is not None:
+                nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
+                if ahead and nbytes > room:  # one layer ahead is what overlap needs in any case
+                    break
+                room -= nbytes
             ahead += 1
 
     def _fetch_group(self, group: Group) -> bool:
