@@ -201,6 +201,11 @@ class Engine:
             stats = self.stats
             stats.packed += 1
             saved = known() if known is not None else None
+            if saved is not None and saved.ended:
+                # Its last handle died while it was being copied; that copy still reads the source.
+                self._end_dropped()
+                self._clear_limbo()
+                saved = None
             if saved is None or saved.version != tensor._version:
                 if storage in group.external or self._stays(tensor, storage):
                     self._known[storage] = _KEEP
@@ -460,13 +465,15 @@ class Engine:
         self._drain()
 
     def _drain(self) -> None:
-        dropped = self._dropped
-        while dropped and self._lock.acquire(blocking=False):
+        while self._dropped and self._lock.acquire(blocking=False):
             try:
-                while dropped:
-                    self._end(dropped.popleft())
+                self._end_dropped()
             finally:
                 self._lock.release()
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            self._end(self._dropped.popleft())
 
     def _end(self, saved: SavedStorage) -> None:
         self.stats.live_entries -= 1

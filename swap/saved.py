@@ -62,7 +62,7 @@ class Group:
 
     def living(self) -> list[SavedStorage]:
         """What still has handles, in the order it was saved."""
-        return [saved for weak in self.saved if (saved := weak()) is not None]
+        return [saved for weak in self.saved if (saved := weak()) is not None and not saved.ended]
 
 
 class SavedStorage:
@@ -75,6 +75,7 @@ class SavedStorage:
         "__weakref__",
         "changed",
         "dropped",
+        "ended",
         "group",
         "id",
         "nbytes",
@@ -100,6 +101,7 @@ class SavedStorage:
         self.version = version
         self.group = group
         self.state = State.LIVE
+        self.ended = False  # no handle is left: weak references may still find it, but nobody may use it again
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
@@ -109,6 +111,7 @@ class SavedStorage:
         self.changed = changed  # told of each transition, for a trace
 
     def __del__(self) -> None:
+        self.ended = True
         # The engine takes it into its queue, which brings the object back for a moment; Python calls this only once.
         self.dropped(self)
 

@@ -129,3 +129,32 @@ def test_a_copy_of_freed_memory_is_a_race() -> None:
 
 def test_fresh_memory_reads_as_nan() -> None:
     assert CheckingBackend().empty(16).view(torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_storage_saved_again_while_its_dead_predecessor_is_still_copied_is_a_new_life(tier: str) -> None:
+    """The last handle dies with the copy in flight and the storage lives on: nobody may be given what is in limbo."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = x.detach() + 1.0
+            torch.exp(self.linear(held))  # saves `held`; its graph dies at once, its copy does not
+            gc.collect()
+            return x + torch.tanh(self.linear(held))  # saves `held` again
+
+    def make() -> Stack:
+        return stack(make=Twice)
+
+    model, reference = make(), make()
+    made = checked(model, "lazy", tier=tier)
+    got = train(model, lambda step: model(ids(step)), made.manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    assert made.backend.races == []
+    made.manager.close()
+    assert made.engine.stats.live_entries == 0
+    assert made.engine.stats.device_bytes == 0
+    assert all(room.used == 0 for room in made.engine.tiers)
