@@ -27,5 +27,4 @@ def launch(kind: str, tmp_path: Path) -> None:
         [*command, str(WORKER), kind, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"equal {kind}" in done.stdout
     assert list(tmp_path.iterdir()) == []
