@@ -20,11 +20,12 @@ from memo.errors import MemoError
 
 if TYPE_CHECKING:
     from memo.manager import Manager, offload
+    from memo.swap.answers import memoize
 
 __version__ = "0.1.0"
-__all__ = ["Manager", "MemoError", "__version__", "offload"]
+__all__ = ["Manager", "MemoError", "__version__", "memoize", "offload"]
 
-_HOME = {"offload": "memo.manager", "Manager": "memo.manager"}
+_HOME = {"offload": "memo.manager", "Manager": "memo.manager", "memoize": "memo.swap.answers"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
 from memo.swap.saved import Group
 from memo.swap.tiers import DiskTier, HostTier
+from memo.swap.tokenwise import TokenWise
 from memo.trace.recorder import TraceRecorder
 from memo.units import parse_bytes
 
@@ -70,7 +71,9 @@ def offload(
     Args:
         model: any module with repeated layers; it is not modified outside the `with`.
         plan: reserved for activation plans; None.
-        alpha: fraction of the tokens that is moved rather than recomputed; 1.0, or None for the same.
+        alpha: fraction of the tokens whose token-wise activations move; those of the rest are computed again in backward.
+            The layers' inputs and attention's results move whole. 1.0, or None, moves everything. A layer that is not
+            proven to treat tokens apart moves whole tensors; the report says which, and why.
         device: bytes of reloaded activations to hold ahead of backward, as int or "8GiB"; None for one layer.
         host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
             initialised, every rank must make this call); "auto" takes a share of what is free when the model is on a GPU and
@@ -92,8 +95,6 @@ def offload(
     """
     if plan is not None:
         raise UsageError("plan: activation plans are not supported by this version; leave it None")
-    if alpha is not None and alpha != 1.0:
-        raise UsageError(f"alpha: {alpha} is not supported by this version; 1.0 moves whole tensors")
     if on_full not in ("spill", "raise"):
         raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise'")
     found = find_layers(model, layers)
@@ -122,7 +123,7 @@ def offload(
         prefetch_bytes=prefetch,
         tracer=recorder,
     )
-    return Manager(model, found, engine, recorder, store)
+    return Manager(model, found, engine, recorder, store, alpha=1.0 if alpha is None else alpha)
 
 
 class Manager:
@@ -135,6 +136,8 @@ class Manager:
         engine: Engine,
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
+        *,
+        alpha: float = 1.0,
     ) -> None:
         self._layers = layers
         self._engine = engine
@@ -145,6 +148,7 @@ class Manager:
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
+        self._tokenwise = TokenWise(engine, alpha)
         engine.keep(model.parameters(), model.buffers())
         # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
         # `with memo.offload(model): loss = model(x)` and then `loss.backward()` is a program that works.
@@ -173,9 +177,10 @@ class Manager:
             self._recorder.begin_step(self.step)
             self._in_step = True
         self._engine.begin_forwards()
+        self._tokenwise.look_at(self._layers)
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
-        self._saving = saved_tensors_hooks(self._engine.pack, self._engine.unpack)
+        self._saving = saved_tensors_hooks(self._tokenwise.pack, self._engine.unpack)
         self._saving.__enter__()
         return self
 
@@ -196,15 +201,20 @@ class Manager:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
             self._running.setdefault(position, []).append(group)
+            self._tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
             running = self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
-                self._engine.end_layer(running.pop(), between=not layer.last)
+                group = running.pop()
+                self._tokenwise.end(group, output)
+                self._engine.end_layer(group, between=not layer.last)
 
         return [
             layer.module.register_forward_pre_hook(begin, with_kwargs=True),
-            layer.module.register_forward_hook(end, always_call=True),
+            # First of the hooks, as the one before was the last: a recompute that is tried out here still finds the layer
+            # as its forward did, with its parameters gathered.
+            layer.module.register_forward_hook(end, always_call=True, prepend=True),
         ]
 
     def step_done(self) -> None:
@@ -217,7 +227,7 @@ class Manager:
 
     def report(self) -> Report:
         """What went where and what it cost, so far."""
-        return Report.of(self._engine, layers=len(self._layers), disk=self._disk_use())
+        return Report.of(self._engine, layers=len(self._layers), disk=self._disk_use(), tokenwise=self._tokenwise)
 
     def _disk_use(self) -> DiskUse | None:
         if self._store is None:

@@ -10,8 +10,9 @@ from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memo.swap.engine import Engine
+    from memo.swap.tokenwise import TokenWise
 
-__all__ = ["DiskUse", "Report", "TierUse"]
+__all__ = ["DiskUse", "Report", "TierUse", "TokenWiseUse"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,48 @@ class DiskUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWiseUse:
+    """What token-wise recompute did."""
+
+    alpha: float
+    accepted: int
+    """Layers that swap a part of the tokens and compute the rest again."""
+    refused: dict[str, str]
+    """Layers that swap whole tensors, and why."""
+    deviation: float
+    """Largest difference a trial found between recomputed and saved, as a share of what is accepted; 0 is bit for bit."""
+    recomputed_bytes: int
+    recompute_s: float
+
+    @classmethod
+    def of(cls, engine: Engine, tokenwise: TokenWise) -> TokenWiseUse | None:
+        """None where all tensors are swapped whole anyway."""
+        if tokenwise.alpha == 1.0:
+            return None
+        return cls(
+            alpha=tokenwise.alpha,
+            accepted=len(tokenwise.deviation),
+            refused=dict(tokenwise.refused),
+            deviation=max(tokenwise.deviation.values(), default=0.0),
+            recomputed_bytes=engine.stats.bytes_recomputed,
+            recompute_s=engine.stats.recompute_s,
+        )
+
+    def lines(self) -> list[str]:
+        """For people: one line, and one for each reason with its layers."""
+        exact = "bit for bit" if self.deviation == 0 else f"within {100 * self.deviation:.0f} % of the bound"
+        told = [
+            f"token-wise: alpha {self.alpha:g}, {self.accepted} layers ({exact}), recomputed "
+            f"{format_bytes(self.recomputed_bytes)} in {format_duration(self.recompute_s)}"
+        ]
+        for reason in dict.fromkeys(self.refused.values()):
+            names = [name for name, why in self.refused.items() if why == reason]
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            told.append(f"whole tensors: {names[0]}{others}: {reason}")
+        return told
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A snapshot; `str()` is the table."""
 
@@ -73,10 +116,13 @@ class Report:
     failed_writes: int
     stalls_s: dict[StallCause, float]
     live_entries: int
+    tokenwise: TokenWiseUse | None = None
     disk: DiskUse | None
 
     @classmethod
-    def of(cls, engine: Engine, *, layers: int, disk: DiskUse | None = None) -> Report:
+    def of(
+        cls, engine: Engine, *, layers: int, disk: DiskUse | None = None, tokenwise: TokenWise | None = None
+    ) -> Report:
         """The state of `engine` now."""
         stats = engine.stats
         moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
@@ -105,6 +151,7 @@ class Report:
             failed_writes=stats.failed_writes,
             stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
             live_entries=stats.live_entries,
+            tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
             disk=disk,
         )
 
@@ -152,6 +199,8 @@ class Report:
             )
         if self.failed_writes:
             lines.append(f"failed writes: {self.failed_writes} (their bytes went to another tier)")
+        if self.tokenwise is not None:
+            lines += self.tokenwise.lines()
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages")
         return "\n".join(lines)

@@ -23,6 +23,7 @@ __all__ = [
     "has_hidden_state",
     "is_plain",
     "is_sharded",
+    "layer_input",
     "local_part",
     "view_of_parameter",
 ]
@@ -96,6 +97,12 @@ def cast_of_parameter(tensor: torch.Tensor) -> bool:
             return name == _LEAF and isinstance(node.variable, Parameter)
         node = node.next_functions[0][0]
     return False
+
+
+def layer_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A layer call's hidden states: `hidden_states` by name, else the first tensor."""
+    named = kwargs.get("hidden_states")
+    return named if isinstance(named, torch.Tensor) else next(_tensors((args, kwargs)), None)
 
 
 def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from memo.swap.backend import Backend, Event, Stamp, Timed
+    from memo.swap.partial import Partial
+    from memo.swap.replay import Wanted
     from memo.swap.tiers import Place
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work, and no event each
+_RECOMPUTE = "recompute"  # a layer's span that has a lane of its own
 _KEEP = object()  # what the identity map holds for a storage that never moves
 
 
@@ -178,6 +181,21 @@ class Engine:
             self._clear_limbo()
         self._drain()
 
+    def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
+        """The life of a storage that autograd saved."""
+        known = self._known.get(storage)
+        saved: SavedStorage | None = None if known is None or known is _KEEP else known()
+        return None if saved is None or saved.ended else saved
+
+    def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
+        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others."""
+        with self._lock:
+            group.held = False
+            for saved in group.living():
+                saved.part = parts.get(saved)
+                if saved.state is State.LIVE and saved.source is not None and not group.wait_for_next:
+                    self._send(saved, saved.source)
+
     def end_forwards(self) -> None:
         """After a forward: nothing that is saved later moves."""
         self._open = None
@@ -230,19 +248,25 @@ class Engine:
         assert not isinstance(packed, Sharded)
         return Sharded(tensor, packed)
 
-    def unpack(self, handle: Handle | Kept | Sharded) -> torch.Tensor:
-        """Called by autograd when backward needs a tensor; may be called again for the same handle."""
+    def unpack(self, handle: Handle | Kept | Sharded, *, by_backward: bool = True) -> torch.Tensor:
+        """Called by autograd when backward needs a tensor; may be called again for the same handle.
+
+        A recompute asks too, which says nothing of where backward is: `by_backward` is then false.
+        """
         if type(handle) is Kept:
             return handle.get()
         if type(handle) is Sharded:
-            return handle.rebuild(self.unpack(handle.local))
+            return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
         assert type(handle) is Handle
         handle.check()
         blank = self._blank.get(handle.dtype)
         if blank is None:
             blank = self._blank[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._device)
+        part = handle.saved.part
+        if part is not None and handle.saved.source is None and not part.filled:
+            self._recompute(handle.saved, part)
         with self._lock:
-            tensor = handle.rebuild(self._bring(handle.saved), blank)
+            tensor = handle.rebuild(self._bring(handle.saved, by_backward), blank)
         if self._dropped:
             self._drain()
         return tensor
@@ -266,25 +290,31 @@ class Engine:
         self.stats.came_to_device(saved.nbytes)
         if self._tracer is not None:
             self._trace_state(saved, tensor)
-        if not group.wait_for_next:
+        if not group.wait_for_next and not group.held:
             self._send(saved, source)
         return saved
 
     def _send(self, saved: SavedStorage, source: torch.Tensor) -> None:
         """Issues the copy out (E1)."""
-        place = self.tiers[0].claim(saved.nbytes) or self._claim(saved)
+        nbytes = saved.moving_nbytes
+        if nbytes == 0:
+            saved.move_to(State.LEAVING)  # all of it will be computed again
+            return
+        place = self.tiers[0].claim(nbytes) or self._claim(saved)
         saved.place = place
+        if saved.part is not None:
+            source = saved.part.leaving(source, self.backend)
         saved.out = place.leave(source, after=self._written())
-        self.stats.moved(place.tier.name, saved.nbytes)
+        self.stats.moved(place.tier.name, nbytes)
         saved.move_to(State.LEAVING)
         if self._tracer is not None:
-            self._spans.append((saved.id, saved.nbytes, place.tier.lane_out, saved.out))
+            self._spans.append((saved.id, nbytes, place.tier.lane_out, saved.out))
 
     def _claim(self, saved: SavedStorage) -> Place:
         """Room in any tier, the first being full: a dropped storage may still hold some there."""
         self._clear_limbo()
         for position, tier in enumerate(self.tiers if self._spill else self.tiers[:1]):
-            place = tier.claim(saved.nbytes)
+            place = tier.claim(saved.moving_nbytes)
             if place is not None:
                 self.stats.spilled += position > 0
                 return place
@@ -299,7 +329,7 @@ class Engine:
         )
         kind = ScratchFull if tiers[-1].name is Tier.DISK else HostBudgetExceeded
         return kind(
-            f"no room for {format_bytes(saved.nbytes)} saved by {saved.module} ({state}); "
+            f"no room for {format_bytes(saved.moving_nbytes)} saved by {saved.module} ({state}); "
             f"raise the host or disk budget, or train on a shorter sequence"
         )
 
@@ -321,10 +351,15 @@ class Engine:
                     self._copied_out(saved)
                 except StoreWriteError as error:
                     self._rescue(saved, error)
-                saved.source = None
+                self._give_up_source(saved)
                 self.stats.device_bytes -= saved.nbytes
                 saved.move_to(State.AWAY)
         self._stalled(begin, StallCause.DRAIN, group.module)
+
+    def _give_up_source(self, saved: SavedStorage) -> None:
+        saved.source = None
+        if saved.part is not None:
+            saved.part.outgoing = None
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -337,12 +372,13 @@ class Engine:
         failed.release()
         if self._spill:
             for tier in self.tiers:
-                place = tier.claim(saved.nbytes) if tier is not failed.tier else None
+                place = tier.claim(saved.moving_nbytes) if tier is not failed.tier else None
                 if place is not None:
                     self._warn("disk-write", f"{error}; the bytes went to the {tier.name} tier instead")
                     saved.place = place
-                    saved.out = place.leave(saved.source, after=self._written())
-                    self.stats.moved(tier.name, saved.nbytes)
+                    source = saved.source if saved.part is None else saved.part.leaving(saved.source, self.backend)
+                    saved.out = place.leave(source, after=self._written())
+                    self.stats.moved(tier.name, saved.moving_nbytes)
                     saved.move_to(State.LEAVING)
                     self._copied_out(saved)
                     return
@@ -350,10 +386,9 @@ class Engine:
 
     # Back to the device.
 
-    def _bring(self, saved: SavedStorage) -> torch.Tensor:
-        if self._closed and not saved.on_device:
-            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
-        if saved.group is not self._reading and not self._closed:
+    def _bring(self, saved: SavedStorage, by_backward: bool) -> torch.Tensor:
+        self._refuse_if_closed(saved)
+        if by_backward and saved.group is not self._reading and not self._closed:
             self._reach(saved.group)
         if saved.source is not None:
             self._forward(saved)
@@ -368,11 +403,16 @@ class Engine:
                 self._copied_back(saved)
             except SwapError:
                 saved.returned = saved.returning = None
+                if saved.part is not None:
+                    saved.part.forget()
                 self.stats.device_bytes -= saved.nbytes
                 saved.move_to(State.AWAY)
                 raise
             finally:
                 self._stalled(begin, StallCause.RELOAD, saved.group.module, saved.id)
+            if saved.part is not None:
+                assert saved.returned is not None
+                saved.part.returned(saved.returned, self.backend)
             saved.move_to(State.BACK)
             self._count_use(saved, how)
         assert saved.returned is not None
@@ -381,12 +421,11 @@ class Engine:
 
     def _forward(self, saved: SavedStorage) -> None:
         """Backward came before the source was dropped: it gets the source, and a copy that has not begun is undone."""
-        if saved.state is State.LEAVING:
-            assert saved.out is not None
+        if saved.state is State.LEAVING and saved.out is not None:
             assert saved.place is not None
             if saved.out.cancel():
                 self.stats.cancelled += 1
-                self.stats.moved(saved.place.tier.name, -saved.nbytes)
+                self.stats.moved(saved.place.tier.name, -saved.moving_nbytes)
                 saved.place.release()
                 saved.place = saved.out = None
                 saved.move_to(State.LIVE)
@@ -395,15 +434,51 @@ class Engine:
 
     def _fetch(self, saved: SavedStorage) -> None:
         """Allocates the buffer on the compute stream and issues the reload into it (E3)."""
-        assert saved.place is not None
         buffer = self.backend.empty(saved.nbytes)
-        saved.returning = saved.place.enter(buffer, after=self._allocated())
+        if saved.place is not None:
+            target = buffer if saved.part is None else saved.part.returning(buffer, self.backend)
+            saved.returning = saved.place.enter(target, after=self._allocated())
         saved.returned = buffer
         self.stats.came_to_device(saved.nbytes)
-        self.stats.bytes_reloaded += saved.nbytes
+        self.stats.bytes_reloaded += saved.moving_nbytes
         saved.move_to(State.RETURNING)
-        if self._tracer is not None:
-            self._spans.append((saved.id, saved.nbytes, saved.place.tier.lane_in, saved.returning))
+        if self._tracer is not None and saved.place is not None and saved.returning is not None:
+            self._spans.append((saved.id, saved.moving_nbytes, saved.place.tier.lane_in, saved.returning))
+
+    def _recompute(self, saved: SavedStorage, part: Partial) -> None:
+        """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
+        with self._lock:
+            self._refuse_if_closed(saved)
+            if saved.group is not self._reading and not self._closed:
+                self._reach(saved.group)
+            if saved.state is State.AWAY:
+                self._fetch(saved)
+        begin = time.monotonic_ns()
+        stamp = None if self._tracer is None else self.backend.stamp()
+        part.call.recompute(self._fill)
+        self.stats.recompute_s += (time.monotonic_ns() - begin) / 1e9
+        if stamp is not None:
+            self._layer_spans.append((saved.module, _RECOMPUTE, stamp, self.backend.stamp()))
+        if not part.filled and saved.source is None:
+            raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
+
+    def _fill(self, wanted: Wanted, tail: torch.Tensor) -> None:
+        """A recomputed storage takes its place behind the tokens that a tier had."""
+        saved = wanted.saved()
+        if saved is None or saved.ended or saved.part is None:
+            return  # backward is through with it
+        with self._lock:
+            if saved.source is not None or saved.part.filled:
+                return
+            if saved.state is State.AWAY:
+                self._fetch(saved)
+            assert saved.returned is not None
+            saved.part.fill(saved.returned, tail, self.backend)
+            self.stats.bytes_recomputed += saved.part.tail_nbytes
+
+    def _refuse_if_closed(self, saved: SavedStorage) -> None:
+        if self._closed and not saved.on_device:
+            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
 
     def _reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
@@ -486,7 +561,7 @@ class Engine:
         elif saved.state is State.LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
             self.stats.cancelled += 1
-            self.stats.moved(saved.place.tier.name, -saved.nbytes)
+            self.stats.moved(saved.place.tier.name, -saved.moving_nbytes)
             self._free(saved)
         else:
             self._limbo.append(saved)  # E5
@@ -518,7 +593,10 @@ class Engine:
     def _free(self, saved: SavedStorage) -> None:
         if saved.source is not None or saved.returned is not None:
             self.stats.device_bytes -= saved.nbytes
-        saved.source = saved.returned = None
+        self._give_up_source(saved)
+        saved.returned = None
+        if saved.part is not None:
+            saved.part.forget()
         if saved.place is not None:
             saved.place.release()
             saved.place = None
@@ -532,8 +610,8 @@ class Engine:
 
     def _copied_out(self, saved: SavedStorage) -> None:
         """E2: what the compute stream issues from now on runs after the copy out, so the source's memory is free."""
-        assert saved.out is not None
-        self.backend.compute_wait(saved.out)
+        if saved.out is not None:
+            self.backend.compute_wait(saved.out)
 
     def _allocated(self) -> Event:
         """E3: earlier work of the compute stream may still use the memory that a fresh buffer was made of."""
@@ -541,8 +619,8 @@ class Engine:
 
     def _copied_back(self, saved: SavedStorage) -> None:
         """E4: what the compute stream issues from now on runs after the reload."""
-        assert saved.returning is not None
-        self.backend.compute_wait(saved.returning)
+        if saved.returning is not None:
+            self.backend.compute_wait(saved.returning)
 
     def _in_flight(self, saved: SavedStorage) -> Event | None:
         """E5: the copy that may still touch the buffers of a storage whose handles are gone."""
@@ -627,9 +705,8 @@ class Engine:
                 self._layer_spans.append((module, phase, first, second))
                 continue
             t = tracer.at(begin_ns)
-            tracer.emit(
-                Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=Lane.COMPUTE, module=module, phase=phase)
-            )
+            lane, phase = (Lane.RECOMPUTE, "backward") if phase == _RECOMPUTE else (Lane.COMPUTE, phase)
+            tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))
 
     def close(self) -> None:
         """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""

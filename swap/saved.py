@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.swap.backend import Stamp, Timed
+    from memo.swap.partial import Partial
     from memo.swap.tiers import Place
 
 __all__ = ["Group", "Handle", "Kept", "SavedStorage", "Sharded", "State", "storage_bytes"]
@@ -48,13 +49,14 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.
 class Group:
     """What one call of one layer saved."""
 
-    __slots__ = ("alive", "began", "external", "index", "key", "module", "saved", "wait_for_next")
+    __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "saved", "wait_for_next")
 
     def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
         self.index = index  # position in the forward order since the engine was last empty
         self.key = key  # (layer, how often this layer was called since then)
         self.module = module
         self.wait_for_next = wait_for_next  # copies begin only when another layer follows
+        self.held = False  # copies begin only when it is known what of each storage moves
         self.saved: list[weakref.ref[SavedStorage]] = []
         self.alive = 0  # how many of these are
         self.external: set[torch.UntypedStorage] = set()
@@ -69,6 +71,7 @@ class SavedStorage:
     """The life of one storage at one version.
 
     Who holds the bytes: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
+    With `part`, `place` has the first tokens alone, and is None where there are none.
     """
 
     __slots__ = (
@@ -80,6 +83,7 @@ class SavedStorage:
         "id",
         "nbytes",
         "out",
+        "part",
         "place",
         "returned",
         "returning",
@@ -105,6 +109,7 @@ class SavedStorage:
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
+        self.part: Partial | None = None  # set where only the first tokens move and the others are computed again
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
         self.dropped = dropped
@@ -131,6 +136,11 @@ class SavedStorage:
     def module(self) -> str:
         """Name of the layer that saved it."""
         return self.group.module
+
+    @property
+    def moving_nbytes(self) -> int:
+        """Bytes that rest in a tier: all, or the first tokens."""
+        return self.nbytes if self.part is None else self.part.head_nbytes
 
     @property
     def on_device(self) -> bool:

@@ -1,0 +1,207 @@
+"""Watches one forward of one layer: what it saves, what must not be computed twice, and whether tokens stay apart.
+
+`Noting` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis through every
+operator (tokenrules) and keeps the results of those that are never repeated: attention, which needs all tokens, and
+random numbers, which would come out different. The first thing it cannot prove ends it; from then on it only passes
+calls on, and `reason` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
+from memo.swap.capture import has_hidden_state
+from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
+from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
+
+__all__ = ["Noting", "Slot"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor that autograd saved, in the order of saving."""
+
+    tensor: torch.Tensor
+    """A detached alias: its geometry, and its storage while the forward lasts."""
+    meaning: Meaning
+
+
+class Noting(TorchDispatchMode):
+    """One layer call under way. `first` is the number of tokens that will not be recomputed."""
+
+    def __init__(self, hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, first: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reason: str | None = None
+        self.slots: list[Slot] = []
+        self.answers: list[Answer] = []
+        self.operators: list[torch._ops.OpOverload] = []
+        self.first = first
+        self.tokens = TokenMap(hidden.size(-2))
+        # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
+        self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # Storages that the layer used and did not make, of its arguments as of its own.
+        self.outside: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._paused = False
+        self.asleep = False  # while the engine handles a tensor: its own operators are not the layer's
+        for tensor in tensors_in((args, kwargs)):
+            self._inputs.add(tensor.untyped_storage())
+            self.tokens.put(tensor, _meaning_of_argument(tensor, self.tokens.tokens))
+        self.tokens.put(hidden, Axis(dim=hidden.ndim - 2))
+        self._mixed_by: str | None = None
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.reason is not None or self._paused or self.asleep:
+            return func(*args, **kwargs)
+        changed: list[torch.Tensor] = []
+        try:
+            changed = self._before(func, args, kwargs)
+        except Unproven as unproven:
+            self.reason = str(unproven)
+        out = func(*args, **kwargs)
+        if self.reason is None:
+            try:
+                self._after(Call(func=func, args=args, kwargs=kwargs, out=out, tokens=self.tokens), changed)
+            except Unproven as unproven:
+                self.reason = str(unproven)
+        return out
+
+    def _before(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that the call will change in place. Raises Unproven for what a recompute must not do again."""
+        self.operators.append(func)
+        for tensor in tensors_in((args, kwargs)):
+            if not _is_understood(tensor):
+                raise Unproven(f"{func.overloadpacket} works on a {type(tensor).__name__}")
+            if self.is_outside(tensor):
+                self.outside.add(tensor.untyped_storage())
+        if func.namespace not in ("aten", "prim", "prims") and not is_attention(func):
+            raise Unproven(f"{func.overloadpacket} is not known to work token by token")
+        changed = []
+        for position, declared in enumerate(func._schema.arguments):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(declared.name)
+                changed += tensors_in(given)
+        for tensor in changed:
+            if tensor not in self.tokens or tensor.untyped_storage() in self._inputs:
+                raise Unproven(f"{func.overloadpacket} changes something from outside the layer in place")
+        return changed
+
+    def _after(self, call: Call, changed: list[torch.Tensor]) -> None:
+        if is_attention(call.func):
+            self._attention(call)
+            return
+        meaning: Meaning
+        if is_random(call.func):
+            self.answers.append(RandomAnswer.of(call, first=self.first))
+            meaning = call.meaning(call.args[0])
+        else:
+            before = {call.tokens.of(tensor) for tensor in tensors_in((call.args, call.kwargs))}
+            meaning = meaning_of(call)
+            if meaning is Mark.MIXED and Mark.MIXED not in before and self._mixed_by is None:
+                self._mixed_by = str(call.func.overloadpacket)
+        for tensor in changed:
+            if self.tokens.of(tensor) != meaning:
+                self.tokens.spoil(tensor)
+                return
+        given = {tensor.untyped_storage() for tensor in tensors_in((call.args, call.kwargs))}
+        for tensor in tensors_in(call.out):
+            outside = tensor.untyped_storage() in given and tensor not in self.tokens  # a view of a parameter
+            if not outside:
+                self.tokens.put(tensor, meaning)
+
+    def _attention(self, call: Call) -> None:
+        tensors, results = tensors_in((call.args, call.kwargs)), tensors_in(call.out)
+        axis = call.meaning(tensors[0])
+        if not isinstance(axis, Axis) or results[0].size(axis.dim) != axis.length(self.tokens.tokens):
+            raise Unproven(f"{call.func.overloadpacket} is given queries that do not run over the tokens")
+        self.answers.append(AttentionAnswer(call.func, call.out, axis))
+        for tensor in (*tensors[3:], *results):
+            self.whole.add(tensor.untyped_storage())
+        for result in results[1:]:
+            self.tokens.put(result, Mark.MIXED)
+        self.tokens.put(results[0], axis)
+
+    def memoized(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
+    ) -> Any:
+        """Runs a function that the user marked: as one operator, whose results are kept whole."""
+        given = tensors_in((args, kwargs))
+        versions = [tensor._version for tensor in given]
+        for tensor in given:
+            self.save(tensor)
+        paused, self._paused = self._paused, True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._paused = paused
+        if self.reason is None and not paused:
+            if versions != [tensor._version for tensor in given]:
+                self.reason = "a memoized function changes its arguments in place"
+            storages = {tensor.untyped_storage() for tensor in given}
+            results = tensors_in(out)
+            if any(result.untyped_storage() in storages for result in results):
+                self.reason = "a memoized function returns a view of its arguments"
+            try:
+                axes = [_axis_of_result(result, self.tokens.tokens, token_dim) for result in results]
+            except Unproven as unproven:
+                self.reason = str(unproven)
+                return out
+            self.answers.append(FunctionAnswer(function, out, axes))
+            for result, axis in zip(results, axes, strict=True):
+                self.tokens.put(result, axis or Mark.SAME)
+                self.whole.add(result.untyped_storage())
+        return out
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor`."""
+        if self.reason is not None or self._paused:
+            return
+        if not _is_understood(tensor):
+            self.reason = f"a {type(tensor).__name__} is saved"
+            return
+        self.slots.append(Slot(tensor=tensor.detach(), meaning=self.tokens.of(tensor)))
+
+    def is_outside(self, tensor: torch.Tensor) -> bool:
+        """True for what the layer was given, or has of its own."""
+        return tensor not in self.tokens or tensor.untyped_storage() in self._inputs
+
+    @property
+    def mixes(self) -> str:
+        return f"{self._mixed_by or 'an operator'} mixes tokens"
+
+
+def _is_understood(tensor: torch.Tensor) -> bool:
+    """A tensor whose bytes, shape and strides are all there is to it."""
+    plain = type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided
+    return plain and not has_hidden_state(tensor)
+
+
+def _meaning_of_argument(tensor: torch.Tensor, tokens: int) -> Meaning:
+    """An argument runs over the tokens where exactly one dimension is as long; with more (a mask) nothing is known."""
+    dims = [dim for dim, size in enumerate(tensor.size()) if size == tokens]
+    if len(dims) > 1:
+        return Mark.MIXED
+    return Axis(dim=dims[0]) if dims else Mark.SAME
+
+
+def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:
+    """Where the user said, or the one dimension as long as the tokens; None for a result that is about all of them."""
+    if token_dim is not None:
+        dim = token_dim % max(result.ndim, 1)
+        fits = dim < result.ndim and result.size(dim) % tokens == 0
+        return Axis(dim=dim, outer=result.size(dim) // tokens) if fits else None
+    dims = [dim for dim, size in enumerate(result.size()) if size == tokens]
+    if len(dims) > 1:
+        raise Unproven("a memoized function's result has several dimensions as long as the tokens; give token_dim")
+    return Axis(dim=dims[0]) if dims else None

@@ -1,0 +1,91 @@
+"""A saved storage of which only the first tokens rest in a tier; the others are computed again.
+
+It owns where the two parts lie: the head is what moves, the tail is written by the recompute. The reload buffer is whole,
+so that head and tail meet in place and the saved tensor is rebuilt over it as over any other.
+
+    source   |head|tail|head|tail|    two rows: the heads are gathered into one block, which moves
+    buffer   |head|    |head|    |    with one row the reload goes straight into the buffer, beside the recompute
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from memo.swap.backend import Backend
+    from memo.swap.replay import LayerCall
+    from memo.swap.tokens import Rows
+
+__all__ = ["Partial"]
+
+
+class Partial:
+    """The first `first` of `tokens` tokens of a storage. `call` computes the rest."""
+
+    __slots__ = ("call", "filled", "first", "incoming", "outgoing", "rows", "tokens")
+
+    def __init__(self, call: LayerCall, rows: Rows, *, tokens: int, first: int) -> None:
+        self.call = call
+        self.rows = rows
+        self.tokens = tokens
+        self.first = first
+        self.filled = False  # the reload buffer has its tail
+        self.outgoing: torch.Tensor | None = None  # gathered heads, while they leave
+        self.incoming: torch.Tensor | None = None  # the same on their way back
+
+    @property
+    def head_nbytes(self) -> int:
+        return self.rows.nbytes(self.first)
+
+    @property
+    def tail_nbytes(self) -> int:
+        return self.rows.nbytes(self.tokens - self.first)
+
+    def leaving(self, source: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """The heads in one piece; the caller's compute stream gathers them where they are not."""
+        if self.rows.rows == 1:
+            return source[: self.head_nbytes]
+        if self.outgoing is None:
+            block = backend.empty(self.head_nbytes)
+            self._head(block, self.first).copy_(self._head(source, self.tokens))
+            backend.compute_uses(block)
+            self.outgoing = block
+        return self.outgoing
+
+    def returning(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Where the reload writes the heads."""
+        self.filled = False
+        if self.rows.rows == 1:
+            return buffer[: self.head_nbytes]
+        self.incoming = backend.empty(self.head_nbytes)
+        return self.incoming
+
+    def returned(self, buffer: torch.Tensor, backend: Backend) -> None:
+        """The reload is over: gathered heads go to their rows."""
+        if self.incoming is not None:
+            backend.compute_uses(self.incoming)
+            self._head(buffer, self.tokens).copy_(self._head(self.incoming, self.first))
+            self.incoming = None
+
+    def fill(self, buffer: torch.Tensor, tail: torch.Tensor, backend: Backend) -> None:
+        """Writes the recomputed tokens, `tail` being all bytes of their storage. The heads may be arriving meanwhile."""
+        self._tail(buffer).copy_(tail.view(self.rows.rows, self.tokens - self.first, self.rows.width))
+        backend.compute_uses(buffer[self.head_nbytes :] if self.rows.rows == 1 else buffer)
+        self.filled = True
+
+    def tail_of(self, source: torch.Tensor) -> torch.Tensor:
+        """The bytes a recompute must give, as rows x tokens x width."""
+        return self._tail(source)
+
+    def forget(self) -> None:
+        """The reload failed: its buffer is gone, and what was written into it."""
+        self.filled = False
+        self.incoming = None
+
+    def _head(self, block: torch.Tensor, tokens: int) -> torch.Tensor:
+        return block.view(self.rows.rows, tokens, self.rows.width)[:, : self.first]
+
+    def _tail(self, block: torch.Tensor) -> torch.Tensor:
+        return block.view(self.rows.rows, self.tokens, self.rows.width)[:, self.first :]

@@ -1,0 +1,174 @@
+"""Where the tokens are: in a tensor's dimensions, and in its storage's bytes.
+
+A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a storage
+is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on shapes and
+strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
+
+    storage = rows x tokens x width bytes        (2, s, h) contiguous: 2 rows; (b, heads, s, d): b * heads rows
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["Axis", "Layout", "Mark", "Meaning", "Rows", "TokenMap", "cut", "layout_of_tail", "regroup", "rows_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """Dimension `dim` runs over outer x tokens x inner: entry (o * tokens + t) * inner + i belongs to token t."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def length(self, tokens: int) -> int:
+        return self.outer * tokens * self.inner
+
+    def at(self, dim: int) -> Axis:
+        """The same axis as another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+
+class Mark(enum.Enum):
+    """What a tensor without a token axis is."""
+
+    SAME = "the same whatever tokens are computed: a parameter, a constant, or made of such"
+    MIXED = "each element may depend on any token, or nobody knows"
+
+
+Meaning = Axis | Mark
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A storage as a dense block of `rows` x tokens x `width` bytes."""
+
+    rows: int
+    width: int
+
+    def nbytes(self, tokens: int) -> int:
+        return self.rows * tokens * self.width
+
+
+def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -> Axis | None:
+    """The axis after a view from `shape` to `new`, which keeps the order of elements; None when no dimension holds it."""
+    step = axis.inner * math.prod(shape[axis.dim + 1 :])  # elements from one token to the next
+    after = 1
+    for dim in range(len(new) - 1, -1, -1):
+        block = after * new[dim]
+        if after and step % after == 0 and block and block % (step * tokens) == 0:
+            return Axis(dim=dim, outer=block // (step * tokens), inner=step // after)
+        after = block
+    return None
+
+
+def rows_of(tensor: torch.Tensor, axis: Axis, tokens: int) -> Rows | None:
+    """How the tensor's storage is divided by tokens; None unless every byte range it implies is proven by the strides."""
+    offset, itemsize = tensor.storage_offset(), tensor.itemsize
+    size, stride = tensor.size(), tensor.stride()
+    step = stride[axis.dim] * axis.inner
+    nbytes = tensor.untyped_storage().nbytes()
+    if step <= 0 or nbytes == 0 or nbytes % (tokens * step * itemsize) or offset // step % tokens:
+        return None
+    within = offset % step
+    others = [(size[dim], stride[dim]) for dim in range(tensor.ndim) if dim != axis.dim]
+    for count, distance in (*others, (axis.inner, stride[axis.dim])):
+        if count == 1 or distance % (step * tokens) == 0:
+            continue  # stays where it is, or goes from row to row
+        if distance >= step:
+            return None
+        within += (count - 1) * distance
+    return Rows(rows=nbytes // (tokens * step * itemsize), width=step * itemsize) if within < step else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Shape, strides and offset of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """True when `tensor` lies so; the stride of a dimension of size one says nothing."""
+        pairs = zip(self.shape, self.stride, tensor.stride(), strict=True)
+        return (
+            tuple(tensor.shape) == self.shape
+            and tensor.storage_offset() == self.offset
+            and all(size == 1 or ours == theirs for size, ours, theirs in pairs)
+        )
+
+
+def layout_of_tail(tensor: torch.Tensor, axis: Axis, rows: Rows, first: int, tokens: int) -> Layout:
+    """How a forward over the tokens from `first` on alone would lay `tensor` out, in a storage of its own."""
+    step, left = rows.width // tensor.itemsize, tokens - first
+    shape = list(tensor.size())
+    shape[axis.dim] = axis.length(left)
+    stride = [s // (step * tokens) * (step * left) if s % (step * tokens) == 0 else s for s in tensor.stride()]
+    row, within = divmod(int(tensor.storage_offset()), step * tokens)
+    return Layout(shape=tuple(shape), stride=tuple(stride), offset=row * step * left + within)
+
+
+def cut(tensor: torch.Tensor, axis: Axis, first: int, tokens: int) -> torch.Tensor:
+    """The tokens from `first` on, laid out in memory as a forward over those tokens alone would have them."""
+    left = tokens - first
+    rows = rows_of(tensor, axis, tokens)
+    if rows is None:
+        shape = list(tensor.size())
+        shape[axis.dim] = axis.length(left)
+        parts = tensor.unflatten(axis.dim, (axis.outer, tokens, axis.inner))
+        tail: torch.Tensor = parts.narrow(axis.dim + 1, first, left).reshape(shape)
+        return tail
+    step = rows.width // tensor.itemsize
+    block = tensor.as_strided((rows.rows, left, step), (step * tokens, step, 1), first * step)
+    if rows.rows > 1:
+        block = block.contiguous()
+    lies = layout_of_tail(tensor, axis, rows, first, tokens)
+    return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
+
+
+_Geometry = tuple["torch.dtype", int, "torch.Size", tuple[int, ...]]
+
+
+class TokenMap:
+    """What each tensor of one layer call means.
+
+    A meaning belongs to a geometry over a storage, not to a Python object: autograd may hand the same tensor on as another
+    object. A storage that nobody named was there before the call: a parameter, a buffer, a constant.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[_Geometry, Meaning]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage() in self._known
+
+    def of(self, tensor: torch.Tensor) -> Meaning:
+        known = self._known.get(tensor.untyped_storage())
+        return Mark.SAME if known is None else known.get(_geometry(tensor), Mark.MIXED)
+
+    def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
+        if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
+            meaning = Mark.MIXED
+        self._known.setdefault(tensor.untyped_storage(), {})[_geometry(tensor)] = meaning
+
+    def spoil(self, tensor: torch.Tensor) -> None:
+        """The whole storage was overwritten with something else than it held."""
+        self._known[tensor.untyped_storage()] = {}
+
+
+def _geometry(tensor: torch.Tensor) -> _Geometry:
+    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
