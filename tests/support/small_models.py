@@ -116,9 +116,10 @@ def checked(
     seed: int = 0,
     engine: type[Engine] = Engine,
     budget: int = 1 << 24,
+    alpha: float = 1.0,
 ) -> Checked:
     backend = CheckingBackend(policy, seed=seed)
     host = HostTier(backend, budget, segment_bytes=1 << 20)
     tiers = [host] if tier == "host" else [DiskTier(CheckingDisk(backend, budget), budget)]
     made = engine(backend, tiers, min_bytes=512)
-    return Checked(Manager(model, find_layers(model), made), backend, made)
+    return Checked(Manager(model, find_layers(model), made, alpha=alpha), backend, made)

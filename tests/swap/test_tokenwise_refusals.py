@@ -1,0 +1,456 @@
+"""Layers that must not be split by tokens are not, also where the first step alone would not show it; and what is changed
+between forward and backward is an error. No path here may give a wrong gradient silently."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_models import SEQ, Block, Stack, assert_equal, gradients, ids, stack, train
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import memo
+from memo.errors import ModifiedAfterSave, SwapError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Layer(nn.Module):
+    """An MLP with a hook for what a subclass does to its input. What it does is gated, and the gate starts closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.gate = nn.Parameter(torch.zeros(32))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.gate * self.strange(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MeanOverTokens(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1, keepdim=True)
+
+
+class Rolls(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(x, 1, 1)
+
+
+class Flips(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(1)
+
+
+class Shifts(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :1], x[:, :-1]], 1)
+
+
+class Scans(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class Convolves(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class CountsPositions(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.size(1)).view(-1, 1)
+
+
+class LearnsPositions(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(SEQ, 32))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.positions[: x.size(1)])
+
+
+class DividesByLength(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / x.size(1))
+
+
+class NormalisesOverTheBatch(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(32)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Counts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)  # type: ignore[operator, union-attr]
+        return x.sin()
+
+
+class ChangesItsInput(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(1.5).sin()
+
+
+class Asks(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if x.max() > 0 else x.cos()
+
+
+class PicksExperts(Layer):
+    """Each token goes to one of two experts; tokens are gathered by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+        self.experts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        choice = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(flat[rows]))
+        return out.view_as(x)
+
+
+class DrawsNoise(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+class AttendsByHand(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
+
+
+class Swaps(Layer):
+    """Batch and tokens change places: with two sequences of two tokens nothing but the axis tells them apart."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).reshape(x.shape).sin()
+
+
+STRANGE: dict[type[Layer], str] = {
+    MeanOverTokens: "aten.mean mixes tokens",
+    Rolls: "not known",
+    Flips: "not known",
+    Shifts: "aten.slice mixes tokens",
+    Scans: "not known",
+    Convolves: "not known",
+    CountsPositions: "aten.mul mixes tokens",
+    LearnsPositions: "aten.add mixes tokens",
+    DividesByLength: "differs from what it saved",
+    NormalisesOverTheBatch: "from outside the layer in place|not known",
+    Counts: "from outside the layer in place",
+    ChangesItsInput: "from outside the layer in place",
+    Asks: "not known",
+    PicksExperts: "not known",
+    DrawsNoise: "cannot be repeated",
+    AttendsByHand: "aten.bmm mixes tokens",
+    Swaps: "mixes tokens",
+}
+
+
+def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
+    return memo.offload(model, **{"disk": tmp_path, "min_bytes": 512, "alpha": 0.25, **options})
+
+
+def reasons(manager: memo.Manager) -> set[str]:
+    use = manager.report().tokenwise
+    assert use is not None
+    return set(use.refused.values())
+
+
+def seeded(model: nn.Module, batch: int = 2) -> Callable[[int], torch.Tensor]:
+    def forward(step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        loss: torch.Tensor = model(ids(step, batch))
+        return loss
+
+    return forward
+
+
+@pytest.mark.parametrize("kind", STRANGE, ids=lambda kind: kind.__name__)
+def test_a_layer_that_is_not_token_wise_moves_whole_and_is_equal(kind: type[Layer], tmp_path: Path) -> None:
+    model, reference = stack(make=kind), stack(make=kind)
+    want = train(reference, seeded(reference))
+    random = torch.get_rng_state()
+    manager = offload(model, tmp_path)
+    with pytest.warns(RuntimeWarning, match=STRANGE[kind]) as caught:
+        assert_equal(train(model, seeded(model), manager), want)
+    assert len([w for w in caught if "whole tensors" in str(w.message)]) == len(reasons(manager))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True))
+    assert manager.stats.bytes_recomputed == 0
+    gc.collect()
+    assert manager.stats.live_entries == 0
+    manager.close()
+
+
+def test_more_sequences_than_one_and_as_many_as_tokens(tmp_path: Path) -> None:
+    """Dimensions of equal size are told apart by the axis, not by their size."""
+    model, reference = stack(), stack()
+
+    def forward(module: Stack) -> Callable[[int], torch.Tensor]:
+        return lambda step: module(ids(step, batch=32, seq=32))  # batch, tokens and hidden are all 32
+
+    manager = offload(model, tmp_path)
+    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+    assert reasons(manager) == set()
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
+
+
+def test_sequences_of_several_lengths(tmp_path: Path) -> None:
+    model, reference = stack(), stack()
+
+    def forward(module: Stack) -> Callable[[int], torch.Tensor]:
+        return lambda step: module(ids(step, seq=(48, 31, 64, 48, 2)[step]))
+
+    manager = offload(model, tmp_path)
+    got = train(model, forward(model), manager, steps=5)
+    assert_equal(got, train(reference, forward(reference), steps=5))
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
+
+
+def test_double_backward(tmp_path: Path) -> None:
+    class Smooth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    def second_order(manager: Any, model: Stack) -> list[torch.Tensor]:
+        parameters = list(model.parameters())
+        with manager:
+            loss = model(ids())
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        return list(torch.autograd.grad(sum((g * g).sum() for g in first), parameters))  # type: ignore[arg-type]
+
+    model = stack(make=Smooth)
+    manager = offload(model, tmp_path)
+    got = second_order(manager, model)
+    want = second_order(contextlib.nullcontext(), stack(make=Smooth))
+    assert manager.stats.bytes_recomputed > 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_bias_changed_before_backward_is_an_error(tmp_path: Path) -> None:
+    """Autograd does not save a bias, so it would not notice; a recompute would use the new one."""
+    model = stack()
+    with offload(model, tmp_path):
+        loss = model(ids())
+    with torch.no_grad():
+        model.layers[0].up.bias.add_(1.0)  # type: ignore[union-attr, operator]
+    with pytest.raises(ModifiedAfterSave, match="step the optimizer after backward"):
+        loss.backward()
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(32, 2)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.block(x * table)  # type: ignore[no-any-return]
+
+
+class RotatedStack(Stack):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.table = torch.linspace(0.5, 2.0, ids.size(1)).view(1, -1, 1).repeat(1, 1, 32)
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x.square().mean()
+
+
+def test_an_argument_over_the_tokens_is_cut_and_watched(tmp_path: Path) -> None:
+    def make() -> RotatedStack:
+        torch.manual_seed(0)
+        return RotatedStack(make=Rotated)
+
+    model, reference = make(), make()
+    manager = offload(model, tmp_path)
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    assert reasons(manager) == set()
+    assert manager.stats.bytes_recomputed > 0
+    with manager:
+        loss = model(ids())
+    model.table.add_(1.0)
+    with pytest.raises(ModifiedAfterSave):
+        loss.backward()
+
+
+def test_a_layer_that_does_something_else_in_backward_is_an_error(tmp_path: Path) -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+            self.twice = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.twice:
+                x = x.exp().log()
+            return x + self.down(F.gelu(self.up(x)))
+
+    model = stack(make=Moody)
+    with offload(model, tmp_path):
+        loss = model(ids())
+    for layer in model.layers:
+        layer.twice = True  # type: ignore[assignment]
+    with pytest.raises(SwapError, match="did not repeat"):
+        loss.backward()
+
+
+def test_a_compiled_layer_moves_whole(tmp_path: Path) -> None:
+    model, reference = stack(), stack()
+    for module in (model, reference):
+        for layer in module.layers:
+            layer.compile(backend="aot_eager")
+    manager = offload(model, tmp_path)
+    with pytest.warns(RuntimeWarning, match="it is compiled"):
+        got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    manager.close()
+
+
+class Conditioned(nn.Module):
+    """Uses a tensor that it was not given but finds."""
+
+    found = torch.zeros(())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x * Conditioned.found)  # type: ignore[no-any-return]
+
+
+def test_a_tensor_that_a_layer_finds_must_be_the_same_in_backward(tmp_path: Path) -> None:
+    def forward(module: Stack) -> Callable[[int], torch.Tensor]:
+        def step(number: int) -> torch.Tensor:
+            Conditioned.found = torch.full((2, 1, 32), 1.0 + number)
+            loss: torch.Tensor = module(ids(number))
+            return loss
+
+        return step
+
+    model, reference = stack(make=Conditioned), stack(make=Conditioned)
+    manager = offload(model, tmp_path)
+    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+    assert reasons(manager) == set()
+    with manager:
+        first = forward(model)(0)
+        forward(model)(1)
+    with pytest.raises(SwapError, match="did not repeat"):
+        first.backward()
+
+
+def test_a_choice_of_attention_kernels_that_ended_before_backward(tmp_path: Path) -> None:
+    model, reference = stack(), stack()
+    manager = offload(model, tmp_path)
+    with manager:
+        loss = model(ids())
+    with sdpa_kernel([SDPBackend.MATH]):
+        loss.backward()
+    reference(ids()).backward()
+    assert manager.stats.bytes_recomputed > 0
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(reference), strict=True))  # type: ignore[arg-type]
+
+
+class Attends(nn.Module):
+    """Attention of one's own; what makes it is given, marked or not."""
+
+    def __init__(self, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(*self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.transpose(1, 2)) / 6
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.75])
+def test_a_marked_function_is_not_computed_twice(alpha: float, batch: int, tmp_path: Path) -> None:
+    calls = 0
+
+    @memo.memoize(token_dim=1)
+    def marked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return by_hand(q, k, v)
+
+    model, reference = stack(make=lambda: Attends(marked)), stack(make=lambda: Attends(by_hand))
+    manager = offload(model, tmp_path, alpha=alpha)
+    got = train(model, lambda step: model(ids(step, batch)), manager)
+    assert calls == 3 * 3
+    assert_equal(got, train(reference, lambda step: reference(ids(step, batch))))
+    assert reasons(manager) == set()
+    assert manager.stats.bytes_recomputed > 0
+    gc.collect()
+    assert manager.stats.live_entries == 0
+    manager.close()
+
+
+def test_a_marked_function_that_returns_its_argument_is_refused(tmp_path: Path) -> None:
+    marked = memo.memoize(lambda q, k, v: q.view(q.shape), token_dim=1)
+    model = stack(make=lambda: Attends(marked))
+    reference = stack(make=lambda: Attends(lambda q, k, v: q.view(q.shape)))
+    manager = offload(model, tmp_path)
+    with pytest.warns(RuntimeWarning, match="returns a view of its arguments"):
+        got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_alpha_is_a_fraction(alpha: float, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="alpha"):
+        offload(stack(), tmp_path, alpha=alpha)
+
+
+def test_no_warning_where_everything_moves_anyway(tmp_path: Path) -> None:
+    model = stack(make=Rolls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, lambda step: model(ids(step)), offload(model, tmp_path, alpha=1.0))

@@ -1,0 +1,117 @@
+"""Runs under torchrun-like environment variables: token-wise steps of a sharded or pipelined model, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+from distributed_worker import build
+from small_models import Block, ids, train
+
+import memo
+
+MICROBATCHES = 4
+
+
+class Stage(nn.Module):
+    """Two blocks of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(32, 2) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sharded(kind: str, scratch: str, alpha: float | None) -> list[Any]:
+    model = build(kind)
+    layers: Any = list(model.layers)  # type: ignore[arg-type]
+    manager = None if alpha is None else memo.offload(model, disk=scratch, min_bytes=256, layers=layers, alpha=alpha)
+    steps = train(model, lambda step: model(ids(step)), manager)
+    flat: list[Any] = []
+    for step in steps:
+        flat += [step.loss, *(g.to_local() if hasattr(g, "to_local") else g for g in step.gradients)]  # type: ignore[union-attr]
+    if manager is not None:
+        check(manager, split=kind.startswith("fsdp"))
+    return flat
+
+
+def pipelined(kind: str, scratch: str, alpha: float | None) -> list[Any]:
+    """Two steps of a schedule; backward runs inside it, so memo does too."""
+    rank = dist.get_rank()
+    several = kind not in ("GPipe", "1F1B")
+    mine = [rank, 3 - rank] if kind in ("ZBVZeroBubble", "DualPipeV") else [rank, rank + 2] if several else [rank]
+    count = 4 if several else 2
+    torch.manual_seed(0)
+    modules = [Stage() for _ in range(count)]
+    stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in mine]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    schedule = get_schedule_class(kind)(stages if several else stages[0], MICROBATCHES, loss_fn=loss)  # type: ignore[arg-type]
+    model = nn.ModuleList(modules[index] for index in mine)
+    layers = [layer for index in mine for layer in modules[index].layers]
+    manager = None if alpha is None else memo.offload(model, disk=scratch, min_bytes=256, layers=layers, alpha=alpha)
+    generator = torch.Generator().manual_seed(1)
+    flat: list[Any] = []
+    for _ in range(2):
+        x, target = (torch.randn(MICROBATCHES, 48, 32, generator=generator) for _ in range(2))
+        losses: list[torch.Tensor] = []
+        first = (x,) if 0 in mine else ()
+        last = {"target": target, "losses": losses} if count - 1 in mine else {}
+        if manager is None:
+            schedule.step(*first, **last)
+        else:
+            with manager:
+                schedule.step(*first, **last)
+        flat += [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        flat += losses
+        model.zero_grad()
+    if manager is not None:
+        gc.collect()
+        check(manager, split=True)
+    return flat
+
+
+def check(manager: memo.Manager, *, split: bool) -> None:
+    use = manager.report().tokenwise
+    assert use is not None
+    assert bool(use.refused) != split, use
+    assert (manager.stats.bytes_recomputed > 0) == split, use
+    assert manager.stats.live_entries == 0, manager.stats
+    manager.close()
+
+
+def main() -> None:
+    kind, scratch = sys.argv[1], sys.argv[2]
+    warnings.filterwarnings("ignore", message=".*whole tensors")
+    dist.init_process_group("gloo")
+    run = sharded if kind in ("fsdp", "fsdp-bf16", "tensor") else pipelined
+    want = run(kind, scratch, None)
+    for alpha in (0.0, 0.5):
+        got = run(kind, scratch, alpha)
+        assert len(got) == len(want)
+        for position, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a, b), f"{kind}, alpha {alpha}: tensor {position} differs"
+    if dist.get_rank() == 0:
+        print(f"equal {kind}")
+    dist.destroy_process_group()
+
+
+main()
