@@ -40,16 +40,17 @@ from memo.swap.capture import (
     local_part,
     view_of_parameter,
 )
+from memo.swap.journal import Journal
 from memo.swap.saved import Group, Handle, Kept, SavedStorage, Sharded, State, storage_bytes
 from memo.swap.stats import Stats
-from memo.trace.events import Lane, Note, Span, Stall, StallCause, StateChange, Tier, Use, UseKind
+from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
-    from memo.swap.backend import Backend, Event, Stamp, Timed
+    from memo.swap.backend import Backend, Event
     from memo.swap.partial import Partial
     from memo.swap.replay import Wanted
     from memo.swap.tiers import Place
@@ -85,8 +86,8 @@ class Engine:
         self._min_bytes = min_bytes
         self._spill = spill
         self._prefetch_bytes = prefetch_bytes
-        self._tracer = tracer
-        self._changed = None if tracer is None else self._trace_state
+        self._journal = None if tracer is None else Journal(tracer, backend.stamp)
+        self._changed = None if self._journal is None else self._journal.changed
         self._dropping = self._drop  # one bound method, not one for each storage
         self._device = backend.device
         self._nothing = torch.empty(0, device=backend.device)
@@ -103,9 +104,6 @@ class Engine:
         self._order_now: list[tuple[int, int]] = []
         self._limbo: collections.deque[SavedStorage] = collections.deque()
         self._dropped: collections.deque[SavedStorage] = collections.deque()
-        self._spans: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
-        self._layer_spans: collections.deque[tuple[str, str, Stamp, Stamp]] = collections.deque()
-        self._backward: tuple[str, Stamp] | None = None  # the layer whose backward is under way, for a trace
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
         # waits for the section to end.
         self._lock = threading.Lock()
@@ -157,9 +155,9 @@ class Engine:
             self._groups[group.index] = group
             group.external = argument_storages(args, kwargs)
             self._open = group
-            if self._tracer is not None:
-                self._end_backward_span()
-                group.began = self.backend.stamp()
+            if self._journal is not None:
+                self._journal.backward_left()
+                group.began = self._journal.stamp()
         return group
 
     def end_layer(self, group: Group, *, between: bool) -> None:
@@ -171,8 +169,8 @@ class Engine:
         with self._lock:
             group.external = set()
             self._open = group if between else None
-            if group.began is not None:
-                self._layer_spans.append((group.module, "forward", group.began, self.backend.stamp()))
+            if self._journal is not None and group.began is not None:
+                self._journal.forward_ended(group.module, group.began)
             if group.wait_for_next:
                 self._held = group
             self._unretired.append(group)
@@ -288,8 +286,8 @@ class Engine:
         group.alive += 1
         self.stats.live_entries += 1
         self.stats.came_to_device(saved.nbytes)
-        if self._tracer is not None:
-            self._trace_state(saved, tensor)
+        if self._journal is not None:
+            self._journal.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
             self._send(saved, source)
         return saved
@@ -307,8 +305,8 @@ class Engine:
         saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, nbytes)
         saved.move_to(State.LEAVING)
-        if self._tracer is not None:
-            self._spans.append((saved.id, nbytes, place.tier.lane_out, saved.out))
+        if self._journal is not None:
+            self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
 
     def _claim(self, saved: SavedStorage) -> Place:
         """Room in any tier, the first being full: a dropped storage may still hold some there."""
@@ -442,8 +440,8 @@ class Engine:
         self.stats.came_to_device(saved.nbytes)
         self.stats.bytes_reloaded += saved.moving_nbytes
         saved.move_to(State.RETURNING)
-        if self._tracer is not None and saved.place is not None and saved.returning is not None:
-            self._spans.append((saved.id, saved.moving_nbytes, saved.place.tier.lane_in, saved.returning))
+        if self._journal is not None and saved.place is not None and saved.returning is not None:
+            self._journal.copying(saved.id, saved.moving_nbytes, saved.place.tier.lane_in, saved.returning)
 
     def _recompute(self, saved: SavedStorage, part: Partial) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
@@ -454,11 +452,11 @@ class Engine:
             if saved.state is State.AWAY:
                 self._fetch(saved)
         begin = time.monotonic_ns()
-        stamp = None if self._tracer is None else self.backend.stamp()
+        began = None if self._journal is None else self._journal.stamp()
         part.call.recompute(self._fill)
         self.stats.recompute_s += (time.monotonic_ns() - begin) / 1e9
-        if stamp is not None:
-            self._layer_spans.append((saved.module, _RECOMPUTE, stamp, self.backend.stamp()))
+        if self._journal is not None and began is not None:
+            self._journal.recompute_ended(saved.module, began)
         if not part.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
@@ -484,9 +482,8 @@ class Engine:
         """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
         self._reading = group
         self._order_now.append(group.key)
-        if self._tracer is not None:
-            self._end_backward_span()
-            self._backward = (group.module, self.backend.stamp())
+        if self._journal is not None:
+            self._journal.backward_reached(group.module)
         self._poll_limbo()
         room = self._prefetch_bytes
         following: Group | None = group
@@ -638,75 +635,26 @@ class Engine:
         """Host time since `begin_ns` went into waiting for a copy."""
         duration = time.monotonic_ns() - begin_ns
         self.stats.stalls_ns[cause] += duration
-        if self._tracer is not None and duration > SHORTEST_STALL_NS:
-            t = self._tracer.at(begin_ns)
-            self._tracer.emit(Stall(t=t, d=duration, step=self._tracer.step, cause=cause, module=module, id=ident))
-
-    def _trace_state(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
-        """One event for one transition; the first also says what the storage is."""
-        tracer = self._tracer
-        assert tracer is not None
-        tracer.emit(
-            StateChange(
-                t=tracer.now(),
-                step=tracer.step,
-                id=saved.id,
-                to=saved.state,
-                nbytes=saved.nbytes,
-                tier=saved.place.tier.name if saved.place is not None else None,
-                module=saved.module if first is not None else None,
-                shape=tuple(first.shape) if first is not None else None,
-                dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
-            )
-        )
+        if self._journal is not None:
+            self._journal.stalled(begin_ns, duration, cause, module, ident)
 
     def _count_use(self, saved: SavedStorage, how: UseKind) -> None:
         self.stats.uses[how] += 1
-        if self._tracer is not None:
-            self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
+        if self._journal is not None:
+            self._journal.used(saved, how)
 
     def _warn(self, cause: str, message: str) -> None:
-        if self._tracer is not None:
-            self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
+        if self._journal is not None:
+            self._journal.noted(cause, message)
         if cause not in self._warned:
             self._warned.add(cause)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
-    def _end_backward_span(self) -> None:
-        if self._backward is not None:
-            module, began = self._backward
-            self._layer_spans.append((module, "backward", began, self.backend.stamp()))
-            self._backward = None
-
     def end_step(self) -> None:
         """A training step is over: what it did can be told."""
         self._drain()
-        if self._tracer is not None:
-            self._end_backward_span()
-            self._emit_spans()
-
-    def _emit_spans(self) -> None:
-        """Emits the spans that have ended since the last call; keeps those still running."""
-        tracer = self._tracer
-        assert tracer is not None
-        for _ in range(len(self._spans)):
-            ident, nbytes, lane, event = self._spans.popleft()
-            if not event.query():
-                self._spans.append((ident, nbytes, lane, event))
-                continue
-            interval = event.interval_ns()
-            if interval is not None:
-                start, end = tracer.at(interval[0]), tracer.at(interval[1])
-                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=ident, nbytes=nbytes))
-        for _ in range(len(self._layer_spans)):
-            module, phase, first, second = self._layer_spans.popleft()
-            begin_ns, end_ns = first.ns(), second.ns()
-            if begin_ns is None or end_ns is None:
-                self._layer_spans.append((module, phase, first, second))
-                continue
-            t = tracer.at(begin_ns)
-            lane, phase = (Lane.RECOMPUTE, "backward") if phase == _RECOMPUTE else (Lane.COMPUTE, phase)
-            tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))
+        if self._journal is not None:
+            self._journal.end_step()
 
     def close(self) -> None:
         """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""

@@ -1,0 +1,113 @@
+"""What the engine tells a trace: one event for each transition, copy, layer, use and wait.
+
+Copies and layers take time on the device, so their spans are kept here until they have ended and are told at the end of a
+step; everything else is told at once. Without a trace there is no journal, and the engine does not look at a clock for it.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from memo.trace.events import Lane, Note, Span, Stall, StateChange, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from memo.swap.backend import Stamp, Timed
+    from memo.swap.saved import SavedStorage
+    from memo.trace.events import StallCause, Tracer, UseKind
+
+__all__ = ["Journal"]
+
+SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work, and no event each
+
+
+class Journal:
+    """The events of one engine. `stamp` takes the time on the caller's compute stream."""
+
+    def __init__(self, tracer: Tracer, stamp: Callable[[], Stamp]) -> None:
+        self.stamp = stamp
+        self._tracer = tracer
+        self._copies: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
+        self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
+        self._backward: tuple[str, Stamp] | None = None  # the layer whose backward is under way
+
+    def changed(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
+        """A storage has made a transition; with the first one comes the tensor it was saved for."""
+        tracer = self._tracer
+        tracer.emit(
+            StateChange(
+                t=tracer.now(),
+                step=tracer.step,
+                id=saved.id,
+                to=saved.state,
+                nbytes=saved.nbytes,
+                tier=saved.place.tier.name if saved.place is not None else None,
+                module=saved.module if first is not None else None,
+                shape=tuple(first.shape) if first is not None else None,
+                dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
+            )
+        )
+
+    def copying(self, ident: int, nbytes: int, lane: Lane, event: Timed) -> None:
+        """A copy has been issued."""
+        self._copies.append((ident, nbytes, lane, event))
+
+    def forward_ended(self, module: str, began: Stamp) -> None:
+        """A layer's forward is issued."""
+        self._layers.append((module, Lane.COMPUTE, "forward", began, self.stamp()))
+
+    def recompute_ended(self, module: str, began: Stamp) -> None:
+        """A layer's recompute is issued."""
+        self._layers.append((module, Lane.RECOMPUTE, "backward", began, self.stamp()))
+
+    def backward_reached(self, module: str) -> None:
+        """Backward has come to another layer."""
+        self.backward_left()
+        self._backward = (module, self.stamp())
+
+    def backward_left(self) -> None:
+        """Backward is through with the layer it was in."""
+        if self._backward is not None:
+            module, began = self._backward
+            self._layers.append((module, Lane.COMPUTE, "backward", began, self.stamp()))
+            self._backward = None
+
+    def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
+        """Host time has gone into waiting for a copy."""
+        if duration_ns > SHORTEST_STALL_NS:
+            t, step = self._tracer.at(begin_ns), self._tracer.step
+            self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
+
+    def used(self, saved: SavedStorage, how: UseKind) -> None:
+        """Backward has asked for a storage."""
+        self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
+
+    def noted(self, cause: str, message: str) -> None:
+        """A warning or a fallback."""
+        self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
+
+    def end_step(self) -> None:
+        """Tells the spans that have ended since the last call; keeps those still running."""
+        self.backward_left()
+        tracer = self._tracer
+        for _ in range(len(self._copies)):
+            ident, nbytes, lane, event = self._copies.popleft()
+            if not event.query():
+                self._copies.append((ident, nbytes, lane, event))
+                continue
+            interval = event.interval_ns()
+            if interval is not None:
+                start, end = tracer.at(interval[0]), tracer.at(interval[1])
+                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=ident, nbytes=nbytes))
+        for _ in range(len(self._layers)):
+            module, lane, phase, first, second = self._layers.popleft()
+            begin_ns, end_ns = first.ns(), second.ns()
+            if begin_ns is None or end_ns is None:
+                self._layers.append((module, lane, phase, first, second))
+                continue
+            t = tracer.at(begin_ns)
+            tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))
