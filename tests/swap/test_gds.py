@@ -80,28 +80,28 @@ class Future:
 class CuFile:
     def __init__(self, library: Kvikio, path: str, flags: str) -> None:
         assert flags == "r+", "'w' would truncate the reserved file"
-        self.library = library
+        self.kvikio = library
         self.fd = os.open(path, os.O_RDWR)
         library.opened.append(self)
 
     def close(self) -> None:
         os.close(self.fd)
-        self.library.opened.remove(self)
+        self.kvikio.opened.remove(self)
 
     def raw_write_async(self, buf: torch.Tensor, raw: int, size: int, file_offset: int, dev_offset: int) -> Future:
-        self.library.refuse_issue()
+        self.kvikio.refuse_issue()
         view = memoryview(buf.numpy())[dev_offset : dev_offset + size]
         return Future(
-            STREAMS[raw], lambda: self.library.meet("write", lambda n: os.pwrite(self.fd, view[:n], file_offset), size)
+            STREAMS[raw], lambda: self.kvikio.meet("write", lambda n: os.pwrite(self.fd, view[:n], file_offset), size)
         )
 
     def raw_read_async(self, buf: torch.Tensor, raw: int, size: int, file_offset: int, dev_offset: int) -> Future:
-        self.library.refuse_issue()
+        self.kvikio.refuse_issue()
         return Future(STREAMS[raw], lambda: self.raw_read(buf, size, file_offset, dev_offset))
 
     def raw_read(self, buf: torch.Tensor, size: int, file_offset: int, dev_offset: int) -> int:
         view = memoryview(buf.numpy())[dev_offset : dev_offset + size]
-        return self.library.meet("read", lambda n: os.preadv(self.fd, [view[:n]], file_offset), size)
+        return self.kvikio.meet("read", lambda n: os.preadv(self.fd, [view[:n]], file_offset), size)
 
 
 class Kvikio:
