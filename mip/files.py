@@ -11,6 +11,7 @@ import io
 import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,18 @@ from typing import Any, TypeVar
 from memo.errors import PlanError
 from memo.mip.buffers import DEVICE, MAX_NBYTES, ArenaPlan, Buffer, Plan, Problem, Status
 
-__all__ = ["plan_to_csv", "plan_to_json", "read_plan", "read_problem", "write_bytes", "write_file"]
+__all__ = [
+    "PROBLEM_FORMAT",
+    "VERSION",
+    "Notes",
+    "plan_to_csv",
+    "plan_to_json",
+    "read_annotated",
+    "read_plan",
+    "read_problem",
+    "write_bytes",
+    "write_file",
+]
 
 PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-problem", 1
 MAX_FILE_NBYTES = 32 << 20
@@ -28,18 +40,33 @@ MAX_NAME = 1000
 
 CSV_REQUIRED = ("id", "lower", "upper", "size")
 CSV_OPTIONAL = ("alignment", "fixed_offset", "gaps", "arena", "group", "offset")
+NOTES = ("tag", "phase", "stream")
+"""What a recorder says of a buffer beyond its place in the problem; the planner does not look at it."""
+
+STDIN = "-"
 
 Path_ = str | os.PathLike[str]
+Notes = Mapping[str, str]
+"""The notes of one buffer, by name; those it does not have are absent or empty."""
 T = TypeVar("T")
 
 
 def read_problem(path: Path_) -> Problem:
-    """The problem in a CSV file, or in a JSON file of ours; a plan's problem is its problem, too.
+    """The problem in a CSV file, or in a JSON file of ours; a plan's problem is its problem, too. `-` is standard input.
 
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the line or the key.
     """
-    return _read(path, lambda text: _problem_of(_json(text)) if text.lstrip()[:1] == "{" else _problem_of_csv(text))
+    return read_annotated(path)[0]
+
+
+def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
+    """The problem, and the notes of each of its buffers in the same order.
+
+    Raises:
+        PlanError: as `read_problem`.
+    """
+    return _read(path, lambda text: _annotated(_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text))
 
 
 def read_plan(path: Path_) -> Plan:
@@ -158,11 +185,17 @@ def _read(path: Path_, decode: Callable[[str], T]) -> T:
         raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
 
 
-def _text(path: Path) -> str:
+def _raw(path: Path) -> bytes:
+    if str(path) == STDIN:
+        return sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise PlanError("not a regular file")
-        raw = file.read(MAX_FILE_NBYTES + 1)
+        return file.read(MAX_FILE_NBYTES + 1)
+
+
+def _text(path: Path) -> str:
+    raw = _raw(path)
     if len(raw) > MAX_FILE_NBYTES:
         raise PlanError(f"larger than {MAX_FILE_NBYTES >> 20} MiB")
     try:
@@ -234,8 +267,18 @@ def _problem_of(root: dict[str, Any]) -> Problem:
     )
 
 
+def _annotated(root: dict[str, Any]) -> tuple[Problem, tuple[Notes, ...]]:
+    problem = _problem_of(root)
+    return problem, tuple(_notes_of(entry, f"buffer {i}") for i, entry in enumerate(_array(root, "buffers")))
+
+
+def _notes_of(entry: dict[str, Any], where: str) -> Notes:
+    notes = {name: _string(entry, name, where) for name in ("tag", "phase") if name in entry}
+    return notes | ({"stream": str(_integer(entry, "stream", where))} if "stream" in entry else {})
+
+
 def _buffer_of(entry: dict[str, Any], where: str) -> Buffer:
-    keys = {"id", "start", "end", "nbytes", "alignment", "fixed_offset", "gaps", "arena", "group", "offset"}
+    keys = {"id", "start", "end", "nbytes", "alignment", "fixed_offset", "gaps", "arena", "group", "offset", *NOTES}
     _only(entry, where, keys)
     gaps = []
     for gap in _array(entry, "gaps") if "gaps" in entry else []:
@@ -262,22 +305,29 @@ def _header(root: dict[str, Any], *formats: str) -> None:
         raise PlanError(f"version is {str(root.get('version'))[:80]}; this program reads version {VERSION}")
 
 
-def _problem_of_csv(text: str) -> Problem:
+def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
     rows = csv.reader(io.StringIO(text), strict=True)
     buffers: list[Buffer] = []
+    notes: list[Notes] = []
     try:
         header = [cell.strip() for cell in next(rows, [])]
-        if not set(CSV_REQUIRED) <= set(header) <= {*CSV_REQUIRED, *CSV_OPTIONAL} or len(set(header)) != len(header):
+        known = {*CSV_REQUIRED, *CSV_OPTIONAL, *NOTES}
+        if not set(CSV_REQUIRED) <= set(header) <= known or len(set(header)) != len(header):
             wanted = f"{','.join(CSV_REQUIRED)} and any of {','.join(CSV_OPTIONAL)}"
             raise PlanError(f"the columns are {','.join(header)[:120]!r}, not {wanted}")
         for row in rows:
             if row:
                 buffers.append(_buffer_of_row(header, row, f"line {rows.line_num}"))
+                notes.append(_notes_of_row(header, row, f"line {rows.line_num}"))
             if len(buffers) > MAX_BUFFERS:
                 raise PlanError(f"more than {MAX_BUFFERS} buffers")
     except csv.Error as error:
         raise PlanError(f"line {rows.line_num}: not CSV: {error}") from None
-    return Problem(buffers=tuple(buffers))
+    return Problem(buffers=tuple(buffers)), tuple(notes)
+
+
+def _notes_of_row(header: list[str], row: list[str], where: str) -> Notes:
+    return {name: _name(cell, where) for name, cell in zip(header, row, strict=True) if name in NOTES}
 
 
 def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
