@@ -10,8 +10,6 @@ import csv
 import io
 import json
 import os
-import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 
 from memo.errors import PlanError
 from memo.mip.buffers import DEVICE, MAX_NBYTES, ArenaPlan, Buffer, Plan, Problem, Status
+from memo.mip.strict import parse_json, read_text
 
 __all__ = [
     "PROBLEM_FORMAT",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-problem", 1
-MAX_FILE_NBYTES = 32 << 20
 MAX_BUFFERS = 250_000
 MAX_NAME = 1000
 
@@ -43,7 +41,6 @@ CSV_OPTIONAL = ("alignment", "fixed_offset", "gaps", "arena", "group", "offset")
 NOTES = ("tag", "phase", "stream")
 """What a recorder says of a buffer beyond its place in the problem; the planner does not look at it."""
 
-STDIN = "-"
 
 Path_ = str | os.PathLike[str]
 Notes = Mapping[str, str]
@@ -66,7 +63,7 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
     Raises:
         PlanError: as `read_problem`.
     """
-    return _read(path, lambda text: _annotated(_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text))
+    return _read(path, lambda text: _annotated(parse_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text))
 
 
 def read_plan(path: Path_) -> Plan:
@@ -75,7 +72,7 @@ def read_plan(path: Path_) -> Plan:
     Raises:
         PlanError: as `read_problem`.
     """
-    return _read(path, lambda text: _plan_of(_json(text)))
+    return _read(path, lambda text: _plan_of(parse_json(text)))
 
 
 def write_file(path: Path_, text: str, *, overwrite: bool = False) -> None:
@@ -178,51 +175,11 @@ def _buffer_to_json(buffer: Buffer) -> dict[str, object]:
 def _read(path: Path_, decode: Callable[[str], T]) -> T:
     shown = repr(os.fspath(path))
     try:
-        return decode(_text(Path(path)))
+        return decode(read_text(Path(path)))
     except PlanError as error:
         raise PlanError(f"{shown}: {error}") from None
     except OSError as error:
         raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
-
-
-def _raw(path: Path) -> bytes:
-    if str(path) == STDIN:
-        return sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise PlanError("not a regular file")
-        return file.read(MAX_FILE_NBYTES + 1)
-
-
-def _text(path: Path) -> str:
-    raw = _raw(path)
-    if len(raw) > MAX_FILE_NBYTES:
-        raise PlanError(f"larger than {MAX_FILE_NBYTES >> 20} MiB")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"not UTF-8 text (byte {error.start})") from None
-
-
-def _json(text: str) -> dict[str, Any]:
-    def refuse(word: str) -> None:
-        raise PlanError(f"{word} is not a number of this format")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entry = dict(pairs)
-        if len(entry) != len(pairs):
-            raise PlanError("a key appears twice in one object")
-        return entry
-
-    try:
-        value = json.loads(text, parse_constant=refuse, parse_float=refuse, object_pairs_hook=unique)
-    except RecursionError:
-        raise PlanError("nested too deeply") from None
-    except PlanError:
-        raise
-    except ValueError as error:
-        raise PlanError(f"not JSON: {str(error)[:120]}") from None
-    return _object(value, "the file")
 
 
 def _plan_of(root: dict[str, Any]) -> Plan:
