@@ -1,1 +1,12 @@
-"""Triton kernels of memory-bound work."""
+"""Memory-bound work around the swap engine, each piece once in torch and once in Triton.
+
+A public function here decides by the device of its tensors: CUDA with triton installed runs the kernel, anything else runs
+the torch reference beside it, which is also what the kernel is tested against. Triton is imported at the first launch and
+never before. Modules named `*_triton` hold kernels and their launches; nothing but the module they belong to imports them.
+
+    runs      how a strided view lies in memory: rows of contiguous runs
+    staging   token ranges of several tensors into one contiguous block and back, exact or quantised on the way
+    codec     the quantisation, its layout and its error bounds
+    masks     0/1 masks, one bit an element
+    tails     norms, GELU and SwiGLU of a token range, written into the middle of a larger buffer
+"""

@@ -1,0 +1,109 @@
+"""Compiles every kernel for given GPUs, on a machine that has none.
+
+    python -m memo.kernels.ahead_of_time 80 90
+
+Prints one JSON object a kernel: name, architecture, bytes of machine code and of shared memory, and what the assembly
+shows of its memory accesses. Must not run under TRITON_INTERPRET, which leaves nothing to compile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from memo.kernels import masks_triton, staging_triton, tails_triton
+
+__all__ = ["compile_all"]
+
+_NAMES = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
+
+
+def compile_all(capability: int) -> Iterator[dict[str, Any]]:
+    """One report a kernel and type, for the compute capability times ten."""
+    for name, kernel, signature, constants in _kernels():
+        source = ASTSource(
+            fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=dict(constants)
+        )
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        assembly = built.asm["ptx"]
+        yield {
+            "kernel": name,
+            "target": next(line.split()[1] for line in assembly.splitlines() if line.startswith(".target")).rstrip(","),
+            "is_elf": built.asm["cubin"][:4] == b"\x7fELF",
+            "cubin_nbytes": len(built.asm["cubin"]),
+            "shared_nbytes": built.metadata.shared,
+            "accesses_of_16_bytes": sum(
+                line.count("global.") and (".v4.b32" in line or ".v2.b64" in line) for line in assembly.splitlines()
+            ),
+            "rounds_to_nearest_even": "cvt.rn.bf16" in assembly,
+        }
+
+
+def _kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """(name, kernel, types of its arguments, constants)."""
+    st, table = staging_triton, {"table": "*i64"}
+    for word, aligned in ((tl.int64, True), (tl.int64, False), (tl.int32, False), (tl.int16, False), (tl.int8, False)):
+        for packs in (True, False):
+            constants = {"TENSORS": 4, "WORD": word, "ALIGNED": aligned, "SIZE": st.WORDS, "PACKS": packs}
+            yield (
+                f"{'pack' if packs else 'unpack'} {word.name}{' aligned' if aligned else ''}",
+                st._copy_kernel,
+                table,
+                constants,
+            )
+    for value, name in _NAMES.items():
+        for code in ("int8", "fp8"):
+            constants = {"TENSORS": 4, "VALUE": value, "INT8": code == "int8", "SIZE": st.GROUPS}
+            yield f"encode {name} as {code}", st._encode_kernel, table, constants
+            yield f"decode {name} from {code}", st._decode_kernel, table, constants
+    for name in ("u8", "fp32", "bf16"):
+        strides = dict.fromkeys(("run", "stride", "count"), "i64")
+        size = {"SIZE": masks_triton.SIZE}
+        yield f"pack mask {name}", masks_triton._pack_kernel, {"mask": f"*{name}", "bits": "*u8"} | strides, size
+        yield f"unpack mask {name}", masks_triton._unpack_kernel, {"bits": "*u8", "out": f"*{name}"} | strides, size
+    for name in ("fp32", "bf16"):
+        yield from _tails(name)
+
+
+def _tails(name: str) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    t, size = tails_triton, {"SIZE": tails_triton.SIZE}
+    token = dict.fromkeys(("tokens", "out_row", "out_token", "x_row", "x_token", "width"), "i64") | {"eps": "fp32"}
+    norm, width = {"out": f"*{name}", "x": f"*{name}", "weight": f"*{name}"}, {"SIZE": 4096}
+    yield f"rms norm {name}", t._rms_norm_kernel, norm | token, width
+    for biased in (True, False):
+        constants = width | {"BIASED": biased}
+        yield (
+            f"layer norm {name}{' biased' if biased else ''}",
+            t._layer_norm_kernel,
+            norm | {"bias": f"*{name}"} | token,
+            constants,
+        )
+    strides = dict.fromkeys(("run", "per_run", "out_stride", "x_stride"), "i64")
+    yield f"gelu {name}", t._gelu_kernel, {"out": f"*{name}", "x": f"*{name}"} | strides, size
+    tensors = ("out", "activated", "gate", "up")
+    strides = dict.fromkeys(("run", "per_run", *(f"{tensor}_stride" for tensor in tensors)), "i64")
+    for keeps in (True, False):
+        constants = size | {"KEEPS": keeps}
+        yield (
+            f"swiglu {name}{' keeping silu' if keeps else ''}",
+            t._swiglu_kernel,
+            {tensor: f"*{name}" for tensor in tensors} | strides,
+            constants,
+        )
+
+
+def main(capabilities: list[str]) -> None:
+    for capability in capabilities:
+        for report in compile_all(int(capability)):
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

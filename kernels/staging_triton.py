@@ -1,0 +1,219 @@
+"""Triton kernels of `staging`: all tensors of a call in one launch.
+
+A launch reads a table of int64 on the device: first the number of the first program of each tensor, padded to a power of
+two with a number no program has, then COLUMNS numbers a tensor. A program finds its tensor by counting the firsts that
+are not behind it. The exact kernels move words as wide as the addresses and distances of all tensors allow, up to 16
+bytes a thread and access; the coding ones move values, whole groups to a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from memo.errors import UsageError
+from memo.kernels.codec import ALIGNMENT, GROUP, LARGEST, SMALLEST, Codec
+from memo.kernels.runs import Runs, runs_of
+from memo.kernels.staging import places
+
+__all__ = ["COLUMNS", "pack", "unpack"]
+
+# Columns of a tensor's row in the table.
+VIEW = tl.constexpr(0)  # address of its first value
+BLOCK = tl.constexpr(1)  # address of its place in the staging block
+SCALES = tl.constexpr(2)  # address of its scales there
+RUN = tl.constexpr(3)  # words, or values, in a run
+STRIDE = tl.constexpr(4)  # from one run to the next
+COUNT = tl.constexpr(5)  # in all
+PER_RUN = tl.constexpr(6)  # programs a run
+COLUMNS = tl.constexpr(7)
+
+NO_PROGRAM = 1 << 62
+WORDS = 2048  # a program's, 16 KiB of the widest
+GROUPS = 16  # a program's
+GROUP_OF_VALUES = tl.constexpr(GROUP)
+SMALLEST_OF_GROUP = tl.constexpr(SMALLEST)
+LARGEST_OF_GROUP = tl.constexpr(LARGEST)
+
+# x + ROUNDS - x is x rounded to a whole number, halves to even, for |x| below 2^22.
+ROUNDS = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _row_of(table, program, TENSORS: tl.constexpr):
+    """(the table's row of this program's tensor, the program's number among that tensor's)."""
+    firsts = tl.load(table + tl.arange(0, TENSORS))
+    tensor = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
+    return table + TENSORS + tensor * COLUMNS, program - tl.load(table + tensor)
+
+
+@triton.jit
+def _copy_kernel(
+    table, TENSORS: tl.constexpr, WORD: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr
+):
+    """block[row * run + i] = view[row * stride + i], or the other way round."""
+    row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
+    run, stride, per_run = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + PER_RUN)
+    begin = (program // per_run) * stride
+    packed = (program // per_run) * run
+    if ALIGNED:
+        begin = tl.multiple_of(begin, 2)
+        packed = tl.multiple_of(packed, 2)
+    view = tl.load(row + VIEW).to(tl.pointer_type(WORD)) + begin
+    block = tl.load(row + BLOCK).to(tl.pointer_type(WORD)) + packed
+    if ALIGNED:
+        view = tl.multiple_of(view, 16)
+        block = tl.multiple_of(block, 16)
+        run = tl.multiple_of(run, 2)
+    i = (program % per_run) * SIZE + tl.arange(0, SIZE)
+    if PACKS:
+        tl.store(block + i, tl.load(view + i, mask=i < run), mask=i < run)
+    else:
+        tl.store(view + i, tl.load(block + i, mask=i < run), mask=i < run)
+
+
+@triton.jit
+def _to_e4m3(x):
+    """The nearest code of |x| <= 448, halves to even, by whole numbers: sm_80 has no instruction for it."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((tl.abs(x) * 512.0 + ROUNDS) - ROUNDS).to(tl.int32)
+    code = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _from_e4m3(code):
+    magnitude = (code & 0x7F).to(tl.int32)
+    normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code >= 128, -value, value)
+
+
+@triton.jit
+def _encode_kernel(table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, SIZE: tl.constexpr):
+    """scale = max(amax, SMALLEST) / top; payload = code(x / scale), for SIZE groups."""
+    row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
+    run, stride, count = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + COUNT)
+    group = program * SIZE + tl.arange(0, SIZE)
+    i = group[:, None] * GROUP_OF_VALUES + tl.arange(0, GROUP_OF_VALUES)[None, :]
+    view = tl.load(row + VIEW).to(tl.pointer_type(VALUE))
+    x = tl.load(view + (i // run) * stride + i % run, mask=i < count, other=0.0).to(tl.float32)
+    unfit = tl.max((~(tl.abs(x) <= LARGEST_OF_GROUP)).to(tl.int32), axis=1) > 0
+    x = tl.where(unfit[:, None], 0.0, x)
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST_OF_GROUP)
+    top = tl.full((SIZE,), 127.0 if INT8 else 448.0, tl.float32)
+    scale = tl.div_rn(amax, top)
+    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    scaled = tl.minimum(tl.maximum(scaled, -top[:, None]), top[:, None])
+    if INT8:
+        code = ((scaled + ROUNDS) - ROUNDS).to(tl.int32).to(tl.uint8)
+    else:
+        code = _to_e4m3(scaled)
+    payload = tl.load(row + BLOCK).to(tl.pointer_type(tl.uint8))
+    tl.store(payload + i, code, mask=i < count)
+    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.float32))
+    tl.store(scales + group, tl.where(unfit, float("nan"), scale), mask=group * GROUP_OF_VALUES < count)
+
+
+@triton.jit
+def _decode_kernel(table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, SIZE: tl.constexpr):
+    """x = value(payload) * scale, for SIZE groups."""
+    row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
+    run, stride, count = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + COUNT)
+    group = program * SIZE + tl.arange(0, SIZE)
+    i = group[:, None] * GROUP_OF_VALUES + tl.arange(0, GROUP_OF_VALUES)[None, :]
+    code = tl.load(tl.load(row + BLOCK).to(tl.pointer_type(tl.uint8)) + i, mask=i < count, other=0)
+    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales + group, mask=group * GROUP_OF_VALUES < count, other=0.0)
+    if INT8:
+        value = code.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        value = _from_e4m3(code)
+    x = value * scale[:, None]
+    view = tl.load(row + VIEW).to(tl.pointer_type(VALUE))
+    tl.store(view + (i // run) * stride + i % run, x.to(VALUE), mask=i < count)
+
+
+def pack(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:
+    """See `staging.pack_views`."""
+    _launch(views, staging, codec, packs=True)
+
+
+def unpack(staging: torch.Tensor, views: Sequence[torch.Tensor], codec: Codec) -> None:
+    """See `staging.unpack_views`."""
+    _launch(views, staging, codec, packs=False)
+
+
+def _launch(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec, *, packs: bool) -> None:
+    placed = [(view, place) for view, (place, _) in zip(views, places(views, codec), strict=True) if view.numel()]
+    if not placed:
+        return
+    if codec is Codec.EXACT:
+        _copy(placed, staging, packs=packs)
+        return
+    dtypes = {view.dtype for view, _ in placed}
+    for dtype in dtypes:
+        _code([item for item in placed if item[0].dtype is dtype], staging, codec, dtype, packs=packs)
+
+
+def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, packs: bool) -> None:
+    runs = [_in_bytes(view) for view, _ in placed]
+    addresses = [address for view, place in placed for address in (view.data_ptr(), staging.data_ptr() + place)]
+    grain = _grain(addresses + [number for one in runs for number in (one.run, one.stride if one.rows > 1 else 0)])
+    width = min(grain, 8)
+    size = min(WORDS, triton.next_power_of_2(max(one.run for one in runs) // width))
+    rows, programs = [], []
+    for (view, place), one in zip(placed, runs, strict=True):
+        per_run = -(-one.run // (width * size))
+        address = staging.data_ptr() + place
+        counts = (one.run // width, one.stride // width, one.count // width, per_run)
+        rows.append([view.data_ptr(), address, 0, *counts])
+        programs.append(one.rows * per_run)
+    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
+    table, tensors = _table(rows, programs, staging.device)
+    _copy_kernel[(sum(programs),)](table, tensors, word, grain == ALIGNMENT, size, packs, num_warps=8)
+
+
+def _code(
+    placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, codec: Codec, dtype: torch.dtype, *, packs: bool
+) -> None:
+    rows, programs = [], []
+    for view, place in placed:
+        one, address = runs_of(view), staging.data_ptr() + place
+        scales = address + codec.scales_offset(one.count)
+        rows.append([view.data_ptr(), address, scales, one.run, one.stride, one.count, 0])
+        programs.append(-(-one.count // (GROUP * GROUPS)))
+    value = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    table, tensors = _table(rows, programs, staging.device)
+    kernel = _encode_kernel if packs else _decode_kernel
+    kernel[(sum(programs),)](table, tensors, value, codec is Codec.INT8, GROUPS, num_warps=4)
+
+
+def _in_bytes(view: torch.Tensor) -> Runs:
+    one = runs_of(view)
+    return Runs(rows=one.rows, run=one.run * view.itemsize, stride=one.stride * view.itemsize)
+
+
+def _grain(numbers: Sequence[int]) -> int:
+    """The widest word, in bytes, of which all numbers are multiples."""
+    width = ALIGNMENT
+    while any(number % width for number in numbers):
+        width //= 2
+    return width
+
+
+def _table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
+    """The table on the device, and how many tensors it has room for."""
+    if sum(programs) >= 1 << 31:
+        raise UsageError(f"{sum(programs)} programs in one launch; a GPU starts fewer than 2^31: pack fewer at a time")
+    room = triton.next_power_of_2(len(rows))
+    firsts = [sum(programs[:number]) for number in range(len(rows))] + [NO_PROGRAM] * (room - len(rows))
+    flat = torch.tensor([*firsts, *(number for row in rows for number in row)], dtype=torch.int64)
+    if device.type == "cuda":
+        flat = flat.pin_memory()  # a copy from pageable memory would wait for the stream
+    return flat.to(device, non_blocking=True), room
