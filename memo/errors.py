@@ -21,6 +21,7 @@ __all__ = [
     "NoRepeatedLayers",
     "PlanError",
     "PlanInvalid",
+    "RecordError",
     "ScratchFull",
     "ScratchUnusable",
     "SolverFailed",
@@ -82,6 +83,10 @@ class PlanInvalid(PlanError):
     """A plan that the independent checker refuses; the message names rule, buffers and bytes."""
 
     exit_code = ExitCode.PLAN_INVALID
+
+
+class RecordError(MemoError):
+    """A training step that cannot be recorded: its shapes depend on data, or it is not what it must be."""
 
 
 class Infeasible(MemoError):
