@@ -1,0 +1,171 @@
+"""Simulates one training step under an activation plan, event by event, independently of how the plan was made.
+
+Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages (1F1B). Shares no model
+with the planner, only the nouns: the two are held against each other before a plan is used.
+
+    plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
+
+Ranks of a node do the same at the same time, so each has its share of links, disks and host memory. Bytes are whole:
+a fraction of a layer is rounded down to bytes for each tier, and what that leaves is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from memo.errors import PlanInvalid
+from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, stage_layers
+from memo.mip.profile import EndProfile, LayerProfile
+from memo.mip.simulation import EndWork, LayerWork, Part, Simulation
+from memo.mip.simulation_stage import Stage
+from memo.trace.events import Tier
+
+__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate", "stage_order"]
+
+MAX_CALLS = 200_000
+"""Layers times microbatches: about 20 microseconds and 3 KiB each."""
+
+
+def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> Simulation:
+    """One step under the plan, on the machine it was made for or on that of another problem with as many layers.
+
+    Raises:
+        PlanInvalid: the plan is of another model, moves bytes over a link that is not there, or has too many microbatches.
+    """
+    problem = problem or plan.problem
+    if len(problem.profile.layers) != len(plan.layers):
+        raise PlanInvalid(f"the plan has {len(plan.layers)} layers and the profile {len(problem.profile.layers)}")
+    pipeline = problem.pipeline
+    if pipeline.microbatches * len(plan.layers) > MAX_CALLS:
+        raise PlanInvalid(
+            f"{pipeline.microbatches} microbatches of {len(plan.layers)} layers are more than the {MAX_CALLS} passes "
+            "that are simulated; a step of fewer microbatches shows the same"
+        )
+    stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
+    _run(stages, microbatches=pipeline.microbatches)
+    for stage in stages:
+        stage.step(problem.profile.optimizer_s)
+    return Simulation(
+        step_s=max(stage.now_s for stage in stages),
+        stages=tuple(stage.result() for stage in stages),
+    )
+
+
+def require_within_budgets(simulation: Simulation) -> None:
+    """Refuses a plan under which the step breaks a budget.
+
+    Raises:
+        PlanInvalid: names the stage, the tier, the moment and the bytes.
+    """
+    for number, peak in simulation.overflows:
+        stage = f"stage {number}: " if len(simulation.stages) > 1 else ""
+        raise PlanInvalid(
+            f"{stage}in {peak.where}, {peak.t_s:.3f} s into the step, {peak.tier} holds {peak.nbytes} bytes, "
+            f"{peak.over_nbytes} more than its budget of {peak.budget_nbytes}"
+        )
+
+
+def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
+    """What a layer does under its plan."""
+    saved = plan.saved_bytes(layer)
+    host, disk = int(saved * plan.host), int(saved * plan.disk)
+    kept = round(saved) - host - disk
+    recompute_s = plan.recompute_s(layer)
+    return LayerWork(
+        name=name,
+        forward_s=layer.forward_s,
+        backward_s=layer.backward_s,
+        recompute_s=recompute_s,
+        nbytes={
+            Part.KEPT: kept,
+            Part.HOST: host,
+            Part.DISK: disk,
+            Part.RECOMPUTED: layer.full_bytes - kept - host - disk,
+        },
+        forward_transient_nbytes=layer.forward_transient_bytes,
+        backward_transient_nbytes=layer.transient_bytes if recompute_s else layer.backward_transient_bytes,
+    )
+
+
+def stage_order(stage: int, *, stages: int, microbatches: int) -> Iterator[bool]:
+    """1F1B: True for the forward, False for the backward of the next microbatch, in the order a stage runs them."""
+    ahead = min(microbatches, stages - stage)
+    yield from [True] * ahead
+    for _ in range(microbatches - ahead):
+        yield False
+        yield True
+    yield from [False] * ahead
+
+
+def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
+    profile, budgets = problem.profile, problem.budgets
+    known, mine = profile.layer_profiles(), stage_layers(problem, number)
+    first, last = number == 0, number == problem.pipeline.stages - 1
+    static = sum(known[layer].static_bytes for layer in mine)
+    static += profile.embedding.static_bytes * first + profile.head.static_bytes * last
+    return Stage(
+        [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in mine],
+        rates=problem.hardware.lanes(budgets.ranks_per_node),
+        static_nbytes=static,
+        budgets={
+            Tier.DEVICE: budgets.device_bytes,
+            Tier.HOST: budgets.host_bytes // budgets.ranks_per_node,
+            Tier.DISK: budgets.disk_bytes // budgets.ranks_per_node,
+        },
+        embedding=_end_work("embedding", profile.embedding) if first else None,
+        head=_end_work("head", profile.head) if last else None,
+    )
+
+
+def _end_work(name: str, end: EndProfile) -> EndWork:
+    return EndWork(
+        name=name,
+        forward_s=end.forward_s,
+        backward_s=end.backward_s,
+        saved_nbytes=end.saved_bytes,
+        transient_nbytes=end.transient_bytes,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """Where a stage is in its order, and when its microbatches were done in either direction."""
+
+    order: list[bool]
+    at: int = 0
+    forward_s: list[float] = dataclasses.field(default_factory=list)
+    backward_s: list[float] = dataclasses.field(default_factory=list)
+
+
+def _run(stages: Sequence[Stage], *, microbatches: int) -> None:
+    """Runs every stage's order; a pass begins when its stage is free and the neighbour has done its part.
+
+    Stages share nothing but these moments, so each pass can be played as soon as what it waits for is known.
+    """
+    count = len(stages)
+    done = [_Progress(list(stage_order(number, stages=count, microbatches=microbatches))) for number in range(count)]
+    while any(own.at < len(own.order) for own in done):
+        for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
+            while own.at < len(own.order) and _advance(stage, number, done):
+                own.at += 1
+
+
+def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
+    """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
+    own = done[number]
+    forward = own.order[own.at]
+    neighbour = number - 1 if forward else number + 1
+    if 0 <= neighbour < len(done):
+        times = done[neighbour].forward_s if forward else done[neighbour].backward_s
+        microbatch = len(own.forward_s if forward else own.backward_s)
+        if len(times) <= microbatch:
+            return False
+        stage.idle(times[microbatch])
+    if forward:
+        stage.forward()
+        own.forward_s.append(stage.now_s)
+    else:
+        stage.backward()
+        own.backward_s.append(stage.now_s)
+    return True

@@ -1,0 +1,306 @@
+"""Plays the work of one pipeline stage as the swap engine would run it, copy by copy.
+
+Owns the order of events within a stage and the bytes each tier holds. Knows layers as `LayerWork`, no plan and no
+planner's model: what a step costs follows from what happens in it.
+
+    forward    layer 0 | layer 1 | layer 2 | ... | head         a layer's copies are issued when its forward ends
+    copies             |  out 0  |  out 1  |
+    dropped                      ^ end of layer 1: the compute stream waits for out 0, then layer 0's sources go
+
+    backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
+    reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
+
+So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
+another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import operator
+from collections.abc import Mapping, Sequence
+
+from memo.mip.hardware import LaneRates
+from memo.mip.simulation import EndWork, Holding, LayerWork, Part, Peak, Span, StageSimulation, Transition, Usage, Wait
+from memo.mip.simulation_links import Copy, Links, Queue
+from memo.trace.events import Lane, StallCause, TensorState, Tier, UseKind
+
+__all__ = ["Stage"]
+
+_MOVED = ((Part.HOST, Tier.HOST, Queue.HOST_OUT, Queue.HOST_IN), (Part.DISK, Tier.DISK, Queue.DISK_OUT, Queue.DISK_IN))
+
+
+class _State(enum.Enum):
+    """A call's life: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once."""
+
+    LIVE = enum.auto()
+    """Whole on the device; no copy is issued."""
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    """The device holds what is kept, and nothing else."""
+    RETURNING = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """One layer in one microbatch."""
+
+    number: int
+    work: LayerWork
+    state: _State = _State.LIVE
+    out: Sequence[Copy] = ()
+    back: Sequence[Copy] = ()
+    how: UseKind = UseKind.LIVE
+    """In which way backward comes by what was moved."""
+
+
+class Stage:
+    """One rank's compute stream, and what happens beside it."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWork],
+        *,
+        rates: LaneRates,
+        static_nbytes: int = 0,
+        budgets: Mapping[Tier, int] | None = None,
+        embedding: EndWork | None = None,
+        head: EndWork | None = None,
+    ) -> None:
+        self._layers = layers
+        self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
+        self._links = Links(rates)
+        self._ledger = _Ledger(budgets or {})
+        self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
+        self._calls: collections.deque[_Call] = collections.deque()  # in the order in which backward will reach them
+        self._made = 0
+        self._held: _Call | None = None  # its copies wait until another forward begins
+        self._undropped: _Call | None = None
+        self._spans: list[Span] = []
+        self._waits: list[Wait] = []
+        self._transitions: list[Transition] = []
+        self._usages: list[Usage] = []
+
+    @property
+    def now_s(self) -> float:
+        """How far the compute stream has come."""
+        return self._links.now_s
+
+    def idle(self, until_s: float) -> None:
+        """Another stage has to be waited for; copies go on."""
+        if until_s > self.now_s:
+            self._links.advance(until_s)
+
+    def forward(self) -> None:
+        """The forward of the next microbatch."""
+        embedding, head = self._ends
+        self._end_forward(embedding)
+        calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._layers)]
+        self._made += len(calls)
+        for call in calls:
+            self._forward(call)
+        self._held = calls[-1]
+        self._calls.extend(reversed(calls))
+        self._end_forward(head)
+
+    def backward(self) -> None:
+        """The backward of the earliest microbatch that is alive."""
+        embedding, head = self._ends
+        self._end_backward(head)
+        for _ in self._layers:
+            self._backward(self._calls.popleft())
+        self._end_backward(embedding)
+
+    def step(self, optimizer_s: float) -> None:
+        """The optimizer."""
+        self._work(Lane.COMPUTE, "optimizer", "optimizer", optimizer_s)
+
+    def result(self) -> StageSimulation:
+        """All that has happened so far."""
+        return StageSimulation(
+            spans=tuple(self._spans),
+            waits=tuple(self._waits),
+            copies=tuple(self._links.copies),
+            transitions=tuple(self._transitions),
+            usages=tuple(self._usages),
+            holdings=tuple(self._ledger.holdings),
+            peaks=self._ledger.peaks(),
+        )
+
+    # Forward.
+
+    def _forward(self, call: _Call) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._send(held)
+        work = call.work
+        self._hold(Tier.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
+        self._change(call, TensorState.LIVE, *Part)
+        self._work(Lane.COMPUTE, work.name, "forward", work.forward_s)
+        self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
+        if call.number % len(self._layers) != len(self._layers) - 1:
+            self._send(call)
+        before, self._undropped = self._undropped, call
+        if before is not None and before.state is _State.LEAVING:
+            self._drop(before)
+
+    def _send(self, call: _Call) -> None:
+        """Issues the copies out; their room in the lower tiers is taken now."""
+        call.state = _State.LEAVING
+        copies = []
+        for part, tier, queue, _ in _MOVED:
+            nbytes = call.work.of(part)
+            if nbytes:
+                self._hold(tier, nbytes)
+                copies.append(self._links.put(queue, call=call.number, module=call.work.name, nbytes=nbytes))
+        call.out = copies
+        self._change(call, TensorState.LEAVING, Part.HOST, Part.DISK)
+
+    def _drop(self, call: _Call) -> None:
+        """Waits until the copies out have ended, then gives up what is not kept."""
+        self._wait(StallCause.DRAIN, call, call.out)
+        call.state = _State.AWAY
+        self._hold(Tier.DEVICE, -call.work.dropped_nbytes)
+        self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
+        self._change(call, TensorState.GONE, Part.RECOMPUTED)
+
+    # Backward.
+
+    def _backward(self, call: _Call) -> None:
+        work = call.work
+        self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
+        self._reach(call)
+        recompute = call.state is _State.RETURNING
+        if recompute:
+            self._wait(StallCause.RELOAD, call, call.back)
+            self._change(call, TensorState.BACK, Part.HOST, Part.DISK)
+        self._use(call)
+        if recompute:
+            self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
+        self._work(Lane.COMPUTE, work.name, "backward", work.backward_s)
+        self._end(call)
+
+    def _reach(self, call: _Call) -> None:
+        """What the call has away must come back now; what backward reaches next may, if the device has room."""
+        if self._held is call:
+            self._held = None
+        if self._undropped is call:
+            self._undropped = None
+        if call.state is _State.AWAY:
+            self._fetch(call, UseKind.FETCHED)
+        following = self._calls[0] if self._calls else None
+        if (
+            following is not None
+            and following.state is _State.AWAY
+            and self._ledger.fits(Tier.DEVICE, following.work.dropped_nbytes)
+        ):
+            self._fetch(following, UseKind.PREFETCHED)
+
+    def _fetch(self, call: _Call, how: UseKind) -> None:
+        """Takes the whole buffer and issues the reloads into it."""
+        call.state, call.how = _State.RETURNING, how
+        self._hold(Tier.DEVICE, call.work.dropped_nbytes)
+        call.back = [
+            self._links.put(queue, call=call.number, module=call.work.name, nbytes=call.work.of(part))
+            for part, _, _, queue in _MOVED
+            if call.work.of(part)
+        ]
+        self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
+        self._change(call, TensorState.LIVE, Part.RECOMPUTED)
+
+    def _use(self, call: _Call) -> None:
+        for part in (Part.KEPT, Part.HOST, Part.DISK):
+            if call.work.of(part):
+                how = UseKind.LIVE if part is Part.KEPT else call.how
+                self._usages.append(Usage(t_s=self.now_s, call=call.number, part=part, how=how))
+
+    def _end(self, call: _Call) -> None:
+        """The layer's gradients are made: nothing of the call is needed any more."""
+        work = call.work
+        self._hold(Tier.DEVICE, -work.saved_nbytes - work.backward_transient_nbytes)
+        if call.out:
+            for part, tier, _, _ in _MOVED:
+                self._hold(tier, -work.of(part))
+        self._change(call, TensorState.GONE, *Part)
+
+    # The ends, which hold what they save.
+
+    def _end_forward(self, end: EndWork) -> None:
+        self._hold(Tier.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
+        self._work(Lane.COMPUTE, end.name, "forward", end.forward_s)
+        self._hold(Tier.DEVICE, -end.transient_nbytes)
+
+    def _end_backward(self, end: EndWork) -> None:
+        self._hold(Tier.DEVICE, end.transient_nbytes, f"{end.name} backward")
+        self._work(Lane.COMPUTE, end.name, "backward", end.backward_s)
+        self._hold(Tier.DEVICE, -end.saved_nbytes - end.transient_nbytes)
+
+    # What happens and is told.
+
+    def _work(self, lane: Lane, module: str, phase: str, seconds: float) -> None:
+        if seconds:
+            start_s = self.now_s
+            self._links.advance(start_s + seconds)
+            self._spans.append(Span(lane=lane, module=module, phase=phase, start_s=start_s, end_s=self.now_s))
+
+    def _wait(self, cause: StallCause, call: _Call, copies: Sequence[Copy]) -> None:
+        start_s = self.now_s
+        self._links.wait(copies)
+        if self.now_s > start_s:
+            latest = max(copies, key=operator.attrgetter("end_s"))
+            assert latest.slowest is not None
+            self._waits.append(
+                Wait(
+                    cause=cause,
+                    call=call.number,
+                    module=call.work.name,
+                    lane=latest.slowest,
+                    start_s=start_s,
+                    end_s=self.now_s,
+                )
+            )
+
+    def _change(self, call: _Call, to: TensorState, *parts: Part) -> None:
+        for part in parts:
+            nbytes = call.work.of(part)
+            if nbytes:
+                self._transitions.append(
+                    Transition(t_s=self.now_s, call=call.number, module=call.work.name, part=part, to=to, nbytes=nbytes)
+                )
+
+    def _hold(self, tier: Tier, nbytes: int, where: str | None = None) -> None:
+        self._ledger.change(self.now_s, tier, nbytes, where)
+
+
+class _Ledger:
+    """Bytes in each tier, over time."""
+
+    def __init__(self, budgets: Mapping[Tier, int]) -> None:
+        self.holdings: list[Holding] = []
+        self._budgets = budgets
+        self._where = "begin"
+        self._held = dict.fromkeys(Tier, 0)
+        self._most = dict.fromkeys(Tier, (0, 0.0, ""))
+
+    def fits(self, tier: Tier, nbytes: int) -> bool:
+        """Whether the tier has room for so many bytes more."""
+        budget = self._budgets.get(tier)
+        return budget is None or self._held[tier] + nbytes <= budget
+
+    def change(self, t_s: float, tier: Tier, nbytes: int, where: str | None = None) -> None:
+        """More bytes, or fewer; `where` names what the compute stream is at from now on."""
+        self._where = where or self._where
+        if nbytes:
+            held = self._held[tier] = self._held[tier] + nbytes
+            self.holdings.append(Holding(t_s=t_s, tier=tier, nbytes=held))
+            if held > self._most[tier][0]:
+                self._most[tier] = (held, t_s, self._where)
+
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most each tier held."""
+        return tuple(
+            Peak(tier=tier, nbytes=nbytes, t_s=t_s, where=where, budget_nbytes=self._budgets.get(tier))
+            for tier, (nbytes, t_s, where) in self._most.items()
+        )
