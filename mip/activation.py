@@ -17,8 +17,8 @@ forward, backward and recompute time (zero where nothing is recomputed):
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
                disk bytes; a step takes (M + P - 1) x the slowest stage's microbatch, plus the optimizer
 
-With more than one stage, one microbatch's copies out meet another's copies in on the link: the sum of both over a stage's
-microbatch may not exceed the duplex rate x its time.
+By these rules one rank's copies out and in never run at the same time. What they share they share with other ranks:
+`Hardware.lanes` gives each of a node's ranks its part of switches, host memory and disks.
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ class Pipeline:
 
     stages: int = 1
     microbatches: int = 1
+    stages_per_node: int = 1
+    """Consecutive stages whose ranks share a node, each with as many of its ranks as the others."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.stages_per_node <= self.stages or self.stages % self.stages_per_node:
+            raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
             raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches is none")
 
@@ -96,6 +100,10 @@ class ActivationProblem:
     def __post_init__(self) -> None:
         if self.pipeline.stages > len(self.profile.layers):
             raise PlanError(f"{len(self.profile.layers)} layers make no {self.pipeline.stages} stages")
+        if self.budgets.ranks_per_node % self.pipeline.stages_per_node:
+            raise PlanError(
+                f"{self.pipeline.stages_per_node} stages cannot share {self.budgets.ranks_per_node} ranks evenly"
+            )
 
 
 def stage_layers(problem: ActivationProblem, stage: int) -> range:

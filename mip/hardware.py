@@ -64,8 +64,8 @@ class Hardware:
 
     def lanes(self, ranks: int) -> LaneRates:
         """The rates of one of `ranks` ranks of a node, all of them busy at the same time."""
-        d2h = min(self.d2h_bytes_per_s, self.node_d2h_bytes_per_s / ranks)
-        h2d = min(self.h2d_bytes_per_s, self.node_h2d_bytes_per_s / ranks)
+        d2h = min(self.d2h_bytes_per_s, self.duplex_bytes_per_s, self.node_d2h_bytes_per_s / ranks)
+        h2d = min(self.h2d_bytes_per_s, self.duplex_bytes_per_s, self.node_h2d_bytes_per_s / ranks)
         return LaneRates(
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,

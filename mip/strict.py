@@ -91,14 +91,10 @@ def parse_json(text: str, *, fractions: bool = False) -> dict[str, Any]:
 
 
 def encode(value: object) -> Any:
-    """The JSON form of a dataclass: fields in their order, those at their default left out."""
+    """The JSON form of a dataclass: fields in their order, those that are None left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entry = {}
-        for field in dataclasses.fields(value):
-            held = getattr(value, field.name)
-            if field.default is dataclasses.MISSING or held != field.default:
-                entry[field.name] = encode(held)
-        return entry
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: encode(inner) for name, inner in held.items() if inner is not None}
     if isinstance(value, enum.Enum):
         return value.value
     return [encode(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,155 @@
+"""What a plan costs, by the rules of `memo.mip.activation` written out: time by cause, and the peak of every tier.
+
+Plain arithmetic on one plan, without any model; the planner predicts with it after it has rounded. The simulator plays
+the same rules event by event and shares no code with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from memo.mip.activation import ActivationProblem, LayerPlan, StagePrediction, stage_layers
+from memo.mip.hardware import LaneRates
+from memo.mip.profile import LayerProfile
+
+__all__ = ["Position", "Traffic", "device_positions", "predict", "stage_compute_s", "stage_static_bytes"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A place in a stage at which the device's bytes have a peak of their own."""
+
+    name: str
+    resident_bytes: int
+    """What stands there whatever the plan is: rounding buffers, transients, what the ends hold."""
+    behind: int
+    """The first so many layers of the stage have only their kept bytes there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of one layer that move, each way."""
+
+    host_bytes: float
+    disk_bytes: float
+
+    @classmethod
+    def of(cls, layer: LayerProfile, plan: LayerPlan) -> Traffic:
+        """What a plan moves of a layer."""
+        saved = plan.saved_bytes(layer)
+        return cls(host_bytes=saved * plan.host, disk_bytes=saved * plan.disk)
+
+    def out_s(self, rates: LaneRates) -> tuple[float, float]:
+        """Time on the link, and on the disk."""
+        return (
+            _time(self.host_bytes + self.disk_bytes, rates.d2h_bytes_per_s),
+            _time(self.disk_bytes, rates.disk_write_bytes_per_s),
+        )
+
+    def in_s(self, rates: LaneRates) -> tuple[float, float]:
+        """The same on the way back."""
+        return (
+            _time(self.host_bytes + self.disk_bytes, rates.h2d_bytes_per_s),
+            _time(self.disk_bytes, rates.disk_read_bytes_per_s),
+        )
+
+
+def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
+    """What each stage does and holds under these layer plans."""
+    return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
+
+
+def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
+    """Parameters, gradients and optimizer state of one rank of a stage."""
+    layers = problem.profile.layer_profiles()
+    static = sum(layers[index].static_bytes for index in stage_layers(problem, stage))
+    if stage == 0:
+        static += problem.profile.embedding.static_bytes
+    if stage == problem.pipeline.stages - 1:
+        static += problem.profile.head.static_bytes
+    return static
+
+
+def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
+    """Forward and backward of a stage's microbatch with everything in place."""
+    layers = problem.profile.layer_profiles()
+    parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
+    ends = [problem.profile.embedding] if stage == 0 else []
+    if stage == problem.pipeline.stages - 1:
+        ends.append(problem.profile.head)
+    return sum(parts) + sum(end.forward_s + end.backward_s for end in ends)
+
+
+def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
+    """In forward order: the embedding, each layer, the head."""
+    profile, pipeline = problem.profile, problem.pipeline
+    layers = profile.layer_profiles()
+    mine = [layers[index] for index in stage_layers(problem, stage)]
+    static = stage_static_bytes(problem, stage)
+    positions = []
+    if stage == 0:
+        static += profile.embedding.saved_bytes * pipeline.in_flight(0)
+        positions.append(
+            Position(name="the embedding", resident_bytes=static + profile.embedding.transient_bytes, behind=0)
+        )
+    before = 0
+    for number, layer in enumerate(mine):
+        positions.append(
+            Position(
+                name=f"layer {stage_layers(problem, stage)[number]}",
+                resident_bytes=static + before + layer.full_bytes + layer.transient_bytes,
+                behind=max(number - 1, 0),
+            )
+        )
+        before = layer.full_bytes
+    if stage == pipeline.stages - 1:
+        head = profile.head.saved_bytes + profile.head.transient_bytes
+        positions.append(Position(name="the head", resident_bytes=static + before + head, behind=len(mine) - 1))
+    return positions
+
+
+def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> StagePrediction:
+    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+    indices = stage_layers(problem, stage)
+    layers = [problem.profile.layer_profiles()[index] for index in indices]
+    mine = [plans[index] for index in indices]
+    traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
+    kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
+    in_flight = problem.pipeline.in_flight(stage)
+    elsewhere = (in_flight - 1) * sum(kept)
+    stall_out = stall_write = stall_in = stall_read = 0.0
+    for number in range(len(layers) - 1):
+        link, disk = traffic[number].out_s(rates)
+        late = max(link, disk) - layers[number + 1].forward_s
+        if late > 0:
+            stall_out, stall_write = (
+                (stall_out + late, stall_write) if link >= disk else (stall_out, stall_write + late)
+            )
+        link, disk = traffic[number].in_s(rates)
+        late = max(link, disk) - layers[number + 1].backward_s - mine[number + 1].recompute_s(layers[number + 1])
+        if late > 0:
+            stall_in, stall_read = (stall_in + late, stall_read) if link >= disk else (stall_in, stall_read + late)
+    peak = max(
+        position.resident_bytes + elsewhere + sum(kept[: position.behind])
+        for position in device_positions(problem, stage)
+    )
+    disk_bytes = sum(moved.disk_bytes for moved in traffic)
+    return StagePrediction(
+        compute_s=stage_compute_s(problem, stage),
+        recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
+        stall_d2h_s=stall_out,
+        stall_disk_write_s=stall_write,
+        stall_h2d_s=stall_in,
+        stall_disk_read_s=stall_read,
+        peak_device_bytes=round(peak),
+        peak_host_bytes=round(in_flight * sum(moved.host_bytes for moved in traffic)),
+        peak_disk_bytes=round(in_flight * disk_bytes),
+        disk_written_bytes=round(problem.pipeline.microbatches * disk_bytes),
+    )
+
+
+def _time(nbytes: float, bytes_per_s: float) -> float:
+    if nbytes <= 0:
+        return 0.0
+    return nbytes / bytes_per_s if bytes_per_s else float("inf")
