@@ -1,28 +1,25 @@
 """`memo trace stats|html|diff|chrome|png`: what a run's trace says, on the terminal and as files.
 
-Files are written to a sibling first and then renamed, and never over an existing one without `--force`.
+`memo.cli.output` writes the files.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import json
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memo.cli.output import replacing, say_written
 from memo.cli.trace_tables import print_diff, print_stats
-from memo.errors import ExitCode, TraceError, UsageError
+from memo.errors import ExitCode, UsageError
 from memo.trace import diff
 from memo.trace.reader import Trace, read_traces
 from memo.trace.report import Report, report_on
 from memo.trace.words import printable
-from memo.units import format_bytes
 
 __all__ = ["configure", "run"]
 
@@ -113,12 +110,12 @@ def _html(args: argparse.Namespace) -> int:
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
-    with _replacing(args.output, force=args.force) as target:
+    with replacing(args.output, force=args.force) as target:
         target.write_text(render_page(data, title=title), encoding="utf-8")
     for rank in data["ranks"]:
         if rank["thinned"]:
             print(rank["thinned"])
-    _say_written(args.output)
+    say_written(args.output)
     return ExitCode.OK
 
 
@@ -134,9 +131,9 @@ def _chrome(args: argparse.Namespace) -> int:
 
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
-    with _replacing(args.output, force=args.force) as target:
+    with replacing(args.output, force=args.force) as target:
         target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
-    _say_written(args.output)
+    say_written(args.output)
     return ExitCode.OK
 
 
@@ -147,9 +144,9 @@ def _png(args: argparse.Namespace) -> int:
         raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
     report = report_on(_read(args))
     rank, step = _chosen(report, args)
-    with _replacing(args.output, force=args.force) as target:
+    with replacing(args.output, force=args.force) as target:
         draw(report, target, rank=rank, step=step)
-    _say_written(args.output)
+    say_written(args.output)
     return ExitCode.OK
 
 
@@ -175,38 +172,3 @@ def _chosen(report: Report, args: argparse.Namespace) -> tuple[int, int | None]:
         return rank, one.step(int(args.step)).step
     known = [step.step for step in one.stats.steps]
     return rank, report.step if report.step in known else None
-
-
-@contextlib.contextmanager
-def _replacing(path: Path, *, force: bool) -> Iterator[Path]:
-    """A sibling to write to, which takes the place of `path` when all went well.
-
-    Raises:
-        UsageError: `path` exists and `force` is not given.
-        TraceError: the place cannot be written.
-    """
-    shown = printable(str(path), limit=200)
-    if path.exists() and not force:
-        raise UsageError(f"{shown} exists; --force writes over it")
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".memo-", suffix=path.suffix)
-        os.close(descriptor)
-        sibling = Path(name)
-        try:
-            yield sibling
-            sibling.chmod(0o666 & ~_umask())
-            sibling.replace(path)
-        finally:
-            sibling.unlink(missing_ok=True)
-    except OSError as error:
-        raise TraceError(f"cannot write {shown}: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _say_written(path: Path) -> None:
-    print(f"Wrote {printable(str(path), limit=200)} ({format_bytes(path.stat().st_size)})")
