@@ -24,6 +24,7 @@ COMMANDS = {
     "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),
+    "simulate": ("memo.cli.simulate", "play a step under an activation plan, with no GPU"),
     "trace": ("memo.cli.trace", "statistics and pictures of a trace"),
     "doctor": ("memo.cli.doctor", "what this machine can do: GPU links, host memory, disks"),
 }

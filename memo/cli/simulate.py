@@ -1,0 +1,121 @@
+"""`memo simulate`: plays one training step under a plan, without a GPU, and shows where its time and bytes go.
+
+The step is simulated on the machine and the profile that the plan was made for, or on others to see what becomes of the
+plan there. The trace is in the format of a real run, written by the same writer: one file for each pipeline stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from memo.cli.output import replacing, say_written
+from memo.cli.simulation_tables import print_simulation, simulation_summary
+from memo.errors import ExitCode, UsageError
+from memo.mip.activation import ActivationPlan, ActivationProblem
+from memo.mip.activation_files import read_activation_plan, read_hardware, read_profile
+from memo.mip.hardware import PRESETS, Hardware, hardware
+from memo.mip.simulate import simulate
+from memo.mip.simulation import Simulation
+from memo.mip.simulation_events import stage_events
+from memo.trace.events import Tier
+from memo.trace.recorder import TraceRecorder
+
+__all__ = ["configure", "run"]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memo simulate`."""
+    parser.add_argument("plan", help="an activation plan in JSON, as `memo plan` writes it")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="another profile than the plan's own, as `memo profile` writes it"
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", help=f"another machine: {', '.join(PRESETS)}, or a description in JSON"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the timeline; of several stages, into this directory"
+    )
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Exit code 5, and the timeline all the same, when the step breaks a budget."""
+    plan = read_activation_plan(args.plan)
+    problem = _problem(plan, args)
+    simulation = simulate(plan, problem)
+    written = [] if args.output is None else _write(args.output, plan, problem, simulation, force=args.force)
+    if args.json:
+        summary = simulation_summary(plan, problem, simulation)
+        print(json.dumps({**summary, "traces": [str(path) for path in written]}, allow_nan=False))
+    else:
+        print_simulation(plan, problem, simulation)
+        for path in written:
+            say_written(path)
+        if written:
+            print(f"Open the timeline: memo trace html {' '.join(map(str, written))} -o report.html")
+    return ExitCode.PLAN_INVALID if simulation.overflows else ExitCode.OK
+
+
+def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProblem:
+    """The plan's own problem, with what the arguments put in the place of its parts."""
+    problem = plan.problem
+    if args.profile is not None:
+        problem = dataclasses.replace(problem, profile=read_profile(args.profile))
+    if args.hardware is not None:
+        problem = dataclasses.replace(problem, hardware=_hardware(args.hardware))
+    return problem
+
+
+def _hardware(name: str) -> Hardware:
+    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware(name)
+
+
+def _write(
+    output: Path, plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, *, force: bool
+) -> list[Path]:
+    count = len(simulation.stages)
+    if count > 1 and not output.is_dir():
+        raise UsageError(
+            f"-o {str(output)!r}: the plan has {count} stages, each with a trace; name an existing directory"
+        )
+    paths = [output / f"trace.rank{rank}.jsonl" if output.is_dir() else output for rank in range(count)]
+    for rank, path in enumerate(paths):
+        events = stage_events(simulation.stages[rank], end_s=simulation.step_s)
+        with replacing(path, force=force) as sibling:
+            recorder = TraceRecorder(
+                sibling, rank=rank, world_size=count, meta=_meta(plan, problem, rank), capacity=len(events)
+            )
+            for event in events:
+                recorder.emit(event)
+            recorder.close()
+    return paths
+
+
+def _meta(plan: ActivationPlan, problem: ActivationProblem, stage: int) -> dict[str, Any]:
+    signature, budgets, foretold = problem.profile.signature, problem.budgets, plan.stages[stage]
+    rates = problem.hardware.lanes(budgets.ranks_per_node)
+    return {
+        "command": "memo simulate",
+        "simulated": True,
+        "model": signature.model,
+        "hardware": problem.hardware.name,
+        "signature": dataclasses.asdict(signature),
+        "budgets": {
+            Tier.DEVICE: budgets.device_bytes,
+            Tier.HOST: budgets.host_bytes // budgets.ranks_per_node,
+            Tier.DISK: budgets.disk_bytes // budgets.ranks_per_node,
+        },
+        "link_bytes_per_s": {
+            "d2h": rates.d2h_bytes_per_s,
+            "h2d": rates.h2d_bytes_per_s,
+            "nvme-write": rates.disk_write_bytes_per_s,
+            "nvme-read": rates.disk_read_bytes_per_s,
+        },
+        # Of the device the plan foretells all bytes, the trace's states only those of saved tensors: not comparable.
+        "plan": {"predicted_peak_nbytes": {Tier.HOST: foretold.peak_host_bytes, Tier.DISK: foretold.peak_disk_bytes}},
+    }
