@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 
 __all__ = [
+    "AllocatorError",
     "CheckpointError",
     "CorruptBlock",
     "DataError",
@@ -73,6 +74,10 @@ class TrainingDiverged(MemoError):
 
 class DeviceOutOfMemory(MemoError):
     """A training step does not fit into the device's memory."""
+
+
+class AllocatorError(MemoError):
+    """The planned allocator cannot be built, installed, or used in this way; the message says which."""
 
 
 class PlanError(MemoError):

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["load", "open_cache"]
+__all__ = ["build", "load", "open_cache"]
 
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC")
 COMPILE_LIMIT_S = 120
@@ -34,7 +34,7 @@ def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
     `$CXX` names the compiler, as it does for every build tool; else the system's `c++` or `g++`.
     """
     try:
-        return ctypes.CDLL(str(_library(source, tuple(flags))))
+        return ctypes.CDLL(str(build(source, flags=flags)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
         warnings.warn(
@@ -43,9 +43,16 @@ def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
         return None
 
 
-def _library(source: Path, flags: tuple[str, ...]) -> Path:
+def build(source: Path, *, includes: Sequence[Path] = (), flags: Sequence[str] = FLAGS) -> Path:
+    """The library made of `source`, and of the files it includes, from the cache if it is there.
+
+    Raises:
+        OSError: there is no compiler, or no directory that can be trusted.
+        subprocess.SubprocessError: the compiler failed or took too long.
+    """
     compiler = _compiler()
-    recipe = "\0".join([source.read_text(encoding="utf-8"), *compiler, *flags, _processor()])
+    texts = [path.read_text(encoding="utf-8") for path in (source, *includes)]
+    recipe = "\0".join([*texts, *compiler, *flags, _processor()])
     name = f"{source.stem}-{hashlib.sha256(recipe.encode()).hexdigest()[:20]}.so"
     cache = open_cache()
     library = cache / name

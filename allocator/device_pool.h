@@ -1,0 +1,113 @@
+// Memory that is in no plan: parameters, whatever lives across steps, and requests that left their plan.
+//
+// Served by the driver's stream-ordered pool, which keeps what is freed; by cudaMalloc where a device has no pools, which
+// is slow and safe, since cudaFree waits for the device. A block that other streams have used is freed on a stream of
+// its own that waits for all of them, so neither the host nor the block's stream does.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+namespace memo {
+
+class DevicePool {
+ public:
+  explicit DevicePool(const CudaRuntime& cuda) : cuda_(cuda) {}
+
+  // nullptr when the device has no such memory left, even after everything kept in reserve was returned to it.
+  void* allocate(std::size_t nbytes, int device, Stream stream) {
+    OnDevice guard(cuda_, device);
+    if (void* at = try_allocate(nbytes, device, stream)) return at;
+    trim(device);
+    return try_allocate(nbytes, device, stream);
+  }
+
+  // `elsewhere`: the streams other than its own that have used the block.
+  void release(void* at, std::size_t nbytes, int device, Stream stream, const std::vector<Stream>& elsewhere) {
+    OnDevice guard(cuda_, device);
+    Device& state = of(device);
+    if (state.pool == nullptr) {
+      cuda_.ok(cuda_.device_synchronize());
+      cuda_.ok(cuda_.free(at));
+      state.malloced -= nbytes;
+      return;
+    }
+    const Stream on = elsewhere.empty() ? stream : after_all(state, stream, elsewhere);
+    if (cuda_.ok(cuda_.free_async(at, on))) return;
+    // The stream is gone; its work is not known to be done.
+    cuda_.ok(cuda_.device_synchronize());
+    cuda_.ok(cuda_.free_async(at, nullptr));
+  }
+
+  // Waits for the device and returns to it what the pool keeps in reserve.
+  void trim(int device) {
+    OnDevice guard(cuda_, device);
+    cuda_.ok(cuda_.device_synchronize());
+    if (of(device).pool != nullptr) cuda_.ok(cuda_.pool_trim(of(device).pool, 0));
+  }
+
+  // Bytes taken from the device, in use or in reserve.
+  std::size_t reserved(int device) {
+    OnDevice guard(cuda_, device);
+    Device& state = of(device);
+    std::uint64_t nbytes = state.malloced;
+    if (state.pool != nullptr) cuda_.ok(cuda_.pool_get(state.pool, kPoolReservedNow, &nbytes));
+    return static_cast<std::size_t>(nbytes);
+  }
+
+ private:
+  struct Device {
+    bool known = false;
+    MemoryPool pool = nullptr;   // nullptr: the device has none
+    Stream reclaim = nullptr;
+    std::size_t malloced = 0;
+  };
+
+  Device& of(int device) {
+    if (devices_.size() <= static_cast<std::size_t>(device)) devices_.resize(static_cast<std::size_t>(device) + 1);
+    Device& state = devices_[static_cast<std::size_t>(device)];
+    if (!state.known) {
+      state.known = true;
+      int supported = 0;
+      if (cuda_.ok(cuda_.device_attribute(&supported, kMemoryPoolsSupported, device)) && supported != 0 &&
+          cuda_.ok(cuda_.default_pool(&state.pool, device))) {
+        std::uint64_t keep = UINT64_MAX;  // a synchronisation shall not return memory that the next step needs
+        cuda_.ok(cuda_.pool_set(state.pool, kPoolReleaseThreshold, &keep));
+      }
+    }
+    return state;
+  }
+
+  void* try_allocate(std::size_t nbytes, int device, Stream stream) {
+    Device& state = of(device);
+    void* at = nullptr;
+    if (state.pool != nullptr) return cuda_.ok(cuda_.malloc_async(&at, nbytes, stream)) ? at : nullptr;
+    if (!cuda_.ok(cuda_.malloc(&at, nbytes))) return nullptr;
+    state.malloced += nbytes;
+    return at;
+  }
+
+  // A stream on which everything issued later comes after the present ends of `stream` and of `elsewhere`.
+  Stream after_all(Device& state, Stream stream, const std::vector<Stream>& elsewhere) {
+    bool ordered = state.reclaim != nullptr || cuda_.ok(cuda_.stream_create(&state.reclaim, kStreamNonBlocking));
+    auto follow = [&](Stream other) {
+      const Event event = ordered ? cuda_.mark(other) : nullptr;
+      ordered = event != nullptr && cuda_.ok(cuda_.stream_wait(state.reclaim, event, 0));
+      if (event != nullptr) cuda_.ok(cuda_.event_destroy(event));  // the runtime keeps it until it is done
+    };
+    follow(stream);
+    for (Stream other : elsewhere) follow(other);
+    if (ordered) return state.reclaim;
+    cuda_.ok(cuda_.device_synchronize());
+    return stream;
+  }
+
+  const CudaRuntime& cuda_;
+  std::vector<Device> devices_;
+};
+
+}  // namespace memo

@@ -1,0 +1,107 @@
+// Every block that is handed out and not yet freed, by address.
+//
+// Open addressing with linear probing; a removal moves the entries behind it forward, so there are no tombstones and a
+// look-up ends at the first empty place. Half full at most. Growing is the only allocation it makes.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "cuda_runtime.h"
+
+namespace memo {
+
+constexpr std::uint32_t kNoSlot = UINT32_MAX;
+
+enum class Home : std::uint8_t {
+  kPool,   // the driver's pool
+  kArena,  // the arena, at the planned place
+  kRescue  // the arena, at a place no plan knows, because the device was full
+};
+
+struct Block {
+  std::uintptr_t address = 0;  // 0 marks an empty place of the table
+  std::size_t nbytes = 0;      // as served: never 0, a multiple of the alignment
+  Stream stream = nullptr;
+  std::uint64_t step = 0;      // the step that allocated it; 0 is between steps
+  std::uint32_t request = 0;   // its number among that step's
+  std::uint32_t slot = kNoSlot;
+  std::int32_t device = 0;
+  Home home = Home::kPool;
+  bool used_elsewhere = false;  // by a stream other than its own
+};
+
+class LiveBlocks {
+ public:
+  LiveBlocks() : places_(1024) {}
+
+  std::size_t size() const { return size_; }
+
+  void insert(const Block& block) {
+    if (2 * (size_ + 1) > places_.size()) grow();
+    place(block);
+    ++size_;
+  }
+
+  Block* find(std::uintptr_t address) {
+    for (std::size_t at = home(address); places_[at].address != 0; at = next(at))
+      if (places_[at].address == address) return &places_[at];
+    return nullptr;
+  }
+
+  // Removes the block at `address` and hands it over; false if there is none.
+  bool take(std::uintptr_t address, Block& out) {
+    Block* found = address == 0 ? nullptr : find(address);
+    if (found == nullptr) return false;
+    out = *found;
+    close_gap(static_cast<std::size_t>(found - places_.data()));
+    --size_;
+    return true;
+  }
+
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (const Block& block : places_)
+      if (block.address != 0) visit(block);
+  }
+
+ private:
+  // Addresses differ in their middle bits; the multiplication carries those to the top, which are taken.
+  std::size_t home(std::uintptr_t address) const {
+    const std::uint64_t mixed = (address >> 9) * 0x9E3779B97F4A7C15ull;
+    return static_cast<std::size_t>(mixed >> 32) & (places_.size() - 1);
+  }
+  std::size_t next(std::size_t at) const { return (at + 1) & (places_.size() - 1); }
+
+  void place(const Block& block) {
+    std::size_t at = home(block.address);
+    while (places_[at].address != 0) at = next(at);
+    places_[at] = block;
+  }
+
+  void close_gap(std::size_t gap) {
+    for (std::size_t at = next(gap); places_[at].address != 0; at = next(at)) {
+      // An entry may move to the gap unless its own home lies behind the gap, on the way from there to where it is.
+      const std::size_t mask = places_.size() - 1;
+      if (((at - home(places_[at].address)) & mask) < ((at - gap) & mask)) continue;
+      places_[gap] = places_[at];
+      gap = at;
+    }
+    places_[gap].address = 0;
+  }
+
+  void grow() {
+    std::vector<Block> before(2 * places_.size());
+    std::swap(before, places_);
+    for (const Block& block : before)
+      if (block.address != 0) place(block);
+  }
+
+  std::vector<Block> places_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace memo

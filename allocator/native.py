@@ -1,0 +1,219 @@
+"""The border to arena.cpp: builds and loads it, and turns its structs into the package's nouns.
+
+Owns the ctypes declarations and nothing else; what the numbers mean is said in arena.cpp. There is one allocator in a
+process, as torch's interface has one. Pointers are integers here: a stream is its handle, a block its address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import functools
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from memo.allocator.steps import Divergence, Event, EventKind, MemoryCounters, Reason, StepSummary
+from memo.errors import AllocatorError
+from memo.mip.compiled import build
+
+__all__ = ["ALIGNMENT", "FREE", "MALLOC", "RECORD_STREAM", "Begun", "Native", "library_path"]
+
+ALIGNMENT = 512
+"""Bytes; every size is rounded up to it, every offset a multiple of it. `kAlignment` in step_plan.h."""
+
+MALLOC, FREE, RECORD_STREAM = "memo_arena_malloc", "memo_arena_free", "memo_arena_record_stream"
+"""What torch calls, by name."""
+
+_COUNTS = [field.name for field in dataclasses.fields(StepSummary) if field.name != "first"]
+_COUNTERS = [field.name for field in dataclasses.fields(MemoryCounters)]
+_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
+_HEADERS = ("arena_memory.h", "cuda_runtime.h", "device_pool.h", "live_blocks.h", "step_plan.h")
+
+
+class Begun(enum.IntEnum):
+    """How a step began."""
+
+    WATCHING = 0
+    """Its events are written down; every request goes to the pool."""
+    REPLAYING = 1
+    """Requests get their planned places."""
+    BUSY = 2
+    """WATCHING, since the arena must grow and something still lies in it."""
+    NO_ROOM = 3
+    """WATCHING, since the device has no room for the arena."""
+
+
+@functools.cache
+def library_path() -> Path:
+    """The compiled allocator, built at its first use.
+
+    Raises:
+        AllocatorError: it cannot be built here.
+    """
+    source = Path(__file__).with_name("arena.cpp")
+    try:
+        return build(source, includes=[source.with_name(name) for name in _HEADERS], flags=_FLAGS)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise AllocatorError(f"the planned allocator cannot be compiled: {reason}; it needs a C++20 compiler") from None
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("request", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("stream", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("thread", ctypes.c_int32),
+    )
+
+
+class _Divergence(ctypes.Structure):
+    _fields_ = (
+        ("reason", ctypes.c_int64),
+        ("request", ctypes.c_int64),
+        ("slot", ctypes.c_int64),
+        ("expected_nbytes", ctypes.c_int64),
+        ("expected_stream", ctypes.c_void_p),
+        ("got_nbytes", ctypes.c_int64),
+        ("got_stream", ctypes.c_void_p),
+    )
+
+
+class _Summary(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        ("first", _Divergence),
+    )
+
+
+class _Stats(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _COUNTERS]
+
+
+class Native:
+    """The process's allocator."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = library_path() if path is None else path
+        library = ctypes.CDLL(str(self.path))
+        library.memo_arena_open.restype = ctypes.c_char_p
+        library.memo_arena_add_plan.restype = ctypes.c_int64
+        library.memo_arena_events.restype = ctypes.c_int64
+        library.memo_arena_close.restype = ctypes.c_int64
+        self.library = library
+
+    def open(self, runtime: Path | str) -> None:
+        """Connects to the CUDA runtime at this path: the one that torch has loaded.
+
+        Raises:
+            AllocatorError: it cannot be loaded or is too old.
+        """
+        error = self.library.memo_arena_open(str(runtime).encode())
+        if error is not None:
+            raise AllocatorError(f"the CUDA runtime cannot be used: {error.decode(errors='replace')}")
+
+    def close(self) -> int:
+        """Forgets the plans and returns the arena to the device, unless blocks are in use: their number is the answer."""
+        return int(self.library.memo_arena_close())
+
+    def address_of(self, name: str) -> int:
+        """The address of one of the functions that torch calls."""
+        return int(ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0)
+
+    def begin_step(self, device: int, plan: int | None) -> Begun:
+        """Opens a step on this device, by this plan if there is one.
+
+        Raises:
+            AllocatorError: a step is open.
+        """
+        begun = int(self.library.memo_arena_begin_step(ctypes.c_int(device), ctypes.c_int64(plan or 0)))
+        if begun < 0:
+            raise AllocatorError("a step of the planned allocator begins inside another one")
+        return Begun(begun)
+
+    def end_step(self) -> StepSummary:
+        """Closes the step.
+
+        Raises:
+            AllocatorError: none is open.
+        """
+        summary = _Summary()
+        if not self.library.memo_arena_end_step(ctypes.byref(summary)):
+            raise AllocatorError("a step of the planned allocator ends that never began")
+        counts = {name: getattr(summary, name) for name in _COUNTS}
+        return StepSummary(first=_divergence(summary.first), **counts)
+
+    def add_plan(
+        self, sizes: Sequence[int], offsets: Sequence[int | None], streams: Sequence[int], *, arena_nbytes: int
+    ) -> int:
+        """Hands a plan over; its number. An offset of None: the request is served outside the arena.
+
+        Raises:
+            AllocatorError: the plan breaks a rule.
+        """
+        n = len(sizes)
+        why = ctypes.c_char_p()
+        plan = self.library.memo_arena_add_plan(
+            ctypes.c_int64(n),
+            (ctypes.c_int64 * n)(*sizes),
+            (ctypes.c_int64 * n)(*(-1 if offset is None else offset for offset in offsets)),
+            (ctypes.c_void_p * n)(*streams),
+            ctypes.c_int64(arena_nbytes),
+            ctypes.byref(why),
+        )
+        if not plan:
+            raise AllocatorError(f"the arena refuses a plan: {(why.value or b'').decode()}")
+        return int(plan)
+
+    def forget_plan(self, plan: int) -> None:
+        """Drops a plan."""
+        self.library.memo_arena_forget_plan(ctypes.c_int64(plan))
+
+    def events(self) -> tuple[Event, ...]:
+        """What happened in the step under way, or in the last one; empty when it was too much to write down."""
+        n = int(self.library.memo_arena_events(None, ctypes.c_int64(0)))
+        if n <= 0:
+            return ()
+        events = (_Event * n)()
+        n = min(n, int(self.library.memo_arena_events(events, ctypes.c_int64(n))))
+        return tuple(
+            Event(
+                kind=EventKind(event.kind),
+                request=event.request,
+                nbytes=event.nbytes,
+                stream=event.stream or 0,
+                thread=event.thread,
+            )
+            for event in events[:n]
+        )
+
+    def counters(self, device: int) -> MemoryCounters:
+        """Counts since the start, and what is in use now."""
+        stats = _Stats()
+        self.library.memo_arena_stats(ctypes.c_int(device), ctypes.byref(stats))
+        return MemoryCounters(**{name: getattr(stats, name) for name in _COUNTERS})
+
+    def reset_peaks(self) -> None:
+        """Peaks count from now on."""
+        self.library.memo_arena_reset_peaks()
+
+    def trim(self, device: int) -> None:
+        """Returns to the device what the pool keeps in reserve."""
+        self.library.memo_arena_trim(ctypes.c_int(device))
+
+
+def _divergence(raw: _Divergence) -> Divergence | None:
+    if not raw.reason:
+        return None
+    return Divergence(
+        reason=Reason(raw.reason),
+        request=raw.request,
+        slot=raw.slot,
+        expected_nbytes=raw.expected_nbytes,
+        expected_stream=raw.expected_stream or 0,
+        got_nbytes=raw.got_nbytes,
+        got_stream=raw.got_stream or 0,
+    )
