@@ -31,6 +31,7 @@ from memo.mip.hardware import Hardware
 from memo.mip.profile import LayerProfile, Level, Profile, check_amounts
 
 __all__ = [
+    "ONE_STAGE",
     "ActivationPlan",
     "ActivationProblem",
     "Budgets",
@@ -88,6 +89,9 @@ class Pipeline:
         return self.microbatches + self.stages - 1
 
 
+ONE_STAGE = Pipeline()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationProblem:
     """What a plan is asked for."""
@@ -95,7 +99,7 @@ class ActivationProblem:
     profile: Profile
     hardware: Hardware
     budgets: Budgets
-    pipeline: Pipeline = Pipeline()
+    pipeline: Pipeline = ONE_STAGE
 
     def __post_init__(self) -> None:
         if self.pipeline.stages > len(self.profile.layers):

@@ -1,0 +1,142 @@
+"""The face of activation planning: `plan_activations` gives a checked plan or says what would fit.
+
+Owns the order of the work: keep everything where that fits, else solve, round token ranges to what a runtime can cut,
+predict, and have the result checked. A plan that the independent checker refuses never leaves here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from memo.errors import Infeasible
+from memo.mip.activation import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation_check import require_valid
+from memo.mip.activation_cost import predict
+from memo.mip.activation_model import Limit, Model, Resource
+from memo.mip.hardware import Hardware
+from memo.mip.profile import Profile
+from memo.units import format_bytes, format_duration
+
+__all__ = ["TILE_TOKENS", "plan_activations", "solve_problem"]
+
+TILE_TOKENS = 256
+"""Long sequences are cut at a multiple of this, so that a product over a part of the rows runs as the whole one does."""
+LONG_TOKENS = 8 * TILE_TOKENS
+
+GIB = 1 << 30
+MOST_REASONS = 4
+LEAST_SAVING = 1e-6
+"""Of a step: what saves less is only the price that settles ties."""
+
+
+def plan_activations(
+    profile: Profile, hardware: Hardware, budgets: Budgets, pipeline: Pipeline = ONE_STAGE
+) -> ActivationPlan:
+    """The plan with the shortest step that these budgets allow; the same plan for the same input.
+
+    Raises:
+        Infeasible: none fits; the message names the tier, the place, the bytes, and the smallest budgets that would do.
+        SolverFailed: the solver crashed.
+    """
+    return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
+
+
+def solve_problem(problem: ActivationProblem) -> ActivationPlan:
+    """As `plan_activations`."""
+    kept = _keep_all(problem)
+    if kept is not None:
+        return kept
+    model = Model(problem)
+    if not model.solve():
+        raise Infeasible(_what_would_fit(problem))
+    layers = tuple(_rounded(plan, problem.profile.signature.rank_tokens) for plan in model.layer_plans())
+    plan = ActivationPlan(
+        problem=problem,
+        layers=layers,
+        stages=predict(problem, layers),
+        binding=_reasons(model.limits(), model.step_s),
+    )
+    require_valid(plan)
+    return plan
+
+
+def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
+    """The plan that does nothing, where nothing has to be done."""
+    layers = tuple(LayerPlan() for _ in problem.profile.layers)
+    stages = predict(problem, layers)
+    peak, budget = max(stage.peak_device_bytes for stage in stages), problem.budgets.device_bytes
+    if peak > budget:
+        return None
+    declined = f"fits in {format_bytes(peak)} of {format_bytes(budget)}"
+    plan = ActivationPlan(problem=problem, layers=layers, stages=stages, declined=declined)
+    require_valid(plan)
+    return plan
+
+
+def _rounded(plan: LayerPlan, tokens: int) -> LayerPlan:
+    """Ranges that end on a tile. Fewer tokens are saved than asked, so every tier holds less, and more is recomputed."""
+    tile = TILE_TOKENS if tokens >= LONG_TOKENS else 1
+    first = _down(plan.all_tokens * tokens, tile, tokens)
+    second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
+    if not plan.attention_tokens:
+        second = tokens
+    if not plan.attention_tokens and not plan.matmul_tokens:
+        first = tokens
+    return dataclasses.replace(
+        plan,
+        all_tokens=first / tokens,
+        matmul_tokens=(second - first) / tokens,
+        attention_tokens=(tokens - second) / tokens,
+    )
+
+
+def _down(count: float, tile: int, tokens: int) -> int:
+    nearly = count + 1e-6 * tile  # what floating point took away is no reason to lose a tile
+    return tokens if nearly >= tokens else math.floor(nearly / tile) * tile
+
+
+def _reasons(limits: list[Limit], step_s: float) -> tuple[str, ...]:
+    """In words, each kind of row once, the weightiest first."""
+    saving: dict[tuple[Resource, str], float] = {}
+    for limit in limits:
+        key = (limit.resource, limit.where)
+        saving[key] = saving.get(key, 0.0) + limit.saving
+    ranked = sorted(saving.items(), key=lambda item: (-_worth(item[0][0], item[1]), item[0]))
+    worthy = [item for item in ranked if _worth(item[0][0], item[1]) > LEAST_SAVING * step_s]
+    return tuple(_reason(*key, worth) for key, worth in worthy[:MOST_REASONS])
+
+
+def _worth(resource: Resource, saving: float) -> float:
+    """Comparable figures of unlike rows: a GiB of memory, a terabyte a day, a hundredth of the windows' time."""
+    if resource in (Resource.COPY_IN, Resource.COPY_OUT):
+        return saving / 100
+    return saving * (1e12 if resource is Resource.WEAR else GIB)
+
+
+def _reason(resource: Resource, where: str, saving: float) -> str:
+    if resource in (Resource.COPY_IN, Resource.COPY_OUT):
+        return f"{where} is full: {resource} takes all of it"
+    unit = "TB a day" if resource is Resource.WEAR else "GiB"
+    worth = format_duration(_worth(resource, saving))
+    name = {Resource.DEVICE: "device memory", Resource.HOST: "host memory", Resource.DISK: "disk space"}.get(resource)
+    return f"{name or resource} {where} is full: a {unit} more saves {worth} a step"
+
+
+def _what_would_fit(problem: ActivationProblem) -> str:
+    """Which tier overflows where, by how much, and each budget that would do with the others as they are."""
+    model = Model(problem, relaxed=Resource.DEVICE)
+    model.solve()
+    budgets = problem.budgets
+    excess = math.ceil(model.excess_bytes)
+    where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
+    words = (
+        f"no plan fits: the device lacks {excess} bytes ({format_bytes(excess)}) {where}; the smallest device budget "
+        f"that fits is {budgets.device_bytes + excess} bytes ({format_bytes(budgets.device_bytes + excess)})"
+    )
+    for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
+        model = Model(problem, relaxed=tier)
+        if model.solve():
+            least = budget + math.ceil(model.excess_bytes)
+            words += f"; or a {tier} budget of {least} bytes ({format_bytes(least)}) a node"
+    return words
