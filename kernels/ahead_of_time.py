@@ -8,6 +8,7 @@ shows of its memory accesses. Must not run under TRITON_INTERPRET, which leaves 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -20,14 +21,14 @@ from triton.compiler import ASTSource
 
 from memo.kernels import masks_triton, staging_triton, tails_triton
 
-__all__ = ["compile_all"]
+__all__ = ["compile_all", "kernels"]
 
 _NAMES = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
 
 
 def compile_all(capability: int) -> Iterator[dict[str, Any]]:
     """One report a kernel and type, for the compute capability times ten."""
-    for name, kernel, signature, constants in _kernels():
+    for name, kernel, signature, constants in kernels():
         source = ASTSource(
             fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=dict(constants)
         )
@@ -46,7 +47,7 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """(name, kernel, types of its arguments, constants)."""
     st, table = staging_triton, {"table": "*i64"}
     for word, aligned in ((tl.int64, True), (tl.int64, False), (tl.int32, False), (tl.int16, False), (tl.int8, False)):
@@ -59,15 +60,24 @@ def _kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
                 constants,
             )
     for value, name in _NAMES.items():
-        for code in ("int8", "fp8"):
-            constants = {"TENSORS": 4, "VALUE": value, "INT8": code == "int8", "SIZE": st.GROUPS}
-            yield f"encode {name} as {code}", st._encode_kernel, table, constants
-            yield f"decode {name} from {code}", st._decode_kernel, table, constants
-    for name in ("u8", "fp32", "bf16"):
-        strides = dict.fromkeys(("run", "stride", "count"), "i64")
-        size = {"SIZE": masks_triton.SIZE}
-        yield f"pack mask {name}", masks_triton._pack_kernel, {"mask": f"*{name}", "bits": "*u8"} | strides, size
-        yield f"unpack mask {name}", masks_triton._unpack_kernel, {"bits": "*u8", "out": f"*{name}"} | strides, size
+        for code, even, aligned in itertools.product(("int8", "fp8"), (True, False), (True, False)):
+            if aligned and not even:
+                continue
+            constants = {"TENSORS": 4, "VALUE": value, "INT8": code == "int8", "EVEN": even, "ALIGNED": aligned}
+            constants["SIZE"] = st.GROUPS
+            which = f"{name} {code}{' even' if even else ''}{' aligned' if aligned else ''}"
+            yield f"encode {which}", st._encode_kernel, table, constants
+            yield f"decode {which}", st._decode_kernel, table, constants
+    for name, even in itertools.product(("u8", "fp32", "bf16"), (True, False)):
+        strides = dict.fromkeys(("run", "stride", "count", "per_run"), "i64")
+        constants, which = {"EVEN": even, "SIZE": masks_triton.SIZE}, f"{name}{' even' if even else ''}"
+        yield f"pack mask {which}", masks_triton._pack_kernel, {"mask": f"*{name}", "bits": "*u8"} | strides, constants
+        yield (
+            f"unpack mask {which}",
+            masks_triton._unpack_kernel,
+            {"bits": "*u8", "out": f"*{name}"} | strides,
+            constants,
+        )
     for name in ("fp32", "bf16"):
         yield from _tails(name)
 
@@ -94,7 +104,7 @@ def _tails(name: str) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]
         yield (
             f"swiglu {name}{' keeping silu' if keeps else ''}",
             t._swiglu_kernel,
-            {tensor: f"*{name}" for tensor in tensors} | strides,
+            dict.fromkeys(tensors, f"*{name}") | strides,
             constants,
         )
 

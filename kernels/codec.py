@@ -3,13 +3,14 @@
 Groups are 128 consecutive values in staging order; each has a float32 scale, its largest magnitude divided by the largest
 value of the code. The payload comes first, then the scales; both parts begin at multiples of ALIGNMENT.
 
-    int8   multiples of scale = amax / 127    |x' - x| <= amax / 254 * (1 + 2^-20)
-    e4m3   3 bits of mantissa, amax / 448     |x' - x| <= max(2^-4 |x|, amax * 2^-10 / 448) * (1 + 2^-20)
+    int8   multiples of scale = amax / 127    |x' - x| <= amax / 254 * (1 + 2^-13)
+    e4m3   3 bits of mantissa, amax / 448     |x' - x| <= max(2^-4 |x|, amax * 2^-10 / 448) * (1 + 2^-13)
 
-with amax the largest magnitude in the group, at least SMALLEST; on top comes the rounding to the type of x when it is
-narrower than float32. A group with a value that is not finite, or beyond LARGEST, comes back as NaN, all of it: the loss
-of the step says so, where a clipped infinity would pass. EXACT is the default everywhere: with it gradients stay
-bit-identical, and with any other code they do not.
+with amax the largest magnitude in the group, at least SMALLEST; the factor is for float32's own rounding (an int8 code of
+127 is off by 127 times 2^-22). On top comes the rounding to the type of x when it is narrower than float32. A group with a
+value that is not finite, or beyond LARGEST, comes back as NaN, all of it: the loss of the step says so, where a clipped
+infinity would pass. EXACT is the default everywhere: with it gradients stay bit-identical, and with any other code they
+do not.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ def encode(values: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tens
     """(payload, one byte a value; scales, float32), of values in a row."""
     groups = F.pad(values.float(), (0, -values.numel() % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(dim=1)
-    scales = torch.where(largest <= LARGEST, largest.clamp(min=SMALLEST) / codec.top, torch.nan)
-    scaled = (groups / scales[:, None]).nan_to_num(0.0).clamp(-codec.top, codec.top)
+    fits = largest <= LARGEST  # false for NaN
+    largest = torch.where(fits, largest, 0.0).clamp(min=SMALLEST)
+    top = torch.full_like(largest, codec.top)  # with a number in its place torch multiplies by a rounded reciprocal
+    scales = torch.where(fits, largest / top, torch.nan)
+    scaled = torch.where(fits[:, None], groups, 0.0) * (top / largest)[:, None]
+    scaled = scaled.clamp(-codec.top, codec.top)
     codes = scaled.round().to(torch.int8) if codec is Codec.INT8 else scaled.to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).flatten()[: values.numel()], scales
 
@@ -88,7 +93,7 @@ def error_bound(values: torch.Tensor, codec: Codec) -> torch.Tensor:
         coded = largest / 254
     else:
         coded = torch.maximum(wide.abs() / 16, largest / 448 / 1024)
-    coded = coded * (1 + 2**-20)
+    coded = coded * (1 + 2**-13)
     if values.dtype is torch.float32:
         return coded
     # Rounding x' to x's type: half a unit in its last place, also where it is subnormal.

@@ -16,25 +16,38 @@ SIZE = 512
 
 
 @triton.jit
-def _pack_kernel(mask, bits, run, stride, count, SIZE: tl.constexpr):
-    """bits[j] = sum over b of (mask[8 j + b] != 0) << b."""
-    byte = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    bit = tl.arange(0, 8)
-    i = byte[:, None] * 8 + bit[None, :]
-    element = tl.load(mask + (i // run) * stride + i % run, mask=i < count, other=0)
-    packed = tl.sum((element != 0).to(tl.int32) << bit[None, :], axis=1)
-    tl.store(bits + byte, packed.to(tl.uint8), mask=byte * 8 < count)
+def _elements(run, stride, count, per_run, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    """For SIZE bytes: each bit's element, whether it is there; each byte's number, same.
+
+    EVEN: no byte holds bits of two runs, so that a program stays in one run and divides once, not per element.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if EVEN:
+        row = program // per_run
+        byte = (program % per_run) * SIZE + tl.arange(0, SIZE)
+        i = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+        return row * stride + i, i < run, row * (run // 8) + byte, byte * 8 < run
+    byte = program * SIZE + tl.arange(0, SIZE)
+    i = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return (i // run) * stride + i % run, i < count, byte, byte * 8 < count
 
 
 @triton.jit
-def _unpack_kernel(bits, out, run, stride, count, SIZE: tl.constexpr):
+def _pack_kernel(mask, bits, run, stride, count, per_run, EVEN: tl.constexpr, SIZE: tl.constexpr):
+    """bits[j] = sum over b of (mask[8 j + b] != 0) << b."""
+    where, inside, byte, exists = _elements(run, stride, count, per_run, EVEN, SIZE)
+    element = tl.load(mask + where, mask=inside, other=0)
+    packed = tl.sum((element != 0).to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+    tl.store(bits + byte, packed.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def _unpack_kernel(bits, out, run, stride, count, per_run, EVEN: tl.constexpr, SIZE: tl.constexpr):
     """out[8 j + b] = (bits[j] >> b) & 1."""
-    byte = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    bit = tl.arange(0, 8)
-    i = byte[:, None] * 8 + bit[None, :]
-    packed = tl.load(bits + byte, mask=byte * 8 < count, other=0).to(tl.int32)
-    element = (packed[:, None] >> bit[None, :]) & 1
-    tl.store(out + (i // run) * stride + i % run, element.to(tl.float32).to(out.dtype.element_ty), mask=i < count)
+    where, inside, byte, exists = _elements(run, stride, count, per_run, EVEN, SIZE)
+    packed = tl.load(bits + byte, mask=exists, other=0).to(tl.int32)
+    element = (packed[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    tl.store(out + where, element.to(tl.float32).to(out.dtype.element_ty), mask=inside)
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
@@ -42,16 +55,25 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     mask, runs = _runs(mask)
     bits = torch.empty(mask_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
     if bits.numel():
-        _pack_kernel[(-(-bits.numel() // SIZE),)](_as_number(mask), bits, runs.run, runs.stride, runs.count, SIZE)
+        programs, *shape = _shape(runs)
+        _pack_kernel[(programs,)](_as_number(mask), bits, *shape, SIZE)
     return bits
 
 
 def unpack(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """See `masks.unpack_mask`."""
-    runs = runs_of(out)
     if bits.numel():
-        _unpack_kernel[(-(-bits.numel() // SIZE),)](bits, _as_number(out), runs.run, runs.stride, runs.count, SIZE)
+        programs, *shape = _shape(runs_of(out))
+        _unpack_kernel[(programs,)](bits, _as_number(out), *shape, SIZE)
     return out
+
+
+def _shape(runs: Runs) -> tuple[int, int, int, int, int, bool]:
+    """Programs, and what they must know of the runs."""
+    even = runs.rows == 1 or runs.run % 8 == 0
+    per_run = -(-runs.run // (8 * SIZE))
+    programs = runs.rows * per_run if even else -(-runs.count // (8 * SIZE))
+    return programs, runs.run, runs.stride, runs.count, per_run, even
 
 
 def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, Runs]:

@@ -33,7 +33,7 @@ COLUMNS = tl.constexpr(7)
 
 NO_PROGRAM = 1 << 62
 WORDS = 2048  # a program's, 16 KiB of the widest
-GROUPS = 16  # a program's
+GROUPS = 32  # a program's: two 16-byte accesses a thread for bfloat16
 GROUP_OF_VALUES = tl.constexpr(GROUP)
 SMALLEST_OF_GROUP = tl.constexpr(SMALLEST)
 LARGEST_OF_GROUP = tl.constexpr(LARGEST)
@@ -95,48 +95,82 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _encode_kernel(table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, SIZE: tl.constexpr):
-    """scale = max(amax, SMALLEST) / top; payload = code(x / scale), for SIZE groups."""
-    row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
-    run, stride, count = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + COUNT)
+def _groups(row, program, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
+    """For SIZE groups: each value's place in the view and in the payload, whether it is there; each group's number, same.
+
+    EVEN: no group crosses from one run to the next, so that a program stays in one run and divides once, not per value.
+    """
+    run, stride, count, per_run = (
+        tl.load(row + RUN),
+        tl.load(row + STRIDE),
+        tl.load(row + COUNT),
+        tl.load(row + PER_RUN),
+    )
+    within = tl.arange(0, GROUP_OF_VALUES)[None, :]
+    if EVEN:
+        number = program // per_run
+        group = (program % per_run) * SIZE + tl.arange(0, SIZE)
+        i = group[:, None] * GROUP_OF_VALUES + within
+        begin, packed = number * stride, number * run
+        if ALIGNED:
+            begin = tl.multiple_of(begin, 16)
+            packed = tl.multiple_of(packed, 16)
+            run = tl.multiple_of(run, 16)
+        return begin + i, packed + i, i < run, number * (run // GROUP_OF_VALUES) + group, group * GROUP_OF_VALUES < run
     group = program * SIZE + tl.arange(0, SIZE)
-    i = group[:, None] * GROUP_OF_VALUES + tl.arange(0, GROUP_OF_VALUES)[None, :]
-    view = tl.load(row + VIEW).to(tl.pointer_type(VALUE))
-    x = tl.load(view + (i // run) * stride + i % run, mask=i < count, other=0.0).to(tl.float32)
+    i = group[:, None] * GROUP_OF_VALUES + within
+    return (i // run) * stride + i % run, i, i < count, group, group * GROUP_OF_VALUES < count
+
+
+@triton.jit
+def _address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a column of the table."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _encode_kernel(
+    table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """amax' = max(amax, SMALLEST); scale = amax' / top; payload = code(x * (top / amax')), for SIZE groups."""
+    row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
+    where, packed, inside, group, exists = _groups(row, program, EVEN, ALIGNED, SIZE)
+    x = tl.load(_address(row, VIEW, VALUE, ALIGNED) + where, mask=inside, other=0.0).to(tl.float32)
     unfit = tl.max((~(tl.abs(x) <= LARGEST_OF_GROUP)).to(tl.int32), axis=1) > 0
     x = tl.where(unfit[:, None], 0.0, x)
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), SMALLEST_OF_GROUP)
     top = tl.full((SIZE,), 127.0 if INT8 else 448.0, tl.float32)
-    scale = tl.div_rn(amax, top)
-    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    scaled = x * tl.div_rn(top, amax)[:, None]
     scaled = tl.minimum(tl.maximum(scaled, -top[:, None]), top[:, None])
     if INT8:
         code = ((scaled + ROUNDS) - ROUNDS).to(tl.int32).to(tl.uint8)
     else:
         code = _to_e4m3(scaled)
-    payload = tl.load(row + BLOCK).to(tl.pointer_type(tl.uint8))
-    tl.store(payload + i, code, mask=i < count)
-    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.float32))
-    tl.store(scales + group, tl.where(unfit, float("nan"), scale), mask=group * GROUP_OF_VALUES < count)
+    tl.store(_address(row, BLOCK, tl.uint8, ALIGNED) + packed, code, mask=inside)
+    scale = tl.where(unfit, float("nan"), tl.div_rn(amax, top))
+    tl.store(_address(row, SCALES, tl.float32, ALIGNED) + group, scale, mask=exists)
 
 
 @triton.jit
-def _decode_kernel(table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, SIZE: tl.constexpr):
+def _decode_kernel(
+    table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
     """x = value(payload) * scale, for SIZE groups."""
     row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
-    run, stride, count = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + COUNT)
-    group = program * SIZE + tl.arange(0, SIZE)
-    i = group[:, None] * GROUP_OF_VALUES + tl.arange(0, GROUP_OF_VALUES)[None, :]
-    code = tl.load(tl.load(row + BLOCK).to(tl.pointer_type(tl.uint8)) + i, mask=i < count, other=0)
-    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.float32))
-    scale = tl.load(scales + group, mask=group * GROUP_OF_VALUES < count, other=0.0)
+    where, packed, inside, group, exists = _groups(row, program, EVEN, ALIGNED, SIZE)
+    code = tl.load(_address(row, BLOCK, tl.uint8, ALIGNED) + packed, mask=inside, other=0)
+    scale = tl.load(_address(row, SCALES, tl.float32, ALIGNED) + group, mask=exists, other=0.0)
     if INT8:
         value = code.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         value = _from_e4m3(code)
     x = value * scale[:, None]
-    view = tl.load(row + VIEW).to(tl.pointer_type(VALUE))
-    tl.store(view + (i // run) * stride + i % run, x.to(VALUE), mask=i < count)
+    tl.store(_address(row, VIEW, VALUE, ALIGNED) + where, x.to(VALUE), mask=inside)
 
 
 def pack(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:
@@ -156,9 +190,15 @@ def _launch(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec, 
     if codec is Codec.EXACT:
         _copy(placed, staging, packs=packs)
         return
-    dtypes = {view.dtype for view, _ in placed}
-    for dtype in dtypes:
-        _code([item for item in placed if item[0].dtype is dtype], staging, codec, dtype, packs=packs)
+    kinds = {(view.dtype, _is_even(runs_of(view))) for view, _ in placed}
+    for dtype, even in sorted(kinds, key=str):
+        alike = [item for item in placed if (item[0].dtype, _is_even(runs_of(item[0]))) == (dtype, even)]
+        _code(alike, staging, codec, dtype, even, packs=packs)
+
+
+def _is_even(runs: Runs) -> bool:
+    """No group crosses from one run to the next."""
+    return runs.rows == 1 or runs.run % GROUP == 0
 
 
 def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, packs: bool) -> None:
@@ -180,18 +220,37 @@ def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, 
 
 
 def _code(
-    placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, codec: Codec, dtype: torch.dtype, *, packs: bool
+    placed: Sequence[tuple[torch.Tensor, int]],
+    staging: torch.Tensor,
+    codec: Codec,
+    dtype: torch.dtype,
+    even: bool,
+    *,
+    packs: bool,
 ) -> None:
-    rows, programs = [], []
+    rows, programs, numbers = [], [], [staging.data_ptr()]
     for view, place in placed:
         one, address = runs_of(view), staging.data_ptr() + place
-        scales = address + codec.scales_offset(one.count)
-        rows.append([view.data_ptr(), address, scales, one.run, one.stride, one.count, 0])
-        programs.append(-(-one.count // (GROUP * GROUPS)))
+        per_run = -(-one.run // (GROUP * GROUPS))
+        rows.append(
+            [
+                view.data_ptr(),
+                address,
+                address + codec.scales_offset(one.count),
+                one.run,
+                one.stride,
+                one.count,
+                per_run,
+            ]
+        )
+        programs.append(one.rows * per_run if even else -(-one.count // (GROUP * GROUPS)))
+        # ALIGNED promises multiples of 16 values, and of 16 bytes.
+        numbers += [view.data_ptr(), one.run, one.stride if one.rows > 1 else 0]
     value = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
     table, tensors = _table(rows, programs, staging.device)
     kernel = _encode_kernel if packs else _decode_kernel
-    kernel[(sum(programs),)](table, tensors, value, codec is Codec.INT8, GROUPS, num_warps=4)
+    aligned = even and _grain(numbers) == ALIGNMENT
+    kernel[(sum(programs),)](table, tensors, value, codec is Codec.INT8, even, aligned, GROUPS, num_warps=8)
 
 
 def _in_bytes(view: torch.Tensor) -> Runs:

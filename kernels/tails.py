@@ -5,9 +5,12 @@ reloaded at the same time. `out` is any view of shape (..., width) with contiguo
 
     buffer   |head ... |tail|head ... |tail|       out = buffer.view(rows, tokens, width)[:, first:]
 
-The invariant: the result of a token depends on that token alone, to the last bit, on every device: all tokens at once and
-any range of them alone give the same bytes. It does not hold between a Triton kernel here and torch's own operator, which
-may differ in the last bit: gradients stay bit-identical only where forward ran the same function.
+The invariant: the result of a token depends on that token alone, to the last bit: all tokens at once and any range of
+them alone give the same bytes. The kernels keep it for every shape. torch's operators on a CPU keep it where the width is
+a multiple of 32, a vector's length: what is left over at a run's end they compute by another formula.
+
+It does not hold between a kernel here and torch's own operator, which may differ in the last bit: gradients stay
+bit-identical only where forward ran the same function.
 """
 
 from __future__ import annotations
@@ -101,12 +104,12 @@ def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 def gelu_reference(x: torch.Tensor) -> torch.Tensor:
     """`gelu_into` in torch."""
-    return F.gelu(x)
+    return F.gelu(x.contiguous())  # values at a distance go the other formula's way
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(silu(gate), silu(gate) * up) in torch."""
-    silu = F.silu(gate)
+    silu = F.silu(gate.contiguous())  # as in gelu_reference
     return silu, silu * up
 
 
