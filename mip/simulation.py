@@ -167,6 +167,8 @@ class Peak:
 class StageSimulation:
     """What one rank of one pipeline stage did in a step."""
 
+    end_s: float
+    """When its last work ended."""
     spans: tuple[Span, ...]
     waits: tuple[Wait, ...]
     copies: tuple[Copy, ...]
@@ -189,11 +191,6 @@ class StageSimulation:
     @property
     def stall_s(self) -> float:
         return math.fsum(wait.seconds for wait in self.waits)
-
-    @property
-    def end_s(self) -> float:
-        """When the stage's last work ended."""
-        return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def idle_s(self) -> float:

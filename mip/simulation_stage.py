@@ -120,6 +120,7 @@ class Stage:
     def result(self) -> StageSimulation:
         """All that has happened so far."""
         return StageSimulation(
+            end_s=self.now_s,
             spans=tuple(self._spans),
             waits=tuple(self._waits),
             copies=tuple(self._links.copies),

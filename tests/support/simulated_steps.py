@@ -1,0 +1,53 @@
+"""Small steps whose every moment can be worked out on paper: whole bytes, whole seconds, links of a few bytes per second."""
+
+from __future__ import annotations
+
+from memo.mip.hardware import LaneRates
+from memo.mip.simulation import LayerWork, Part, StageSimulation
+from memo.mip.simulation_stage import Stage
+from memo.trace.events import Tier
+
+
+def rates(
+    *, d2h: float = 10, h2d: float = 10, duplex: float | None = None, write: float = 5, read: float = 5
+) -> LaneRates:
+    """Links that, unless told otherwise, carry both directions at once."""
+    return LaneRates(
+        d2h_bytes_per_s=d2h,
+        h2d_bytes_per_s=h2d,
+        duplex_bytes_per_s=d2h + h2d if duplex is None else duplex,
+        disk_write_bytes_per_s=write,
+        disk_read_bytes_per_s=read,
+    )
+
+
+def layer(
+    number: int,
+    *,
+    forward_s: float = 1,
+    backward_s: float = 2,
+    recompute_s: float = 0,
+    kept: int = 0,
+    host: int = 0,
+    disk: int = 0,
+    recomputed: int = 0,
+    transient: tuple[int, int] = (0, 0),
+) -> LayerWork:
+    """One layer by what becomes of its bytes."""
+    return LayerWork(
+        name=f"layers.{number}",
+        forward_s=forward_s,
+        backward_s=backward_s,
+        recompute_s=recompute_s,
+        nbytes={Part.KEPT: kept, Part.HOST: host, Part.DISK: disk, Part.RECOMPUTED: recomputed},
+        forward_transient_nbytes=transient[0],
+        backward_transient_nbytes=transient[1],
+    )
+
+
+def step(layers: list[LayerWork], links: LaneRates | None = None, *, device: int | None = None) -> StageSimulation:
+    """One forward and one backward of the layers."""
+    stage = Stage(layers, rates=links or rates(), budgets=None if device is None else {Tier.DEVICE: device})
+    stage.forward()
+    stage.backward()
+    return stage.result()
