@@ -18,8 +18,9 @@ from benchmarks.results import write_result
 
 ROOT = Path(__file__).parent.parent
 NO_GPU = 3
-TEST_LIMIT_S = 300
+TEST_LIMIT_S = 270
 TABLE_LIMIT_S = 150
+KERNELS_LIMIT_S = 60
 
 
 def gpu() -> dict[str, Any] | None:
@@ -78,12 +79,23 @@ def main() -> int:
     table = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_bench", "short"], cwd=ROOT, timeout=TABLE_LIMIT_S, check=False
     )
+    kernels = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernels"], cwd=ROOT, timeout=KERNELS_LIMIT_S, check=False
+    )
     path = write_result(
         "gpu-check",
-        {"device": device, "tests": summary, "tests_exit": code, "tests_s": seconds, "table_exit": table.returncode},
+        {
+            "device": device,
+            "tests": summary,
+            "tests_exit": code,
+            "tests_s": seconds,
+            "table_exit": table.returncode,
+            "kernels_exit": kernels.returncode,
+        },
     )
-    print(f"tests: {summary}\nspeed table: {'done' if table.returncode == 0 else 'failed'}\nWrote {path}")
-    return 0 if code == 0 and table.returncode == 0 else 1
+    print(f"tests: {summary}\nspeed table: {'done' if table.returncode == 0 else 'failed'}")
+    print(f"kernels: {'at the bandwidth asked for' if kernels.returncode == 0 else 'failed or too slow'}\nWrote {path}")
+    return 0 if code == 0 and table.returncode == 0 and kernels.returncode == 0 else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""What part of a device copy's bandwidth each kernel reaches, on a CUDA GPU; at least 85 % is asked for.
+
+    python3 -m benchmarks.kernels
+
+A kernel's bytes are those it must read and write, and the copy moves as many. Kernel and copy run in turn, round by round;
+a ratio is a median over rounds. Exits 3 without a GPU, 1 when a kernel is slower than asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_check import NO_GPU, gpu
+from benchmarks.results import write_result
+
+if TYPE_CHECKING:
+    import torch
+
+ASKED = 0.85
+ROUNDS = 15
+WARM_UP = 3
+# Three activations of 256 MiB in bfloat16: far beyond any GPU's cache.
+ROWS, TOKENS, WIDTH = 2, 16384, 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kernel on fixed tensors."""
+
+    name: str
+    nbytes: int
+    """Read and written."""
+    work: Callable[[], Any]
+
+
+def cases(device: torch.device, *, rows: int = ROWS, tokens: int = TOKENS, width: int = WIDTH) -> Iterator[Case]:
+    """Every public function of memo.kernels on the tail half of some tokens, in bfloat16."""
+    import torch
+
+    from memo.kernels.codec import Codec
+    from memo.kernels.staging import pack_views, staging_nbytes, unpack_views
+
+    first = tokens // 2
+    buffers = [torch.randn(rows, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    views = [buffer[:, first:] for buffer in buffers]
+    values = sum(view.nbytes for view in views)
+    for codec in Codec:
+        block = torch.empty(staging_nbytes(views, codec), dtype=torch.uint8, device=device)
+
+        def pack(block: torch.Tensor = block, codec: Codec = codec) -> None:
+            pack_views(views, block, codec=codec)
+
+        def unpack(block: torch.Tensor = block, codec: Codec = codec) -> None:
+            unpack_views(block, views, codec=codec)
+
+        nbytes = values + block.numel()
+        yield Case(name=f"pack, {codec.name.lower()}", nbytes=nbytes, work=pack)
+        yield Case(name=f"unpack, {codec.name.lower()}", nbytes=nbytes, work=unpack)
+    yield from _masks(views[0])
+    yield from _tails(*views)
+
+
+def _masks(like: torch.Tensor) -> Iterator[Case]:
+    import torch
+
+    from memo.kernels.masks import mask_nbytes, pack_mask, unpack_mask
+
+    mask = torch.rand(like.shape, device=like.device) < 0.1
+    bits = pack_mask(mask)
+    nbytes = mask.numel() + mask_nbytes(mask.numel())
+    yield Case(name="pack mask", nbytes=nbytes, work=lambda: pack_mask(mask))
+    yield Case(name="unpack mask", nbytes=nbytes, work=lambda: unpack_mask(bits, mask))
+
+
+def _tails(out: torch.Tensor, x: torch.Tensor, up: torch.Tensor) -> Iterator[Case]:
+    import torch
+
+    from memo.kernels import tails
+
+    weight = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
+    two, three = 2 * x.nbytes, 3 * x.nbytes
+    yield Case(name="rms norm", nbytes=two, work=lambda: tails.rms_norm_into(out, x, weight, eps=1e-5))
+    yield Case(name="layer norm", nbytes=two, work=lambda: tails.layer_norm_into(out, x, weight, weight, eps=1e-5))
+    yield Case(name="gelu", nbytes=two, work=lambda: tails.gelu_into(out, x))
+    yield Case(name="swiglu", nbytes=three, work=lambda: tails.swiglu_into(out, x, up))
+
+
+def measure(case: Case, device: torch.device) -> dict[str, float]:
+    """Median and least seconds of the kernel and of a copy of as many bytes, and the median of their ratios."""
+    import torch
+
+    source = torch.empty(case.nbytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    arms: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source), "kernel": case.work}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(ROUNDS + WARM_UP):
+        for name, work in arms.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            if number >= WARM_UP:
+                seconds[name].append(begin.elapsed_time(end) / 1e3)
+    ratios = [copy / kernel for copy, kernel in zip(seconds["copy"], seconds["kernel"], strict=True)]
+    return {
+        "nbytes": case.nbytes,
+        "kernel_median_s": statistics.median(seconds["kernel"]),
+        "kernel_min_s": min(seconds["kernel"]),
+        "copy_median_s": statistics.median(seconds["copy"]),
+        "copy_min_s": min(seconds["copy"]),
+        "of_copy": statistics.median(ratios),
+    }
+
+
+def main() -> int:
+    found = gpu()
+    if found is None:
+        print("kernels: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
+        return NO_GPU
+    import torch
+
+    device = torch.device("cuda")
+    results = {}
+    print(f"{'kernel':14} {'GB/s':>7} {'copy GB/s':>10} {'of copy':>8}")
+    for case in cases(device):
+        row = results[case.name] = measure(case, device)
+        rates = (row["nbytes"] / row[f"{arm}_median_s"] / 1e9 for arm in ("kernel", "copy"))
+        slow = "  slower than asked" if row["of_copy"] < ASKED else ""
+        print(f"{case.name:14} {next(rates):7.0f} {next(rates):10.0f} {row['of_copy']:8.1%}{slow}", flush=True)
+    print(f"Wrote {write_result('kernels', {'device': found, 'asked': ASKED, 'kernels': results})}")
+    return 1 if any(row["of_copy"] < ASKED for row in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
