@@ -1,0 +1,242 @@
+"""What PyTorch's caching allocator would do with a trace: which segments it takes from the driver, and how large they are.
+
+A simulation of c10/cuda/CUDACachingAllocator.cpp (constants in c10/cuda/CUDACachingAllocator.h and
+c10/core/AllocatorConfig.h), torch 2.11 to 2.13, with the default settings and, if wanted, `expandable_segments:True`. Names
+in comments are that file's functions. The device is as large as it has to be, so nothing is ever given back to it: no
+retry after an out-of-memory, no garbage collection. Streams have blocks of their own and never share them; events of
+`record_stream` are not modelled, and neither are rounding to power-of-two divisions, CUDA graphs or private pools.
+
+    request ──round──▶ pool (small, large) ──best fit──▶ block ──split──▶ address
+                                       └── none: a new segment, or the expandable segment's next pages
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import enum
+
+from memo.allocator.trace import AllocationTrace
+
+__all__ = ["CachingAllocator", "CachingUse", "Segments", "round_size", "simulate_caching"]
+
+MIN_BLOCK = 512
+"""kMinBlockSize: every request is a multiple of this."""
+SMALL_SIZE = 1 << 20
+"""kSmallSize: the largest request that the small pool serves."""
+SMALL_BUFFER = 2 << 20
+"""kSmallBuffer: segments of the small pool."""
+LARGE_BUFFER = 20 << 20
+"""kLargeBuffer: segments for large requests below MIN_LARGE_ALLOC."""
+MIN_LARGE_ALLOC = 10 << 20
+"""kMinLargeAlloc: from here on a segment is made to measure,"""
+ROUND_LARGE = 2 << 20
+"""kRoundLarge: in multiples of this."""
+
+# Where an expandable segment's address space ends. The real one is 9/8 of the device's memory, once for each pool.
+_ENDLESS = 1 << 60
+
+
+def round_size(nbytes: int) -> int:
+    """What the allocator makes of a request (round_size)."""
+    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+
+
+class Segments(enum.StrEnum):
+    """How memory is taken from the driver."""
+
+    FIXED = "fixed"
+    """cudaMalloc, as by default."""
+    EXPANDABLE = "expandable"
+    """Address space that grows by pages: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CachingUse:
+    """What a trace costs in the caching allocator."""
+
+    segments: Segments
+    reserved_nbytes: int
+    """Taken from the driver in the end, which is the most: nothing is given back."""
+    allocated_nbytes: int
+    """The most bytes in live blocks at one time."""
+    driver_calls: int
+    """cudaMalloc calls, or mappings of new pages."""
+
+
+def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED) -> CachingUse:
+    """Serves the trace's requests in order from an empty cache."""
+    allocator = CachingAllocator(segments)
+    blocks: dict[str, Block] = {}
+    for allocation, is_free in trace.events():
+        if is_free:
+            allocator.free(blocks.pop(allocation.id))
+        else:
+            blocks[allocation.id] = allocator.malloc(allocation.size, stream=allocation.stream)
+    return CachingUse(
+        segments=segments,
+        reserved_nbytes=allocator.reserved_nbytes,
+        allocated_nbytes=allocator.peak_nbytes,
+        driver_calls=allocator.driver_calls,
+    )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Block:
+    """A range of addresses in one segment, in a list with its neighbours there."""
+
+    address: int
+    nbytes: int
+    pool: _Pool
+    allocated: bool = False
+    mapped: bool = True
+    """False for the part of an expandable segment that has no memory yet."""
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
+class _Pool:
+    """The free blocks of one stream and one size class."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.unmapped: Block | None = None
+        """The rest of the expandable segment, after all of its mapped blocks."""
+        self._free: list[tuple[int, int, Block]] = []  # by size, then by address (BlockComparatorSize)
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self._free, (block.nbytes, block.address, block), key=lambda entry: entry[:2])
+
+    def remove(self, block: Block) -> None:
+        del self._free[self._place(block.nbytes, block.address)]
+
+    def take(self, nbytes: int, segments: Segments) -> Block | None:
+        """The smallest free block that is large enough (get_free_block)."""
+        place = self._place(nbytes, 0)
+        if place == len(self._free):
+            return None
+        if segments is Segments.EXPANDABLE:
+            # A block before unmapped pages counts as if it had them: taking it would cost the segment its growth.
+            while place + 1 < len(self._free) and _grown(self._free[place + 1][2]) < _grown(self._free[place][2]):
+                place += 1
+        return self._free.pop(place)[2]
+
+    def _place(self, nbytes: int, address: int) -> int:
+        return bisect.bisect_left(self._free, (nbytes, address), key=lambda entry: entry[:2])
+
+
+def _grown(block: Block) -> int:
+    after = block.after
+    return block.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
+
+
+class CachingAllocator:
+    """One device's allocator."""
+
+    def __init__(self, segments: Segments = Segments.FIXED) -> None:
+        self._segments = segments
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._next_address = 0
+        self.reserved_nbytes = 0
+        self.allocated_nbytes = 0
+        self.peak_nbytes = 0
+        self.driver_calls = 0
+
+    def malloc(self, nbytes: int, *, stream: int = 0) -> Block:
+        """A block of at least `nbytes`; the caller frees it."""
+        wanted = round_size(nbytes)
+        small = wanted <= SMALL_SIZE
+        pool = self._pools.setdefault((stream, small), _Pool(small=small))
+        block = pool.take(wanted, self._segments)
+        if block is None:
+            block = self._grow(pool, wanted) if self._segments is Segments.EXPANDABLE else self._segment(pool, wanted)
+        if self._should_split(block, wanted):
+            pool.add(_split(block, wanted))
+        block.allocated = True
+        self.allocated_nbytes += block.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Gives the block back to its pool, as one with the free blocks beside it (free_block)."""
+        block.allocated = False
+        self.allocated_nbytes -= block.nbytes
+        _merge_neighbours(block)
+        block.pool.add(block)
+
+    def _should_split(self, block: Block, wanted: int) -> bool:
+        rest = block.nbytes - wanted
+        if block.pool.small or self._segments is Segments.EXPANDABLE:
+            return rest >= MIN_BLOCK
+        return rest > SMALL_SIZE
+
+    def _segment(self, pool: _Pool, wanted: int) -> Block:
+        """cudaMalloc of a whole segment (get_allocation_size)."""
+        if pool.small:
+            nbytes = SMALL_BUFFER
+        elif wanted < MIN_LARGE_ALLOC:
+            nbytes = LARGE_BUFFER
+        else:
+            nbytes = -(-wanted // ROUND_LARGE) * ROUND_LARGE
+        block = Block(address=self._next_address, nbytes=nbytes, pool=pool)
+        self._next_address += nbytes
+        self.reserved_nbytes += nbytes
+        self.driver_calls += 1
+        return block
+
+    def _grow(self, pool: _Pool, wanted: int) -> Block:
+        """Maps pages at the end of the pool's segment, joined with the free block there (try_allocate_expandable_block)."""
+        rest = pool.unmapped
+        if rest is None:
+            rest = Block(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
+            self._next_address += _ENDLESS
+        last = rest.before
+        missing = wanted
+        if last is not None and not last.allocated:
+            missing -= last.nbytes
+        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+        nbytes = -(-missing // page) * page
+        pool.unmapped = _split(rest, nbytes)
+        rest.mapped = True
+        self.reserved_nbytes += nbytes
+        self.driver_calls += 1
+        _merge_neighbours(rest)
+        return rest
+
+
+def _split(block: Block, nbytes: int) -> Block:
+    """Shortens the block to its first `nbytes`; returns the rest."""
+    rest = Block(
+        address=block.address + nbytes,
+        nbytes=block.nbytes - nbytes,
+        pool=block.pool,
+        mapped=block.mapped,
+        before=block,
+        after=block.after,
+    )
+    if rest.after is not None:
+        rest.after.before = rest
+    block.after = rest
+    block.nbytes = nbytes
+    return rest
+
+
+def _merge_neighbours(block: Block) -> None:
+    """Takes in the free blocks on both sides, which leave their pool (try_merge_blocks)."""
+    before, after = block.before, block.after
+    if before is not None and not before.allocated and before.mapped == block.mapped:
+        block.pool.remove(before)
+        block.address, block.nbytes = before.address, block.nbytes + before.nbytes
+        block.before = before.before
+        if block.before is not None:
+            block.before.after = block
+    if after is not None and not after.allocated and after.mapped == block.mapped:
+        block.pool.remove(after)
+        block.nbytes += after.nbytes
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
