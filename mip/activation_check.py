@@ -55,8 +55,8 @@ class Violation:
 class _Walk:
     """One stage's microbatch, walked through."""
 
-    first: int
-    last: int
+    flight: int
+    """Microbatches that are held at once."""
     clock_s: float = 0.0
     recompute_s: float = 0.0
     peak: float = 0.0
@@ -118,7 +118,7 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
     profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
     flight = min(problem.pipeline.microbatches, problem.pipeline.stages - [b for b, _ in _bounds(plan)].index(first))
-    walk = _Walk(first=first, last=last)
+    walk = _Walk(flight=flight)
     others = (flight - 1) * sum(_saved(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1))
     held = others + sum(known[index].static_bytes for index in range(first, last + 1))
     if starts:
@@ -191,6 +191,7 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     """What the ranks of each node use together."""
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
     together = pipeline.stages_per_node
+    step_s = pipeline.slots * max(walk.clock_s for walk in walks) + plan.problem.profile.optimizer_s
     ranks = budgets.ranks_per_node / together
     for first in range(0, len(walks), together):
         node = walks[first : first + together]
@@ -202,8 +203,8 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
                 message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
                 return Violation(rule=rule, message=f"{message} ({format_bytes(budget)})")
         wear = budgets.disk_wear_bytes_per_day
-        a_day = ranks * sum(stage.disk_written_bytes for stage in plan.stages[first : first + together])
-        a_day *= SECONDS_A_DAY / plan.step_s if plan.step_s else 0.0
+        a_day = ranks * pipeline.microbatches * sum(walk.disk / walk.flight for walk in node)
+        a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
             message = f"{a_day:.4g} bytes a day are written to a node's disks, above the {wear:.4g} allowed"
             return Violation(rule=Rule.WEAR, message=message)
@@ -213,14 +214,13 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
 def _prediction(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     microbatches = plan.problem.pipeline.microbatches
     for number, (walk, stage) in enumerate(zip(walks, plan.stages, strict=True)):
-        flight = min(microbatches, plan.problem.pipeline.stages - number)
         for name, claimed, found in (
             ("microbatch_s", stage.microbatch_s, walk.clock_s),
             ("recompute_s", stage.recompute_s, walk.recompute_s),
             ("peak_device_bytes", stage.peak_device_bytes, walk.peak),
             ("peak_host_bytes", stage.peak_host_bytes, walk.host),
             ("peak_disk_bytes", stage.peak_disk_bytes, walk.disk),
-            ("disk_written_bytes", stage.disk_written_bytes, walk.disk / flight * microbatches),
+            ("disk_written_bytes", stage.disk_written_bytes, walk.disk / walk.flight * microbatches),
         ):
             slack = 1e-9 if name.endswith("_s") else len(plan.layers)
             if abs(claimed - found) > PREDICTION_TOLERANCE * abs(found) + slack:

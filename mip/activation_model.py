@@ -17,8 +17,8 @@ in units of the largest layer's, times in units of the mean layer's, so that the
 
 MEMO's two inequalities (SIGMOD 2025, section 4.1) are (4) with out_i = 0 and (7), with x_all its alpha. There are no
 integers: fractions of tokens are rounded to tiles afterwards, downwards, which no row objects to; and a tier may hold any
-part of a layer's storages. A convex program treats like things alike, so layers that are of one class, and followed by
-one class, share their variables; what stands at the end of a stage has its own.
+part of a layer's storages. Where a stage's layers are of one class, all but the last two share their variables: like
+things are treated alike, and a step loses less than a thousandth, as only the first layer's recompute opens no window.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ class Model:
     def _groups(self, stage: int) -> list[_Group]:
         layers = self.problem.profile.layer_profiles()
         mine = [layers[index] for index in stage_layers(self.problem, stage)]
-        members: dict[tuple[object, ...], list[int]] = collections.defaultdict(list)
-        for number, layer in enumerate(mine):
-            alone = not self._grouped or number >= len(mine) - 2
-            key = (number,) if alone else (layer.name, mine[number + 1].name)
-            members[key].append(number)
-        return [self._group(stage, mine, numbers) for numbers in members.values()]
+        together = self._grouped and len({layer.name for layer in mine}) == 1
+        interior = max(len(mine) - 2, 0) if together else 0
+        members = [[number] for number in range(interior, len(mine))]
+        if interior:
+            members.insert(0, list(range(interior)))
+        return [self._group(stage, mine, numbers) for numbers in members]
 
     def _group(self, stage: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
@@ -281,7 +281,8 @@ class Model:
             busy = self._compute[stage] / self._second + pulp.lpSum(
                 len(group.members) * group.recompute for group in self._stages[stage]
             )
-            row = written <= per_second * problem.pipeline.microbatches * busy  # (8)
+            least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
+            row = written <= per_second * problem.pipeline.microbatches * busy - min(MARGIN, least)  # (8)
             self._add(row, Resource.WEAR, "of the node", unit=self._byte * DAY_S)
 
     def _budget(self, used: pulp.LpAffineExpression, room: float, resource: Resource, where: str) -> None:
@@ -311,7 +312,7 @@ class Model:
             all_tokens=max(rest, 0.0),
             matmul_tokens=x.get(Level.MATMULS, 0.0),
             attention_tokens=x.get(Level.ATTENTION, 0.0),
-            kept=(saved - host - disk) / saved if saved else 1.0,
+            kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,
         )

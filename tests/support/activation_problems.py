@@ -1,0 +1,112 @@
+"""Small activation problems: hand-sized layers, and random ones from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation_cost import device_positions, predict
+from memo.mip.hardware import Hardware
+from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+
+
+def machine(**changes: float) -> Hardware:
+    """One GPU a node; every link moves 10 bytes a second, and 1 GFLOP/s is its peak."""
+    rates = {
+        "peak_flops": 1e9,
+        "matmul_efficiency": 1.0,
+        "attention_efficiency": 1.0,
+        "device_bytes": 1 << 40,
+        "hbm_bytes_per_s": 1e12,
+        "d2h_bytes_per_s": 10.0,
+        "h2d_bytes_per_s": 10.0,
+        "duplex_bytes_per_s": 20.0,
+        "node_d2h_bytes_per_s": 1e30,
+        "node_h2d_bytes_per_s": 1e30,
+        "nvlink_bytes_per_s": 0.0,
+        "gpus_per_node": 1,
+        "host_bytes": 1 << 40,
+        "disk_write_bytes_per_s": 4.0,
+        "disk_read_bytes_per_s": 5.0,
+    }
+    return Hardware(name="by hand", **(rates | changes))
+
+
+def layer(
+    name: str = "block",
+    *,
+    always: int = 20,
+    all: int = 140,
+    matmuls: tuple[int, float] | None = (80, 1.0),
+    attention: float | None = 4.0,
+    **rest: float,
+) -> LayerProfile:
+    """`matmuls`: bytes and recompute time of that level; `attention`: recompute time of that one. None: not possible."""
+    levels = [LevelProfile(level=Level.ALL, saved_bytes=all)]
+    if matmuls is not None:
+        levels.append(LevelProfile(level=Level.MATMULS, saved_bytes=matmuls[0], recompute_s=matmuls[1]))
+    if attention is not None:
+        levels.append(LevelProfile(level=Level.ATTENTION, saved_bytes=0, recompute_s=attention))
+    times = {"forward_s": 10.0, "backward_s": 20.0}
+    return LayerProfile(name=name, always_bytes=always, levels=tuple(levels), **(times | rest))
+
+
+def profile_of(*layers: LayerProfile, tokens: int = 1000, **rest: object) -> Profile:
+    """A profile of these layers in this order; equal names mean the same class."""
+    classes = {known.name: known for known in layers}
+    return Profile(
+        signature=Signature(model="by hand", batch=1, tokens=tokens, dtype="bf16"),
+        role=Role.DERIVED,
+        classes=tuple(classes.values()),
+        layers=tuple(known.name for known in layers),
+        **rest,
+    )
+
+
+def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeline | None = None) -> ActivationProblem:
+    """Budgets and rates at which not everything fits and the decision is not plain; most of them can be solved."""
+    draw = random.Random(seed)
+    kinds = [
+        layer(
+            f"block{number}",
+            always=draw.randint(5, 40),
+            all=draw.randint(60, 200),
+            matmuls=(draw.randint(20, 60), draw.uniform(0.1, 3.0)),
+            attention=draw.uniform(2.0, 9.0),
+            forward_s=draw.uniform(4.0, 12.0),
+            backward_s=draw.uniform(8.0, 24.0),
+            forward_transient_bytes=draw.randint(0, 50),
+            backward_transient_bytes=draw.randint(0, 50),
+            static_bytes=draw.randint(0, 20),
+        )
+        for number in range(classes)
+    ]
+    chosen = [draw.choice(kinds) for _ in range(layers)]
+    ends = EndProfile(
+        forward_s=1.0, backward_s=2.0, saved_bytes=draw.randint(0, 30), transient_bytes=draw.randint(0, 60)
+    )
+    everything = sum(kind.full_bytes for kind in chosen)
+    problem = ActivationProblem(
+        profile=profile_of(*chosen, embedding=ends, head=ends, tokens=draw.choice([1000, 1 << 20])),
+        hardware=machine(
+            d2h_bytes_per_s=draw.uniform(2.0, 16.0),
+            h2d_bytes_per_s=draw.uniform(2.0, 16.0),
+            duplex_bytes_per_s=60.0,
+            disk_write_bytes_per_s=draw.uniform(1.0, 8.0),
+            disk_read_bytes_per_s=draw.uniform(1.0, 8.0),
+        ),
+        budgets=Budgets(
+            device_bytes=1 << 60,
+            host_bytes=int(draw.choice([0.1, 0.3, 1.0]) * everything),
+            disk_bytes=draw.choice([0, everything]),
+            disk_wear_bytes_per_day=draw.choice([None, draw.uniform(0.0, 1.0) * 86400]),
+        ),
+        pipeline=pipeline or Pipeline(),
+    )
+    least = max(
+        place.resident_bytes for stage in range(problem.pipeline.stages) for place in device_positions(problem, stage)
+    )
+    most = max(stage.peak_device_bytes for stage in predict(problem, [LayerPlan()] * layers))
+    device = least + int(draw.uniform(0.0, 0.8) * (most - least))
+    return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=device))
