@@ -47,8 +47,6 @@ class Allocation:
     def __post_init__(self) -> None:
         if self.stream < 0:
             raise PlanError(f"allocation {self.id!r}: stream {self.stream} is negative")
-        if self.lower < 0:
-            raise PlanError(f"allocation {self.id!r}: event {self.lower} is before the first")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ __all__ = ["main"]
 # name -> (module, one line of help). The order is the order of a person's day.
 COMMANDS = {
     "train": ("memo.cli.train", "train the GPT on text, its activations in memory, on host or on disk"),
+    "record": ("memo.cli.record", "what one training step allocates, without a GPU and without its memory"),
     "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),

@@ -1,7 +1,8 @@
 """`memo pack`: places buffers with lifetimes in the smallest arena.
 
-Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed. Progress goes
-to stderr when that is a terminal. The limits of FAULTS row 18 are `memo.mip.files`'s.
+Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed, and says what
+PyTorch's caching allocator would reserve for the same requests. Progress goes to stderr when that is a terminal. The limits
+of FAULTS row 18 are `memo.mip.files`'s.
 """
 
 from __future__ import annotations
@@ -11,19 +12,28 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 
-from memo.cli.plans import arena_table, plan_summary
+from memo.allocator.caching import CachingUse, Segments, simulate_caching
+from memo.allocator.trace import trace_of
+from memo.cli.plans import arena_table, plan_summary, table
 from memo.errors import ExitCode, PlanError, UsageError
-from memo.mip.buffers import Problem
-from memo.mip.files import plan_to_csv, plan_to_json, read_problem, write_file
+from memo.mip.buffers import DEVICE, Plan, Problem
+from memo.mip.files import Notes, plan_to_csv, plan_to_json, read_annotated, write_file
 from memo.mip.picture import write_picture
 from memo.mip.solve import Method, Progress, solve
+from memo.mip.strict import STDIN
 from memo.units import format_bytes, parse_bytes, parse_duration_s
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of `memo pack`."""
-    parser.add_argument("problem", help="buffers: CSV with the columns id,lower,upper,size, or JSON")
+    parser.add_argument(
+        "problem",
+        nargs="?",
+        default=STDIN,
+        help="buffers: CSV with the columns id,lower,upper,size, or JSON; - or nothing is standard input",
+    )
     parser.add_argument(
         "--capacity",
         action="append",
@@ -51,7 +61,10 @@ def run(args: argparse.Namespace) -> ExitCode:
             raise PlanError(f"{path!r} exists; give -f to overwrite it")
     if args.plot and not args.plot.endswith((".png", ".html")):
         raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
-    problem = _with_options(read_problem(args.problem), args)
+    if args.problem == STDIN and sys.stdin.isatty():
+        raise UsageError("name a file with buffers, or pipe one in: memo record ... | memo pack")
+    given, notes = read_annotated(args.problem)
+    problem = _with_options(given, args)
     line = _ProgressLine()
     try:
         plan = solve(
@@ -69,13 +82,41 @@ def run(args: argparse.Namespace) -> ExitCode:
         write_file(args.output, text, overwrite=args.force)
     if args.plot:
         write_picture(args.plot, plan, overwrite=args.force)
+    caching = _caching(given, notes)
     if args.json:
-        print(json.dumps({**plan_summary(plan), "output": args.output, "plot": args.plot}))
+        told = [{**dataclasses.asdict(use), "segments": use.segments.value} for use in caching]
+        print(json.dumps({**plan_summary(plan), "caching": told, "output": args.output, "plot": args.plot}))
         return ExitCode.OK
     print(arena_table(plan))
+    if caching:
+        print(f"\n{_caching_table(plan, caching)}")
     for path in filter(None, (args.output, args.plot)):
         print(f"Wrote {path}")
     return ExitCode.OK
+
+
+def _caching(problem: Problem, notes: Sequence[Notes]) -> list[CachingUse]:
+    """What PyTorch would reserve for the device's buffers, if there are any."""
+    kept = [(buffer, note) for buffer, note in zip(problem.buffers, notes, strict=True) if buffer.arena == DEVICE]
+    if not kept:
+        return []
+    trace = trace_of(Problem(buffers=tuple(b for b, _ in kept)), tuple(n for _, n in kept))
+    return [simulate_caching(trace, segments) for segments in Segments]
+
+
+def _caching_table(plan: Plan, caching: Sequence[CachingUse]) -> str:
+    arena = plan.arena(DEVICE).nbytes
+    rows = [
+        (
+            f"PyTorch, {use.segments} segments",
+            format_bytes(use.reserved_nbytes),
+            f"{use.reserved_nbytes / arena - 1:+.2%}" if arena else "-",
+            f"{use.driver_calls:,}",
+        )
+        for use in caching
+    ]
+    header = ("a caching allocator, simulated", "reserves", "against the arena", "driver calls")
+    return table(header, rows)
 
 
 def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
