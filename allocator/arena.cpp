@@ -261,7 +261,8 @@ class Allocator {
     plan_ = nullptr;
     plans_.clear();
     streams_.clear();
-    arena_.give_back();
+    arena_.restart();
+    pool_.forget();
     stats_ = {};
     return 0;
   }

@@ -59,6 +59,12 @@ class ArenaMemory {
     streams_.clear();
   }
 
+  // As if new; nothing may lie in it.
+  void restart() {
+    give_back();
+    n_taken_ = 0;
+  }
+
   // Says which streams will be given memory from here on, and orders them after all that have been so far. Blocks of one
   // stream follow each other in its own order; only from one plan to the next may bytes pass from stream to stream.
   void admit(const std::vector<Stream>& streams) {

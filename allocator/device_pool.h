@@ -50,6 +50,9 @@ class DevicePool {
     if (of(device).pool != nullptr) cuda_.ok(cuda_.pool_trim(of(device).pool, 0));
   }
 
+  // Asks anew what each device can do; nothing may be in use.
+  void forget() { devices_.clear(); }
+
   // Bytes taken from the device, in use or in reserve.
   std::size_t reserved(int device) {
     OnDevice guard(cuda_, device);

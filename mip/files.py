@@ -25,6 +25,7 @@ __all__ = [
     "Notes",
     "plan_to_csv",
     "plan_to_json",
+    "problem_to_json",
     "read_annotated",
     "read_plan",
     "read_problem",
@@ -105,6 +106,19 @@ def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None
         raise PlanError(f"{str(path)!r} exists; give -f to overwrite it") from None
     except OSError as error:
         raise PlanError(f"{str(path)!r}: cannot write: {error.strerror}") from None
+
+
+def problem_to_json(problem: Problem) -> str:
+    """The problem as JSON, one buffer a line."""
+    head = {
+        "format": PROBLEM_FORMAT,
+        "version": VERSION,
+        "alignment": problem.alignment,
+        "capacities": dict(sorted(problem.capacities.items())),
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    lines.append(f'"buffers": {_lines(map(_buffer_to_json, problem.buffers))}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def plan_to_json(plan: Plan) -> str:
