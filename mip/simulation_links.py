@@ -8,7 +8,8 @@ its head moves at a steady rate until a head anywhere begins or ends, and no lin
     HOST_IN   ──┬─ h2d ─┘                          slower of the two; what comes back likewise
     DISK_IN   ──┘           DISK_OUT ── disk write      DISK_IN ── disk read
 
-Links are shared max-min: all heads get the same until a link is full, and those that do not cross it go on growing.
+The two directions share the duplex rate alike; what one cannot use, the other gets. Within a direction the disk's copy
+has the right of way, since the disk's lane is the slower one and must not stand idle: host bytes fill the link's gaps.
 """
 
 from __future__ import annotations
@@ -79,32 +80,29 @@ class Copy:
         return not math.isnan(self.end_s)
 
 
-def _links(rates: LaneRates) -> tuple[tuple[float, frozenset[Queue]], ...]:
-    """Each link's rate and the queues that cross it."""
-    return (
-        (rates.d2h_bytes_per_s, frozenset({Queue.HOST_OUT, Queue.DISK_OUT})),
-        (rates.h2d_bytes_per_s, frozenset({Queue.HOST_IN, Queue.DISK_IN})),
-        (rates.duplex_bytes_per_s, frozenset(Queue)),
-        (rates.disk_write_bytes_per_s, frozenset({Queue.DISK_OUT})),
-        (rates.disk_read_bytes_per_s, frozenset({Queue.DISK_IN})),
-    )
-
-
 def shares(rates: LaneRates, busy: frozenset[Queue]) -> dict[Queue, float]:
-    """Max-min fair rates of the busy queues: fill all alike, stop those whose link is full, go on with the others."""
-    found: dict[Queue, float] = {}
-    links = _links(rates)
-    while len(found) < len(busy):
-        growing = busy - found.keys()
-        share, full = math.inf, growing
-        for rate, crossing in links:
-            sharing = crossing & growing
-            if sharing:
-                room = (rate - sum(found.get(queue, 0.0) for queue in crossing)) / len(sharing)
-                if room < share:
-                    share, full = max(room, 0.0), sharing
-        found |= dict.fromkeys(full, share)
-    return found
+    """What each busy queue's head gets, in bytes per second."""
+    out = _wanted(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s, busy, Queue.HOST_OUT, Queue.DISK_OUT)
+    back = _wanted(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s, busy, Queue.HOST_IN, Queue.DISK_IN)
+    half = rates.duplex_bytes_per_s / 2
+    given_out = min(out, max(half, rates.duplex_bytes_per_s - back))
+    given_back = min(back, max(half, rates.duplex_bytes_per_s - out))
+    disk_out = min(given_out, rates.disk_write_bytes_per_s) if Queue.DISK_OUT in busy else 0.0
+    disk_in = min(given_back, rates.disk_read_bytes_per_s) if Queue.DISK_IN in busy else 0.0
+    found = {
+        Queue.HOST_OUT: given_out - disk_out,
+        Queue.DISK_OUT: disk_out,
+        Queue.HOST_IN: given_back - disk_in,
+        Queue.DISK_IN: disk_in,
+    }
+    return {queue: found[queue] for queue in sorted(busy)}
+
+
+def _wanted(link: float, disk: float, busy: frozenset[Queue], host_queue: Queue, disk_queue: Queue) -> float:
+    """What a direction would carry were it alone: with host bytes all that the link can, else what the disk can."""
+    if host_queue in busy:
+        return link
+    return min(link, disk) if disk_queue in busy else 0.0
 
 
 class Links:
@@ -133,7 +131,6 @@ class Links:
         )
         self.copies.append(copy)
         self._queues[queue].append(copy)
-        self._begin(queue)
         return copy
 
     def advance(self, to_s: float) -> None:
@@ -155,11 +152,6 @@ class Links:
                 raise PlanInvalid(
                     f"{stuck.module} moves {stuck.nbytes} bytes {way}, where the hardware has no bandwidth"
                 )
-
-    def _begin(self, queue: Queue) -> None:
-        waiting = self._queues[queue]
-        if waiting and math.isnan(waiting[0].start_s):
-            waiting[0].start_s = self.now_s
 
     def _step(self, to_s: float) -> bool:
         """Moves on to the next end of a copy, at most to `to_s`; False when none ends by then."""
@@ -185,6 +177,8 @@ class Links:
     def _move(self, rates: Mapping[Queue, float], seconds: float) -> None:
         for queue, rate in rates.items():
             head = self._queues[queue][0]
+            if rate > 0 and math.isnan(head.start_s):
+                head.start_s = self.now_s
             head.left_nbytes = max(0.0, head.left_nbytes - rate * seconds)
 
     def _end(self, queues: Iterable[Queue], rates: Mapping[Queue, float]) -> None:
@@ -193,4 +187,3 @@ class Links:
             ended.left_nbytes, ended.end_s = 0.0, self.now_s
             disk_sets_the_pace = rates[queue] == self._disk_rates.get(queue)
             ended.slowest = queue.lanes[-1 if disk_sets_the_pace else 0]
-            self._begin(queue)
