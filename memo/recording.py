@@ -47,6 +47,8 @@ class Step:
     model: nn.Module
     loss: Callable[[], torch.Tensor]
     """Runs one forward; returns the scalar to backward from."""
+    inputs: tuple[torch.Tensor, ...] = ()
+    """What the forward reads beside the model, where that is known."""
 
 
 class Role(enum.StrEnum):
@@ -71,7 +73,7 @@ class Recording:
     trace: AllocationTrace
     layers: int
     static_nbytes: int
-    """Parameters, buffers and optimizer state: they exist before the step and are no part of the trace."""
+    """Parameters, buffers, optimizer state and inputs: they exist before the step and are no part of the trace."""
     saved_nbytes: dict[Role, int]
     """What the forward leaves for backward, each storage once, not rounded. Empty under offload, where it moves."""
     moved_nbytes: int
@@ -92,7 +94,7 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
         with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16_AUTOCAST):
             return model(ids, targets)  # type: ignore[no-any-return]
 
-    return Step(model=model, loss=loss)
+    return Step(model=model, loss=loss, inputs=(ids, targets))
 
 
 def load_step(name: str) -> Callable[..., Step]:
@@ -130,6 +132,7 @@ def record_step(
     checkpointed: bool = False,
     optimizer: bool = False,
     exact: bool = False,
+    real: bool = False,
 ) -> Recording:
     """Builds a model without memory and records one of its training steps.
 
@@ -140,6 +143,7 @@ def record_step(
         optimizer: the step ends with AdamW's and with the gradients' release, as a training step in its stride does; else
             it ends after backward, with the gradients alive.
         exact: sizes as tensors have them, not rounded as CUDA's allocator does.
+        real: with real tensors and real arithmetic on the CPU, for steps that depend on data; as large as the step is.
 
     Raises:
         RecordError: the step needs the contents of a tensor, or a loss that is none.
@@ -147,7 +151,9 @@ def record_step(
     """
     if alpha is not None and checkpointed:
         raise UsageError("a step is either offloaded (alpha) or checkpointed, not both")
-    with Hollow():
+    if alpha is not None and real:
+        raise UsageError("an offloaded step (alpha) is recorded without bytes; it would get none back")
+    with contextlib.nullcontext() if real else Hollow():
         step = build()
         layers = _layers_of(step.model, needed=checkpointed or alpha is not None)
         if checkpointed:
@@ -172,7 +178,8 @@ class _Run:
 
     def record(self, *, exact: bool) -> Recording:
         recorder = Recorder()
-        static = [*self._step.model.parameters(), *self._step.model.buffers(), *self._optimizer_state()]
+        step = self._step
+        static = [*step.model.parameters(), *step.model.buffers(), *self._optimizer_state(), *step.inputs]
         recorder.adopt(static)
         saved = _Saved(recorder, self._layers)
         offload = self.offload

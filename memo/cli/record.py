@@ -60,6 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     way.add_argument("--checkpoint", action="store_true", help="every layer is recomputed whole in backward")
     parser.add_argument("--optimizer", action="store_true", help="with AdamW's step and the gradients' release")
     parser.add_argument("--exact", action="store_true", help="sizes as asked for, not in CUDA's multiples of 512 bytes")
+    parser.add_argument(
+        "--real", action="store_true", help="with real tensors, where a step needs their contents"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="the trace: CSV, or JSON if it ends in .json")
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -78,7 +81,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     from memo.recording import record_step
 
     recording = record_step(
-        build, alpha=args.alpha, checkpointed=args.checkpoint, optimizer=args.optimizer, exact=args.exact
+        build,
+        alpha=args.alpha,
+        checkpointed=args.checkpoint,
+        optimizer=args.optimizer,
+        exact=args.exact,
+        real=args.real,
     )
     if args.output:
         to_text = trace_to_json if args.output.endswith(".json") else trace_to_csv
