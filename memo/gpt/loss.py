@@ -7,8 +7,12 @@ logits exist at a time, and gradients are made on the way, while they do:
     backward   d hidden and d weight times the incoming gradient
 
 The invariant: what is alive beyond inputs and gradients does not depend on the number of tokens, and every reduction
-over tokens or vocabulary is in float32 at least, whatever the inputs are. (torch's own F.linear_cross_entropy sums the
-chunks of a bfloat16 loss in bfloat16 and is off by up to a tenth there; it also does not exist before torch 2.13.)
+over tokens or vocabulary is in float32 at least, whatever the inputs are. Under tensor parallelism each rank holds a shard
+of the vocabulary (see vocabulary.py) and never another's logits.
+
+torch 2.13 has F.linear_cross_entropy. It is the path of `keep_gradients=False`, without reduction, since its own mean of
+bfloat16 losses is summed in bfloat16 and off by up to a tenth. It is not the default: it makes the logits a second time
+in backward, and adds up the chunks of a bfloat16 weight gradient in bfloat16, whose error grows with the number of chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from memo.gpt.vocabulary import Vocabulary, WholeVocabulary
 
 __all__ = ["IGNORE", "chunk_tokens", "linear_cross_entropy"]
 
@@ -26,6 +34,8 @@ IGNORE = -100
 # Logits alive at one time: 2^25 elements are 128 MiB in float32.
 CHUNK_LOGITS = 1 << 25
 MAX_CHUNK_TOKENS = 8192
+
+_WHOLE = WholeVocabulary()
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -40,21 +50,63 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     *,
     chunk: int | None = None,
+    vocabulary: Vocabulary = _WHOLE,
+    keep_gradients: bool = True,
 ) -> torch.Tensor:
     """Mean over the counted tokens of -log softmax(hidden @ weight.T)[target], a scalar in float32 or wider.
 
     `hidden` is (..., h), `weight` (vocabulary, h), `targets` (...) of int64 with IGNORE where a token does not count.
     When no token counts the loss and its gradients are zero. Matrix products run in the autocast dtype where
     autocast is on, else in the inputs' dtype; the gradient is once differentiable.
+
+    With a `VocabularyShard`, `weight` is this rank's rows, `hidden` and `targets` are the same on all ranks; the loss and
+    the gradient of `hidden` are those of the whole, on every rank. With `keep_gradients=False` nothing is kept between
+    forward and backward but the inputs, for one more matrix product.
     """
     compute = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
-    rows = chunk or chunk_tokens(weight.shape[0])
+    rows = chunk or chunk_tokens(vocabulary.widest(weight.shape[0]))
+    flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
+    if not keep_gradients and torch.is_grad_enabled():
+        return _kept_nothing(flat, weight, flat_targets, rows, compute, vocabulary)
+    return _kept_gradients(flat, weight, flat_targets, rows, compute, vocabulary)
+
+
+def _kept_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    rows: int,
+    compute: torch.dtype,
+    vocabulary: Vocabulary,
+) -> torch.Tensor:
     with_grad = torch.is_grad_enabled()
-    flat = hidden.flatten(0, -2)
-    loss = _LinearCrossEntropy.apply(flat, weight, targets.flatten(), rows, compute, with_grad)  # type: ignore[no-untyped-call]
+    loss = _LinearCrossEntropy.apply(hidden, weight, targets, rows, compute, vocabulary, with_grad)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", loss)
+
+
+def _kept_nothing(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    rows: int,
+    compute: torch.dtype,
+    vocabulary: Vocabulary,
+) -> torch.Tensor:
+    """torch's own implementation where it has one and all rows are here, else ours run again in backward."""
+    if not hasattr(F, "linear_cross_entropy") or vocabulary is not _WHOLE:
+        arguments = (hidden, weight, targets, rows, compute, vocabulary)
+        return cast(
+            "torch.Tensor", checkpoint(_kept_gradients, *arguments, use_reentrant=False, preserve_rng_state=False)
+        )
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses = F.linear_cross_entropy(
+            hidden.to(compute), weight.to(compute), targets, reduction="none", ignore_index=IGNORE, options=options
+        )
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return losses.sum(dtype=wide) / (targets != IGNORE).sum().clamp(min=1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -68,12 +120,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         rows: int,
         compute: torch.dtype,
+        vocabulary: Vocabulary,
         with_grad: bool,
     ) -> torch.Tensor:
         for_hidden = with_grad and ctx.needs_input_grad[0]
         for_weight = with_grad and ctx.needs_input_grad[1]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, grad_hidden, grad_weight = _chunked(hidden, weight, targets, rows, compute, for_hidden, for_weight)
+            loss, grad_hidden, grad_weight = _chunked(
+                hidden, weight, targets, rows, compute, vocabulary, for_hidden, for_weight
+            )
         # Through save_for_backward, not as attributes: they are freed when backward has used them, even while the
         # caller still holds the loss.
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -83,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return _times(grad_hidden, grad), _times(grad_weight, grad), None, None, None, None
+        return _times(grad_hidden, grad), _times(grad_weight, grad), None, None, None, None, None
 
 
 def _times(tensor: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor | None:
@@ -96,6 +151,7 @@ def _chunked(
     targets: torch.Tensor,
     rows: int,
     compute: torch.dtype,
+    vocabulary: Vocabulary,
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -111,21 +167,18 @@ def _chunked(
         counted = (target != IGNORE)[:, None]
         index = target[:, None].where(counted, 0)
         logits = (x @ matrix.T).to(wide)
-        normaliser = logits.logsumexp(dim=-1, keepdim=True)
-        losses = (normaliser - logits.gather(-1, index)).where(counted, 0)
+        normaliser, chosen = vocabulary.reduce(logits, index)
+        losses = (normaliser - chosen).where(counted, 0)
         total += losses.sum(dtype=torch.float64)
         if grad_hidden is None and grad_weight is None:
             continue
-        slope = _softmax_minus_one_hot(logits, normaliser, index).mul_(counted.to(wide) / count).to(compute)
+        # d loss / d logits: softmax minus one-hot, written over the logits.
+        steep = logits.sub_(normaliser).exp_()
+        vocabulary.subtract_targets(steep, index)
+        slope = steep.mul_(counted.to(wide) / count).to(compute)
         if grad_hidden is not None:
-            grad_hidden[first : first + rows] = slope @ matrix
+            grad_hidden[first : first + rows] = vocabulary.sum_over_ranks(slope @ matrix)
         if grad_weight is not None:
             grad_weight += slope.T @ x
     mean = (total / count).to(wide)
     return mean, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
-
-
-def _softmax_minus_one_hot(logits: torch.Tensor, normaliser: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """d loss / d logits of one token each, written over `logits`."""
-    slope = logits.sub_(normaliser).exp_()
-    return slope.scatter_(-1, index, slope.gather(-1, index) - 1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from live_bytes import LiveBytes
 
 from memo.gpt.loss import CHUNK_LOGITS, IGNORE, MAX_CHUNK_TOKENS, chunk_tokens, linear_cross_entropy
 
@@ -132,35 +129,6 @@ def test_chunks_stay_within_the_budget_of_logits(vocab: int) -> None:
     assert tokens == MAX_CHUNK_TOKENS or 2 * tokens * vocab > CHUNK_LOGITS
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are still alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.largest = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                self._known.add(value.untyped_storage())
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor) and value.untyped_storage() not in self._known:
-                self._born(value.untyped_storage())
-        return result
-
-    def _born(self, storage: Any) -> None:
-        self._known.add(storage)
-        nbytes = storage.nbytes()
-        self.live += nbytes
-        self.peak, self.largest = max(self.peak, self.live), max(self.largest, nbytes)
-        weakref.finalize(storage, self._died, nbytes)
-
-    def _died(self, nbytes: int) -> None:
-        self.live -= nbytes
-
-
 def _peaks(tokens: int, *, hidden: int = 8, vocab: int = 512, chunk: int = 64) -> tuple[int, int, int]:
     """Peak bytes of forward, what stays alive after it, and peak of backward; inputs are not counted."""
     x, weight, targets = _case(tokens, hidden, vocab, torch.float32)
@@ -204,3 +172,85 @@ def test_gradients_are_freed_by_backward_while_the_loss_lives() -> None:
     x.grad = weight.grad = None
     assert bytes_.live <= 4 + 4  # the loss, and the one that backward starts from
     assert loss.requires_grad
+
+
+torchs_own = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+
+
+@pytest.fixture(params=[pytest.param("torch's own", marks=torchs_own), "ours, run again"])
+def _kept_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to keep no gradients; without torch's function, torch 2.11's way is taken."""
+    if request.param == "ours, run again":
+        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+@pytest.mark.parametrize("chunk", [1, 7, 64, 101, 1000, None])
+def test_without_kept_gradients_the_result_is_the_same(chunk: int | None) -> None:
+    x, weight, targets = _case(101, 24, 53, torch.float64)
+    loss = linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
+    expected = _plain(x, weight, targets)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(loss * 0.37, (x, weight))
+    torch.testing.assert_close(grads, torch.autograd.grad(expected * 0.37, (x, weight)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+def test_without_kept_gradients_only_the_loss_stays() -> None:
+    tokens, hidden, vocab, chunk = 4096, 8, 512, 64
+    x, weight, targets = _case(tokens, hidden, vocab, torch.float32)
+    with LiveBytes() as bytes_:
+        loss = linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
+        # The loss; a number a token may be kept beside it, but no gradient and no logits.
+        assert bytes_.live <= 16 + tokens * 4
+        forward = bytes_.peak
+        loss.backward()
+    logits, grads = chunk * vocab * 4, (tokens * hidden + vocab * hidden) * 4
+    assert forward <= 4 * logits + grads
+    assert bytes_.peak <= 4 * logits + 2 * grads + 4 * tokens * 4
+    assert bytes_.largest <= max(logits, tokens * hidden * 4)
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+def test_without_kept_gradients_a_bfloat16_loss_is_as_close() -> None:
+    x, weight, targets = _case(4096, 64, 257, torch.bfloat16)
+    with torch.no_grad():
+        x *= 0.3
+    loss = linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
+    assert loss.dtype is torch.float32
+    exact = _plain(x.float(), weight.float(), targets)
+    assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+def test_without_kept_gradients_autocast_and_nothing_counted() -> None:
+    x, weight, targets = _case(100, 16, 31, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
+        kept = linear_cross_entropy(x, weight, targets, chunk=32)
+        none = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), chunk=32, keep_gradients=False)
+    assert loss.dtype is torch.float32
+    assert abs(loss.item() - kept.item()) < 2**-8 * kept.item()
+    assert none.item() == 0.0
+    none.backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+@torchs_own
+def test_torchs_bfloat16_weight_gradient_is_summed_chunk_by_chunk_in_bfloat16() -> None:
+    # Why keeping gradients is the default; when torch is as good this fails, and torch's own may take its place.
+    x, weight, targets = _case(4096, 64, 512, torch.bfloat16)
+    with torch.no_grad():
+        x *= 0.3
+    exact_weight = weight.detach().float().requires_grad_()
+    (exact,) = torch.autograd.grad(_plain(x.detach().float(), exact_weight, targets), (exact_weight,))
+
+    def error(keep: bool, chunks: int) -> float:
+        loss = linear_cross_entropy(x, weight, targets, chunk=4096 // chunks, keep_gradients=keep)
+        (grad,) = torch.autograd.grad(loss, (weight,))
+        return float((grad.float() - exact).norm() / exact.norm())
+
+    assert error(True, 256) < 1.1 * error(True, 4)
+    assert error(False, 256) > 2 * error(False, 4)
+    assert error(False, 256) > 2 * error(True, 256)

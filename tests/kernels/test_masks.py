@@ -67,3 +67,10 @@ def test_a_mask_that_is_no_rows_of_runs_is_copied_first(device: torch.device) ->
 
     mask = _tail((5, 9, 4), torch.bool, device).permute(2, 0, 1)
     assert torch.equal(masks_triton.pack(mask), pack_mask_reference(mask))
+
+
+@pytest.mark.gpu
+def test_anything_but_zero_is_one_in_the_kernel(device: torch.device) -> None:
+    from memo.kernels import masks_triton
+
+    assert masks_triton.pack(torch.tensor([2.5, -0.0, 0.0, -1.0, float("nan")], device=device)).tolist() == [0b11001]

@@ -1,0 +1,38 @@
+"""Measures memory by what operations made: no allocator, no noise, the same on every device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                self._known.add(value.untyped_storage())
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor) and value.untyped_storage() not in self._known:
+                self._born(value.untyped_storage())
+        return result
+
+    def _born(self, storage: Any) -> None:
+        self._known.add(storage)
+        nbytes = storage.nbytes()
+        self.live += nbytes
+        self.peak, self.largest = max(self.peak, self.live), max(self.largest, nbytes)
+        weakref.finalize(storage, self._died, nbytes)
+
+    def _died(self, nbytes: int) -> None:
+        self.live -= nbytes
