@@ -12,10 +12,12 @@ forward, backward and recompute time (zero where nothing is recomputed):
                a window of F(i+1). The last layer is never moved: it is needed next
     copy in    of layer i starts when layer i+1 starts backward, with its recompute, and must be over before layer i
                starts: a window of R(i+1) + B(i+1); recompute of layer i runs between that and its backward
-    lanes      host and disk bytes cross the link, disk bytes stream on through the disk's lane at the same time: a copy
-               takes max(link bytes / link rate, disk bytes / disk rate). What exceeds its window stalls the compute
+    lanes      host bytes h and disk bytes d cross the link at once, in equal shares while both last, and disk bytes stream
+               on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
+               max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
-               disk bytes; a step takes (M + P - 1) x the slowest stage's microbatch, plus the optimizer
+               disk bytes, and where that is more than one, the last layer of one of them stands whole; a forward waits
+               for the stage before, a backward for the one behind
 
 By these rules one rank's copies out and in never run at the same time. What they share they share with other ranks:
 `Hardware.lanes` gives each of a node's ranks its part of switches, host memory and disks.
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanError
 from memo.mip.hardware import Hardware
@@ -83,10 +86,12 @@ class Pipeline:
         """Microbatches whose activations one stage holds at once (1F1B)."""
         return min(self.microbatches, self.stages - stage)
 
-    @property
-    def slots(self) -> int:
-        """A step takes so many microbatch times of the slowest stage."""
-        return self.microbatches + self.stages - 1
+    def order(self, stage: int) -> Iterator[bool]:
+        """1F1B: true for the forward, false for the backward of the next microbatch, as the stage runs them."""
+        ahead = self.in_flight(stage)
+        yield from [True] * ahead
+        yield from [False, True] * (self.microbatches - ahead)
+        yield from [False] * ahead
 
 
 ONE_STAGE = Pipeline()
@@ -162,6 +167,8 @@ class StagePrediction:
 
     compute_s: float
     recompute_s: float
+    forward_s: float
+    """The part of the microbatch's time, stalls included, that passes before its backward begins."""
     stall_d2h_s: float = 0.0
     """Compute waiting for a copy out over the link; the next three likewise for the lane that is slowest."""
     stall_disk_write_s: float = 0.0
@@ -210,6 +217,30 @@ class ActivationPlan:
 
     @property
     def step_s(self) -> float:
-        """Predicted: the slowest stage sets the pace."""
+        """Predicted."""
+        pipeline = self.problem.pipeline
+        shown = min(pipeline.microbatches, 4 * pipeline.stages)  # by then each one more takes the slowest stage's time
         pace = max(stage.microbatch_s for stage in self.stages)
-        return self.problem.pipeline.slots * pace + self.problem.profile.optimizer_s
+        first = _one_forward_one_backward(dataclasses.replace(pipeline, microbatches=shown), self.stages)
+        return first + (pipeline.microbatches - shown) * pace + self.problem.profile.optimizer_s
+
+
+def _one_forward_one_backward(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+    """When the last backward ends: a forward waits for the stage before, a backward for the stage behind."""
+    count = len(stages)
+    clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
+    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # ends of backwards, of forwards
+    while any(len(backwards) < pipeline.microbatches for backwards, _ in done):
+        for number, stage in enumerate(stages):
+            backwards, forwards = done[number]
+            while (at := len(backwards) + len(forwards)) < len(orders[number]):
+                forward = orders[number][at]
+                giver = number - 1 if forward else number + 1
+                if 0 <= giver < count:
+                    given, mine = done[giver][forward], done[number][forward]
+                    if len(given) <= len(mine):
+                        break
+                    clock[number] = max(clock[number], given[len(mine)])
+                clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
+                done[number][forward].append(clock[number])
+    return max(clock)

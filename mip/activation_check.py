@@ -120,6 +120,8 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
     flight = min(problem.pipeline.microbatches, problem.pipeline.stages - [b for b, _ in _bounds(plan)].index(first))
     walk = _Walk(flight=flight)
     others = (flight - 1) * sum(_saved(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1))
+    if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole
+        others += known[last].full_bytes - _saved(known[last], plan.layers[last]) * plan.layers[last].kept
     held = others + sum(known[index].static_bytes for index in range(first, last + 1))
     if starts:
         held += profile.embedding.static_bytes + flight * profile.embedding.saved_bytes
@@ -138,7 +140,7 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
             held += _saved(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
         walk.clock_s += max(layer.forward_s, out_s)
         host, disk = _moved(layer, plan.layers[index])
-        out_s = max(_divide(host + disk, rates.d2h_bytes_per_s), _divide(disk, rates.disk_write_bytes_per_s))
+        out_s = _copy_s(host, disk, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         walk.host += host
         walk.disk += disk
     if ends:
@@ -149,7 +151,7 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
         in_s = 0.0
         if index > first:
             host, disk = _moved(known[index - 1], plan.layers[index - 1])
-            in_s = max(_divide(host + disk, rates.h2d_bytes_per_s), _divide(disk, rates.disk_read_bytes_per_s))
+            in_s = _copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         walk.clock_s += max(known[index].backward_s + recompute_s, in_s)
         walk.recompute_s += recompute_s
     walk.host *= flight
@@ -173,8 +175,15 @@ def _moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
     return saved * plan.host, saved * plan.disk
 
 
-def _divide(nbytes: float, bytes_per_s: float) -> float:
-    return nbytes / bytes_per_s if nbytes else 0.0
+def _copy_s(host: float, disk: float, link_rate: float, disk_rate: float) -> float:
+    """Both kinds cross the link at once, each with half of it or as fast as its end takes them."""
+    if host + disk == 0:
+        return 0.0
+    disk_share = min(disk_rate, link_rate / 2) if host else min(disk_rate, link_rate)
+    host_share = link_rate - disk_share if disk else link_rate
+    first = min(host / host_share if host else 0.0, disk / disk_share if disk else 0.0) if host and disk else 0.0
+    host, disk = host - first * host_share, disk - first * disk_share
+    return first + max(host / link_rate if host > 0 else 0.0, disk / min(disk_rate, link_rate) if disk > 0 else 0.0)
 
 
 def _device(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
@@ -191,7 +200,7 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     """What the ranks of each node use together."""
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
     together = pipeline.stages_per_node
-    step_s = pipeline.slots * max(walk.clock_s for walk in walks) + plan.problem.profile.optimizer_s
+    step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
     ranks = budgets.ranks_per_node / together
     for first in range(0, len(walks), together):
         node = walks[first : first + together]

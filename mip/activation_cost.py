@@ -13,7 +13,16 @@ from memo.mip.activation import ActivationProblem, LayerPlan, StagePrediction, s
 from memo.mip.hardware import LaneRates
 from memo.mip.profile import LayerProfile
 
-__all__ = ["Position", "Traffic", "device_positions", "predict", "stage_compute_s", "stage_static_bytes"]
+__all__ = [
+    "Position",
+    "Traffic",
+    "device_positions",
+    "disk_delay",
+    "predict",
+    "stage_compute_s",
+    "stage_ends_s",
+    "stage_static_bytes",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +50,24 @@ class Traffic:
         return cls(host_bytes=saved * plan.host, disk_bytes=saved * plan.disk)
 
     def out_s(self, rates: LaneRates) -> tuple[float, float]:
-        """Time on the link, and on the disk."""
-        return (
-            _time(self.host_bytes + self.disk_bytes, rates.d2h_bytes_per_s),
-            _time(self.disk_bytes, rates.disk_write_bytes_per_s),
-        )
+        """Time by the link, and by the disk; the later of the two counts."""
+        return self._copy_s(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
 
     def in_s(self, rates: LaneRates) -> tuple[float, float]:
         """The same on the way back."""
-        return (
-            _time(self.host_bytes + self.disk_bytes, rates.h2d_bytes_per_s),
-            _time(self.disk_bytes, rates.disk_read_bytes_per_s),
-        )
+        return self._copy_s(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
+
+    def _copy_s(self, link: float, disk: float) -> tuple[float, float]:
+        by_link = _time(self.host_bytes + self.disk_bytes, link)
+        if self.disk_bytes <= 0:
+            return by_link, 0.0
+        held_up = self.host_bytes * disk_delay(link, disk)
+        return by_link, self.disk_bytes / min(link, disk) + held_up if min(link, disk) else float("inf")
+
+
+def disk_delay(link: float, disk: float) -> float:
+    """Seconds by which a byte of host's holds up those of the disk's that cross the link in equal shares with it."""
+    return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
 def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
@@ -71,14 +86,19 @@ def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
     return static
 
 
+def stage_ends_s(problem: ActivationProblem, stage: int) -> tuple[float, float]:
+    """Forward and backward of what stands before the first and behind the last layer, where the stage has it."""
+    ends = [problem.profile.embedding] if stage == 0 else []
+    if stage == problem.pipeline.stages - 1:
+        ends.append(problem.profile.head)
+    return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
+
+
 def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
     """Forward and backward of a stage's microbatch with everything in place."""
     layers = problem.profile.layer_profiles()
     parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
-    ends = [problem.profile.embedding] if stage == 0 else []
-    if stage == problem.pipeline.stages - 1:
-        ends.append(problem.profile.head)
-    return sum(parts) + sum(end.forward_s + end.backward_s for end in ends)
+    return sum(parts) + sum(stage_ends_s(problem, stage))
 
 
 def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
@@ -118,6 +138,9 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
     in_flight = problem.pipeline.in_flight(stage)
     elsewhere = (in_flight - 1) * sum(kept)
+    if in_flight > 1:
+        elsewhere += layers[-1].full_bytes - kept[-1]  # of the microbatch whose forward ran last
+    forward_s = sum(layer.forward_s for layer in layers) + stage_ends_s(problem, stage)[0]
     stall_out = stall_write = stall_in = stall_read = 0.0
     for number in range(len(layers) - 1):
         link, disk = traffic[number].out_s(rates)
@@ -138,6 +161,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     return StagePrediction(
         compute_s=stage_compute_s(problem, stage),
         recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
+        forward_s=forward_s + stall_out + stall_write,
         stall_d2h_s=stall_out,
         stall_disk_write_s=stall_write,
         stall_h2d_s=stall_in,

@@ -3,14 +3,16 @@
 For a layer i of stage s: x_l the fraction of its tokens at level l, h and d the bytes that go to host and disk. Bytes are
 in units of the largest layer's, times in units of the mean layer's, so that the solver's tolerances mean something.
 
-    minimise  (M + P - 1) T  +  small prices that settle ties (see PRICES)
+    minimise  sum_s T_s  +  (M - 1) T  +  small prices that settle ties
 
     (1)  sum_l x_l = 1                                       levels
     (2)  S = fixed + sum_l x_l saved_l;  K = S - h - d >= 0  what is saved, what of it is kept
-    (3)  T >= C + sum R + sum stalls      for each stage     the slowest stage sets the pace
-    (4)  out_i >= (h + d) / d2h - F(i+1),  d / write - F(i+1)
-    (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read - B(i+1) - R(i+1)
-    (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j <= device      at each position p of a stage
+    (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, the slowest sets the pace
+    (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
+    (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
+         w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation_cost.disk_delay)
+    (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j <= device      at each position p of a stage, and
+         full(n) - K(n) more where flight > 1
     (7)  sum over a node of flight (sum h) <= host;  likewise d <= disk
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
@@ -32,7 +34,7 @@ import pulp
 
 from memo.errors import SolverFailed
 from memo.mip.activation import ActivationProblem, LayerPlan, stage_layers
-from memo.mip.activation_cost import device_positions, stage_compute_s
+from memo.mip.activation_cost import device_positions, disk_delay, stage_compute_s
 from memo.mip.highs import Backend, solve_model
 from memo.mip.profile import LayerProfile, Level
 
@@ -45,8 +47,8 @@ MARGIN = 1e-6
 """Of the largest layer's bytes: the solver takes rows that are broken by a tenth of this for kept, and budgets are hard."""
 
 # What breaks ties: a byte moved costs a ten-thousandth of its copy's time, on disk twice that, so what may as well stay
-# stays; the time of a stage that does not set the pace costs a thousandth.
-MOVING_PRICE, DISK_PRICE, PACE_PRICE = 1e-4, 2e-4, 1e-3
+# stays.
+MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
 
 
 class Resource(enum.StrEnum):
@@ -107,13 +109,15 @@ class Model:
         self._relaxed = relaxed
         self._prices = pulp.LpAffineExpression()
         self._pace = pulp.LpVariable("T", 0, None)
+        self._total = pulp.LpAffineExpression()  # sum_s T_s
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
         for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
             self._node_rows(range(first, first + problem.pipeline.stages_per_node))
-        self._program += problem.pipeline.slots * self._pace + self._prices if self._excess is None else self._excess
+        step = self._total + (problem.pipeline.microbatches - 1) * self._pace
+        self._program += step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
         """Whether there is a solution; it can be read afterwards.
@@ -129,7 +133,8 @@ class Model:
     @property
     def step_s(self) -> float:
         """The solution's, before any rounding."""
-        return self.problem.pipeline.slots * float(self._pace.varValue or 0.0) * self._second
+        pace = (self.problem.pipeline.microbatches - 1) * float(self._pace.varValue or 0.0)
+        return (float(pulp.value(self._total)) + pace) * self._second
 
     @property
     def excess_bytes(self) -> float:
@@ -211,44 +216,46 @@ class Model:
             moving, window = by_id[this], by_id[following]
             if isinstance(moving.host, int) and isinstance(moving.disk, int):
                 continue
-            total += count * (self._copy_out(moving, window.layer) + self._copy_in(moving, window))
-        self._program += self._pace >= total  # (3)
-        self._prices += PACE_PRICE * total
+            total += count * (self._copy_out(moving, window) + self._copy_in(moving, window))
+        self._total += total
+        if self.problem.pipeline.microbatches > 1:
+            self._program += self._pace >= total  # (3)
 
-    def _copy_out(self, moving: _Group, window: LayerProfile) -> pulp.LpVariable:
-        """(4), one row for the link and one for the disk."""
-        rates, name = self._rates, f"{moving.stage}_{moving.members[-1]}"
-        stall = pulp.LpVariable(f"out_{name}", 0, None)
-        for bytes_, rate, lane in (
-            (moving.host + moving.disk, rates.d2h_bytes_per_s, "link"),
-            (moving.disk, rates.disk_write_bytes_per_s, "disk"),
-        ):
-            if not isinstance(bytes_, int):
-                row = stall >= bytes_ * self._seconds(rate) - window.forward_s / self._second
-                self._add(row, Resource.COPY_OUT, f"the {lane}'s window in forward", unit=self._second)
+    def _copy_out(self, moving: _Group, window: _Group) -> pulp.LpVariable:
+        """(4)"""
+        rates = self._rates
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
-        return stall
+        forward = window.layer.forward_s / self._second
+        return self._copy(moving, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s, forward, Resource.COPY_OUT)
 
     def _copy_in(self, moving: _Group, window: _Group) -> pulp.LpVariable:
-        """(5), likewise."""
-        rates, name = self._rates, f"{moving.stage}_{moving.members[-1]}"
-        stall = pulp.LpVariable(f"in_{name}", 0, None)
-        for bytes_, rate, lane in (
-            (moving.host + moving.disk, rates.h2d_bytes_per_s, "link"),
-            (moving.disk, rates.disk_read_bytes_per_s, "disk"),
-        ):
-            if not isinstance(bytes_, int):
-                backward = window.layer.backward_s / self._second + window.recompute
-                row = stall >= bytes_ * self._seconds(rate) - backward
-                self._add(row, Resource.COPY_IN, f"the {lane}'s window in backward", unit=self._second)
+        """(5)"""
+        rates = self._rates
+        backward = window.layer.backward_s / self._second + window.recompute
+        return self._copy(moving, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s, backward, Resource.COPY_IN)
+
+    def _copy(
+        self, moving: _Group, link: float, disk: float, window: pulp.LpAffineExpression | float, resource: Resource
+    ) -> pulp.LpVariable:
+        """The stall of one copy, with a row for the link and one for the disk."""
+        way = "forward" if resource is Resource.COPY_OUT else "backward"
+        stall = pulp.LpVariable(f"{way}_{moving.stage}_{moving.members[-1]}", 0, None)
+        row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
+        self._add(row, resource, f"the link's window in {way}", unit=self._second)
+        if not isinstance(moving.disk, int):
+            by_disk = moving.disk * self._seconds(min(link, disk))
+            held_up = moving.host * (disk_delay(link, disk) * self._byte / self._second)
+            row = stall >= by_disk + held_up - window
+            self._add(row, resource, f"the disk's window in {way}", unit=self._second)
         return stall
 
     def _device_rows(self, stage: int) -> None:
         groups = self._stages[stage]
-        elsewhere = (self.problem.pipeline.in_flight(stage) - 1) * pulp.lpSum(
-            len(group.members) * group.kept for group in groups
-        )
+        flight = self.problem.pipeline.in_flight(stage)
+        elsewhere = (flight - 1) * pulp.lpSum(len(group.members) * group.kept for group in groups)
+        if flight > 1:
+            elsewhere += groups[-1].layer.full_bytes / self._byte - groups[-1].kept  # groups[-1] is the last layer
         device, tightest = self.problem.budgets.device_bytes, float("inf")
         # From the last backwards: a row with fewer kept layers and no less room than a later one says nothing new.
         for position in sorted(device_positions(self.problem, stage), key=lambda p: (-p.behind, -p.resident_bytes)):

@@ -20,6 +20,14 @@ from memo.mip.activation_model import Model
 from memo.mip.activation_solve import plan_activations, solve_problem
 
 
+def copy_s(host, disk, link, drive):
+    """Both cross the link at once: half of it each, what the drive does not take goes to the other, until one is done."""
+    disk_share = min(drive, link / 2)
+    host_share = link - disk_share
+    both = np.minimum(host / host_share, disk / disk_share)
+    return both + (host - both * host_share) / link + (disk - both * disk_share) / min(drive, link)
+
+
 def brute_force(problem: ActivationProblem) -> float:
     """The shortest step of three layers, found on ever finer grids around the best point; the problem is convex.
 
@@ -45,9 +53,8 @@ def brute_force(problem: ActivationProblem) -> float:
         (s1, r1), (s2, r2) = of(first, a1, m1), of(second, a2, m2)
         total = fixed_s + r1 + r2
         for saved, h, d, window, again in ((s1, h1, d1, second, r2), (s2, h2, d2, last, 0.0)):
-            moved, written = saved * (h + d), saved * d
-            out = np.maximum(moved / rates.d2h_bytes_per_s, written / rates.disk_write_bytes_per_s)
-            back = np.maximum(moved / rates.h2d_bytes_per_s, written / rates.disk_read_bytes_per_s)
+            out = copy_s(saved * h, saved * d, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
+            back = copy_s(saved * h, saved * d, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
             total = total + np.maximum(out - window.forward_s, 0) + np.maximum(back - window.backward_s - again, 0)
         k1, k2 = s1 * (1 - h1 - d1), s2 * (1 - h2 - d2)
         room = budgets.device_bytes - static

@@ -10,6 +10,8 @@ from memo.mip.activation_cost import device_positions, predict
 from memo.mip.hardware import Hardware
 from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 
+MIB = 1 << 20
+
 
 def machine(**changes: float) -> Hardware:
     """One GPU a node; every link moves 10 bytes a second, and 1 GFLOP/s is its peak."""
@@ -70,37 +72,37 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
     kinds = [
         layer(
             f"block{number}",
-            always=draw.randint(5, 40),
-            all=draw.randint(60, 200),
-            matmuls=(draw.randint(20, 60), draw.uniform(0.1, 3.0)),
+            always=draw.randint(5 * MIB, 40 * MIB),
+            all=draw.randint(60 * MIB, 200 * MIB),
+            matmuls=(draw.randint(20 * MIB, 60 * MIB), draw.uniform(0.1, 3.0)),
             attention=draw.uniform(2.0, 9.0),
             forward_s=draw.uniform(4.0, 12.0),
             backward_s=draw.uniform(8.0, 24.0),
-            forward_transient_bytes=draw.randint(0, 50),
-            backward_transient_bytes=draw.randint(0, 50),
-            static_bytes=draw.randint(0, 20),
+            forward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
+            backward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
+            static_bytes=draw.randint(0 * MIB, 20 * MIB),
         )
         for number in range(classes)
     ]
     chosen = [draw.choice(kinds) for _ in range(layers)]
     ends = EndProfile(
-        forward_s=1.0, backward_s=2.0, saved_bytes=draw.randint(0, 30), transient_bytes=draw.randint(0, 60)
+        forward_s=1.0, backward_s=2.0, saved_bytes=draw.randint(0 * MIB, 30 * MIB), transient_bytes=draw.randint(0, 60)
     )
     everything = sum(kind.full_bytes for kind in chosen)
     problem = ActivationProblem(
         profile=profile_of(*chosen, embedding=ends, head=ends, tokens=draw.choice([1000, 1 << 20])),
         hardware=machine(
-            d2h_bytes_per_s=draw.uniform(2.0, 16.0),
-            h2d_bytes_per_s=draw.uniform(2.0, 16.0),
-            duplex_bytes_per_s=60.0,
-            disk_write_bytes_per_s=draw.uniform(1.0, 8.0),
-            disk_read_bytes_per_s=draw.uniform(1.0, 8.0),
+            d2h_bytes_per_s=draw.uniform(2.0, 16.0) * MIB,
+            h2d_bytes_per_s=draw.uniform(2.0, 16.0) * MIB,
+            duplex_bytes_per_s=60.0 * MIB,
+            disk_write_bytes_per_s=draw.uniform(1.0, 8.0) * MIB,
+            disk_read_bytes_per_s=draw.uniform(1.0, 8.0) * MIB,
         ),
         budgets=Budgets(
             device_bytes=1 << 60,
             host_bytes=int(draw.choice([0.1, 0.3, 1.0]) * everything),
             disk_bytes=draw.choice([0, everything]),
-            disk_wear_bytes_per_day=draw.choice([None, draw.uniform(0.0, 1.0) * 86400]),
+            disk_wear_bytes_per_day=draw.choice([None, draw.uniform(0.0, 1.0) * 86400 * MIB]),
         ),
         pipeline=pipeline or Pipeline(),
     )
