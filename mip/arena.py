@@ -76,19 +76,19 @@ class ArenaSolver:
 
     def run(self, *, deadline: float, gap: float = 0.0) -> None:
         """Works until the incumbent is optimal or good enough, the capacity is met or refuted, or time is up."""
-        if self.impossible or self.optimal:
-            return
         self.portfolio(deadline=deadline, gap=gap)
-        if not self._done(deadline, gap):
-            self._search(deadline, gap)
+        self.search(deadline=deadline, gap=gap)
 
-    def _done(self, deadline: float, gap: float) -> bool:
+    def done(self, *, deadline: float, gap: float = 0.0) -> bool:
+        """More work would gain nothing, or there is no time for it."""
         enough = self.upper is not None and self.upper <= self.lower * (1 + gap)
         met = self._capacity is not None and (self.fits or self.impossible)
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
         """Greedy fits in every order of the portfolio, until one is optimal or good enough."""
+        if self.impossible or self.optimal:
+            return
         for name, order in portfolio_orders(self.instance):
             for best in (False, True):
                 offsets = self._engine.fit(order, best=best, deadline=deadline)
@@ -96,10 +96,13 @@ class ArenaSolver:
                     return
                 # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
                 self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
-                if self._done(deadline, gap):
+                if self.done(deadline=deadline, gap=gap):
                     return
 
-    def _search(self, deadline: float, gap: float) -> None:
+    def search(self, *, deadline: float, gap: float = 0.0) -> None:
+        """Tree searches in one order after the other."""
+        if self.done(deadline=deadline, gap=gap):
+            return
         conflicts = array("q", bytes(8 * self.instance.n_sections))
         shortest = max(NODE_LIMIT, self.instance.n * 3 // 2)
         first = max(FIRST_NODE_LIMIT, shortest)
@@ -122,7 +125,7 @@ class ArenaSolver:
                 self._report(self)
             elif target > self.lower:
                 halvings += 1
-            if self._done(deadline, gap):
+            if self.done(deadline=deadline, gap=gap):
                 return
 
     def _target(self, turn: int, halvings: int) -> int:

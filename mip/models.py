@@ -76,7 +76,7 @@ def solve_flat(
     if solver.impossible:
         return
     solver.portfolio(deadline=deadline)
-    if solver.optimal or not solver.offsets or len(overlapping_pairs(instance)) > max_pairs:
+    if solver.optimal or not solver.offsets or len(overlapping_pairs(instance, most=max_pairs)) > max_pairs:
         return
     model = Model(instance, lower=solver.lower, incumbent=solver.offsets)
     solved = solve_model(model.program, backend=backend, time_limit_s=deadline - time.monotonic())
@@ -92,8 +92,8 @@ def solve_flat(
         solver.lower = max(solver.lower, claimed)
 
 
-def overlapping_pairs(instance: Instance) -> list[tuple[int, int]]:
-    """Every pair of buffers that live in a common section, once."""
+def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tuple[int, int]]:
+    """Every pair of buffers that live in a common section, once; with `most`, no more once there are more than that."""
     pairs: set[tuple[int, int]] = set()
     inside: list[list[int]] = [[] for _ in range(instance.n_sections)]
     for index, spans in enumerate(instance.spans):
@@ -101,7 +101,10 @@ def overlapping_pairs(instance: Instance) -> list[tuple[int, int]]:
             for section in range(*span):
                 inside[section].append(index)
     for live in inside:
-        pairs.update((i, j) for k, i in enumerate(live) for j in live[k + 1 :])
+        for k, i in enumerate(live):
+            pairs.update((i, j) for j in live[k + 1 :])
+            if most is not None and len(pairs) > most:
+                return sorted(pairs)
     return sorted(pairs)
 
 

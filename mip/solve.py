@@ -30,7 +30,7 @@ class Method(enum.StrEnum):
     """Which solvers may work on a plan."""
 
     AUTO = "auto"
-    """Portfolio, then search; where buffers name their group, the bi-level models first, and the better one is kept."""
+    """Portfolio, then search; where buffers name their group, the bi-level models between, and the better one is kept."""
     SEARCH = "search"
     """Portfolio, then search."""
     MIP = "mip"
@@ -114,13 +114,15 @@ class _ArenaWork:
         solver = self._solver
         self._report(solver)
         try:
-            if method is Method.AUTO and any(buffer.group for buffer in self._buffers):
-                solve_by_layers(solver, self._buffers, alignment=self._problem.alignment, deadline=deadline)
             if method in (Method.MIP, Method.MIP_CBC):
                 backend = Backend.HIGHS if method is Method.MIP else Backend.CBC
                 solve_flat(solver, deadline=deadline, backend=backend)
             else:
-                solver.run(deadline=deadline, gap=gap)
+                solver.portfolio(deadline=deadline, gap=gap)
+                grouped = method is Method.AUTO and any(buffer.group for buffer in self._buffers)
+                if grouped and not solver.done(deadline=deadline, gap=gap):
+                    solve_by_layers(solver, self._buffers, alignment=self._problem.alignment, deadline=deadline)
+                solver.search(deadline=deadline, gap=gap)
         except KeyboardInterrupt:
             if not solver.fits:
                 raise

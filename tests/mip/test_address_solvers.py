@@ -22,7 +22,8 @@ from memo.mip.check import check
 from memo.mip.engine import Answer, Compiled, Engine, Pure, make_engine
 from memo.mip.files import plan_to_json, read_problem
 from memo.mip.instance import make_instance
-from memo.mip.models import pack_in_order
+from memo.mip.layers import solve_by_layers
+from memo.mip.models import overlapping_pairs, pack_in_order
 from memo.mip.orders import portfolio_orders
 from memo.mip.solve import Method, solve
 
@@ -212,7 +213,7 @@ def test_ctrl_c_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ArenaSolver, "_search", press)
+    monkeypatch.setattr(ArenaSolver, "search", press)
     plan = solve(read_problem(DATA / "A.1048576.csv"))
     assert plan.status is Status.FEASIBLE
     assert check(plan) is None
@@ -246,10 +247,14 @@ def test_identical_layers_are_solved_once_and_the_better_level_is_kept(monkeypat
         group = f"layers.{layer}.forward"
         buffers += [buffer(f"{layer}.{i}", t + i, t + i + 3, 16 + 8 * i, group=group) for i in range(5)]
         buffers.append(buffer(f"{layer}.saved", t + 4, 200 - t, 64))
-    plan = solve(Problem(buffers=tuple(buffers)))
+    step = ArenaSolver(make_instance(buffers, alignment=1))
+    solve_by_layers(step, buffers, alignment=1, deadline=time.monotonic() + 60)
     assert solved.count(5) == 1, "one level-1 problem for six identical layers"
     assert solved.count(12) == 1, "level 2: six pseudo-buffers and six saved ones"
-    assert plan.arena(DEVICE).nbytes == peak(buffers)[1]
+    layered = step.upper
+    step.portfolio(deadline=FAR)
+    assert layered is not None
+    assert peak(buffers)[1] == step.instance.unit * (step.upper or 0) <= step.instance.unit * layered
 
 
 def test_no_buffers_need_no_arena() -> None:
@@ -267,3 +272,26 @@ def test_huge_byte_counts_are_exact() -> None:
 
 def test_luby_sequence() -> None:
     assert [luby(turn) for turn in range(1, 16)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
+
+
+def test_the_layers_are_tried_after_the_portfolio_and_never_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(12, n=40)
+    named = dataclasses.replace(
+        problem, buffers=tuple(dataclasses.replace(one, group=f"g{i % 4}") for i, one in enumerate(problem.buffers))
+    )
+    known: list[int | None] = []
+    monkeypatch.setattr("memo.mip.solve.solve_by_layers", lambda solver, buffers, **_: known.append(solver.upper))
+    plan = solve(named, time_limit_s=2)
+    first = make_instance([one for one in named.buffers if one.nbytes], alignment=named.alignment)
+    greedy = ArenaSolver(first)
+    greedy.portfolio(deadline=FAR)
+    assert not greedy.optimal
+    assert known == [greedy.upper]
+    assert plan.arena(DEVICE).nbytes <= (greedy.upper or 0) * first.unit
+
+
+def test_pairs_are_counted_no_further_than_asked() -> None:
+    crowd = [buffer(str(i), 0, 10, 512) for i in range(300)]
+    instance = make_instance(crowd, alignment=512)
+    assert len(overlapping_pairs(instance)) == 300 * 299 // 2
+    assert 100 < len(overlapping_pairs(instance, most=100)) <= 100 + 299
