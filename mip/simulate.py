@@ -15,13 +15,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanInvalid
-from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, stage_layers
+from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, Pipeline, stage_layers
 from memo.mip.profile import EndProfile, LayerProfile
-from memo.mip.simulation import EndWork, LayerWork, Part, Simulation
+from memo.mip.simulation import EndWork, LayerWork, Part, Simulation, StageSimulation
 from memo.mip.simulation_stage import Stage
 from memo.trace.events import Tier
 
-__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate", "stage_order"]
+__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
 
 MAX_CALLS = 200_000
 """Layers times microbatches: about 20 microseconds and 3 KiB each."""
@@ -43,12 +43,13 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
             "that are simulated; a step of fewer microbatches shows the same"
         )
     stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
-    _run(stages, microbatches=pipeline.microbatches)
+    _run(stages, pipeline)
     for stage in stages:
         stage.step(problem.profile.optimizer_s)
+    results = [stage.result() for stage in stages]
     return Simulation(
         step_s=max(stage.now_s for stage in stages),
-        stages=tuple(stage.result() for stage in stages),
+        stages=tuple(_with_node_budgets(results, problem, number) for number in range(len(results))),
     )
 
 
@@ -88,16 +89,6 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     )
 
 
-def stage_order(stage: int, *, stages: int, microbatches: int) -> Iterator[bool]:
-    """1F1B: True for the forward, False for the backward of the next microbatch, in the order a stage runs them."""
-    ahead = min(microbatches, stages - stage)
-    yield from [True] * ahead
-    for _ in range(microbatches - ahead):
-        yield False
-        yield True
-    yield from [False] * ahead
-
-
 def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
     profile, budgets = problem.profile, problem.budgets
     known, mine = profile.layer_profiles(), stage_layers(problem, number)
@@ -108,14 +99,26 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
         [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in mine],
         rates=problem.hardware.lanes(budgets.ranks_per_node),
         static_nbytes=static,
-        budgets={
-            Tier.DEVICE: budgets.device_bytes,
-            Tier.HOST: budgets.host_bytes // budgets.ranks_per_node,
-            Tier.DISK: budgets.disk_bytes // budgets.ranks_per_node,
-        },
+        budgets={Tier.DEVICE: budgets.device_bytes},
         embedding=_end_work("embedding", profile.embedding) if first else None,
         head=_end_work("head", profile.head) if last else None,
     )
+
+
+def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
+    """Gives a stage's lower tiers their budgets: what the node's other stages leave, divided among the stage's ranks."""
+    budgets, together = problem.budgets, problem.pipeline.stages_per_node
+    ranks = budgets.ranks_per_node // together
+    first = number // together * together
+    neighbours = [stages[other] for other in range(first, first + together) if other != number]
+    peaks = []
+    for peak in stages[number].peaks:
+        if peak.tier is not Tier.DEVICE:
+            node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
+            left = node_bytes - ranks * sum(neighbour.peak(peak.tier).nbytes for neighbour in neighbours)
+            peak = dataclasses.replace(peak, budget_nbytes=max(0, left) // ranks)
+        peaks.append(peak)
+    return dataclasses.replace(stages[number], peaks=tuple(peaks))
 
 
 def _end_work(name: str, end: EndProfile) -> EndWork:
@@ -138,17 +141,27 @@ class _Progress:
     backward_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def _run(stages: Sequence[Stage], *, microbatches: int) -> None:
+def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
     """Runs every stage's order; a pass begins when its stage is free and the neighbour has done its part.
 
     Stages share nothing but these moments, so each pass can be played as soon as what it waits for is known.
     """
     count = len(stages)
-    done = [_Progress(list(stage_order(number, stages=count, microbatches=microbatches))) for number in range(count)]
+    done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
     while any(own.at < len(own.order) for own in done):
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
             while own.at < len(own.order) and _advance(stage, number, done):
                 own.at += 1
+
+
+def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
+    """1F1B: True for the forward, False for the backward of the next microbatch, as the stage runs them."""
+    ahead = pipeline.in_flight(stage)
+    yield from [True] * ahead
+    for _ in range(pipeline.microbatches - ahead):
+        yield False
+        yield True
+    yield from [False] * ahead
 
 
 def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:

@@ -59,11 +59,6 @@ class LayerWork:
         return self.nbytes.get(part, 0)
 
     @property
-    def moves(self) -> bool:
-        """Some of it goes to another tier."""
-        return bool(self.of(Part.HOST) or self.of(Part.DISK))
-
-    @property
     def saved_nbytes(self) -> int:
         """All that the layer's forward leaves behind until its copies are made."""
         return sum(self.nbytes.values())

@@ -8,8 +8,8 @@ its head moves at a steady rate until a head anywhere begins or ends, and no lin
     HOST_IN   ──┬─ h2d ─┘                          slower of the two; what comes back likewise
     DISK_IN   ──┘           DISK_OUT ── disk write      DISK_IN ── disk read
 
-The two directions share the duplex rate alike; what one cannot use, the other gets. Within a direction the disk's copy
-has the right of way, since the disk's lane is the slower one and must not stand idle: host bytes fill the link's gaps.
+What is issued first crosses first. Copies of one call to host and to disk, which are issued together, share their
+direction alike, and so do the two directions the duplex rate; what one of two cannot use, the other gets.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Queue(enum.IntEnum):
         return _LANES[self]
 
 
+_DIRECTIONS = ((Queue.HOST_OUT, Queue.DISK_OUT), (Queue.HOST_IN, Queue.DISK_IN))
 _LANES = {
     Queue.HOST_OUT: (Lane.D2H,),
     Queue.DISK_OUT: (Lane.D2H, Lane.DISK_WRITE),
@@ -64,6 +65,8 @@ class Copy:
     """Bytes on their way; `start_s` and `end_s` are known when it has begun and ended."""
 
     queue: Queue
+    number: int
+    """Of all copies, in the order in which they were issued."""
     call: int
     """Which call of a layer the bytes belong to."""
     module: str
@@ -80,29 +83,36 @@ class Copy:
         return not math.isnan(self.end_s)
 
 
-def shares(rates: LaneRates, busy: frozenset[Queue]) -> dict[Queue, float]:
-    """What each busy queue's head gets, in bytes per second."""
-    out = _wanted(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s, busy, Queue.HOST_OUT, Queue.DISK_OUT)
-    back = _wanted(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s, busy, Queue.HOST_IN, Queue.DISK_IN)
-    half = rates.duplex_bytes_per_s / 2
-    given_out = min(out, max(half, rates.duplex_bytes_per_s - back))
-    given_back = min(back, max(half, rates.duplex_bytes_per_s - out))
-    disk_out = min(given_out, rates.disk_write_bytes_per_s) if Queue.DISK_OUT in busy else 0.0
-    disk_in = min(given_back, rates.disk_read_bytes_per_s) if Queue.DISK_IN in busy else 0.0
-    found = {
-        Queue.HOST_OUT: given_out - disk_out,
-        Queue.DISK_OUT: disk_out,
-        Queue.HOST_IN: given_back - disk_in,
-        Queue.DISK_IN: disk_in,
+def shares(rates: LaneRates, busy: frozenset[Queue], first: frozenset[Queue] = frozenset()) -> dict[Queue, float]:
+    """What each busy queue's head gets, in bytes per second. `first` have the right of way in their direction."""
+    limits = {
+        Queue.HOST_OUT: rates.d2h_bytes_per_s,
+        Queue.DISK_OUT: min(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s),
+        Queue.HOST_IN: rates.h2d_bytes_per_s,
+        Queue.DISK_IN: min(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s),
     }
-    return {queue: found[queue] for queue in sorted(busy)}
+    wanted = {queue: limits[queue] if queue in busy else 0.0 for queue in Queue}
+    directions = _split(
+        rates.duplex_bytes_per_s,
+        min(rates.d2h_bytes_per_s, wanted[Queue.HOST_OUT] + wanted[Queue.DISK_OUT]),
+        min(rates.h2d_bytes_per_s, wanted[Queue.HOST_IN] + wanted[Queue.DISK_IN]),
+    )
+    given: dict[Queue, float] = {}
+    for rate, pair in zip(directions, _DIRECTIONS, strict=True):
+        host, disk = pair
+        if first.isdisjoint(pair):
+            given[host], given[disk] = _split(rate, wanted[host], wanted[disk])
+        else:
+            early, late = pair if host in first else (disk, host)
+            given[early] = min(rate, wanted[early])
+            given[late] = min(rate - given[early], wanted[late])
+    return {queue: given[queue] for queue in sorted(busy)}
 
 
-def _wanted(link: float, disk: float, busy: frozenset[Queue], host_queue: Queue, disk_queue: Queue) -> float:
-    """What a direction would carry were it alone: with host bytes all that the link can, else what the disk can."""
-    if host_queue in busy:
-        return link
-    return min(link, disk) if disk_queue in busy else 0.0
+def _split(rate: float, one: float, other: float) -> tuple[float, float]:
+    """A rate shared alike by two that want so much; what one does not want the other gets."""
+    half = rate / 2
+    return min(one, max(half, rate - other)), min(other, max(half, rate - one))
 
 
 class Links:
@@ -117,12 +127,13 @@ class Links:
             Queue.DISK_OUT: rates.disk_write_bytes_per_s,
             Queue.DISK_IN: rates.disk_read_bytes_per_s,
         }
-        self._shares: dict[frozenset[Queue], dict[Queue, float]] = {}
+        self._shares: dict[tuple[frozenset[Queue], frozenset[Queue]], dict[Queue, float]] = {}
 
     def put(self, queue: Queue, *, call: int, module: str, nbytes: int) -> Copy:
         """Queues a copy now."""
         copy = Copy(
             queue=queue,
+            number=len(self.copies),
             call=call,
             module=module,
             nbytes=nbytes,
@@ -169,10 +180,15 @@ class Links:
         return True
 
     def _rates_now(self) -> dict[Queue, float]:
-        busy = frozenset(queue for queue, waiting in self._queues.items() if waiting)
-        if busy not in self._shares:
-            self._shares[busy] = shares(self._rates, busy)
-        return self._shares[busy]
+        heads = {queue: waiting[0] for queue, waiting in self._queues.items() if waiting}
+        first = set()
+        for host, disk in _DIRECTIONS:
+            if host in heads and disk in heads and heads[host].call != heads[disk].call:
+                first.add(host if heads[host].number < heads[disk].number else disk)
+        key = (frozenset(heads), frozenset(first))
+        if key not in self._shares:
+            self._shares[key] = shares(self._rates, *key)
+        return self._shares[key]
 
     def _move(self, rates: Mapping[Queue, float], seconds: float) -> None:
         for queue, rate in rates.items():

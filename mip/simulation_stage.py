@@ -10,9 +10,8 @@ planner's model: what a step costs follows from what happens in it.
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
     reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
 
-So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them; where
-its backward follows at once it is never copied, and nothing of it is recomputed (R6). Where another microbatch comes first,
-it gives up what is not kept: at once when nothing of it has to be copied, else when the next forward begins.
+So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
+another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Stage:
         self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
         self._calls: collections.deque[_Call] = collections.deque()  # in the order in which backward will reach them
         self._made = 0
-        self._held: _Call | None = None  # its copies wait until another microbatch's turn
+        self._held: _Call | None = None  # its copies wait until another forward begins
         self._undropped: _Call | None = None
         self._spans: list[Span] = []
         self._waits: list[Wait] = []
@@ -97,7 +96,9 @@ class Stage:
     def forward(self) -> None:
         """The forward of the next microbatch."""
         embedding, head = self._ends
-        self._let_go()
+        held, self._held = self._held, None
+        if held is not None:
+            self._send(held)
         self._end_forward(embedding)
         calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._layers)]
         self._made += len(calls)
@@ -110,8 +111,6 @@ class Stage:
     def backward(self) -> None:
         """The backward of the earliest microbatch that is alive."""
         embedding, head = self._ends
-        if self._held is not None and self._held is not self._calls[0] and not self._held.work.moves:
-            self._let_go()
         self._end_backward(head)
         for _ in self._layers:
             self._backward(self._calls.popleft())
@@ -147,15 +146,6 @@ class Stage:
         before, self._undropped = self._undropped, call
         if before is not None and before.state is _State.LEAVING:
             self._drop(before)
-
-    def _let_go(self) -> None:
-        """Another microbatch comes first: of the last layer of the one before, only what is kept stays."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._send(held)
-            if not held.out:
-                self._undropped = None
-                self._drop(held)
 
     def _send(self, call: _Call) -> None:
         """Issues the copies out; their room in the lower tiers is taken now."""

@@ -88,7 +88,7 @@ def _write(
         events = stage_events(simulation.stages[rank], end_s=simulation.step_s)
         with replacing(path, force=force) as sibling:
             recorder = TraceRecorder(
-                sibling, rank=rank, world_size=count, meta=_meta(plan, problem, rank), capacity=len(events)
+                sibling, rank=rank, world_size=count, meta=_meta(plan, problem, simulation, rank), capacity=len(events)
             )
             for event in events:
                 recorder.emit(event)
@@ -96,20 +96,17 @@ def _write(
     return paths
 
 
-def _meta(plan: ActivationPlan, problem: ActivationProblem, stage: int) -> dict[str, Any]:
-    signature, budgets, foretold = problem.profile.signature, problem.budgets, plan.stages[stage]
-    rates = problem.hardware.lanes(budgets.ranks_per_node)
+def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, stage: int) -> dict[str, Any]:
+    signature, foretold = problem.profile.signature, plan.stages[stage]
+    simulated = simulation.stages[stage]
+    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
     return {
         "command": "memo simulate",
         "simulated": True,
         "model": signature.model,
         "hardware": problem.hardware.name,
         "signature": dataclasses.asdict(signature),
-        "budgets": {
-            Tier.DEVICE: budgets.device_bytes,
-            Tier.HOST: budgets.host_bytes // budgets.ranks_per_node,
-            Tier.DISK: budgets.disk_bytes // budgets.ranks_per_node,
-        },
+        "budgets": {peak.tier: peak.budget_nbytes for peak in simulated.peaks},
         "link_bytes_per_s": {
             "d2h": rates.d2h_bytes_per_s,
             "h2d": rates.h2d_bytes_per_s,

@@ -181,7 +181,7 @@ def _stage_summary(
 ) -> dict[str, Any]:
     predicted = _predicted_peaks(foretold)
     written = stage.moved_nbytes(Lane.DISK_WRITE)
-    ranks = problem.budgets.ranks_per_node
+    ranks = problem.budgets.ranks_per_node // problem.pipeline.stages_per_node
     return {
         "compute_s": stage.compute_s,
         "recompute_s": stage.recompute_s,
@@ -209,5 +209,7 @@ def _stage_summary(
             for peak in stage.peaks
         ],
         "moved_nbytes": {lane.value: stage.moved_nbytes(lane) for lane in _COPY_LANES},
-        "node_disk_written_bytes_per_day": ranks * written * DAY_S / simulation.step_s if simulation.step_s else 0.0,
+        "disk_written_bytes_per_day_and_node": ranks * written * DAY_S / simulation.step_s
+        if simulation.step_s
+        else 0.0,
     }
