@@ -1,0 +1,177 @@
+"""`memo record`: files, pipes, a user's own step, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memo.allocator.trace import read_trace
+from memo.cli.main import main
+from memo.errors import ExitCode
+
+SMALL = ["record", "--model", "tiny", "--layers", "2", "--seq", "128"]
+
+USER_STEP = """
+import torch
+from torch import nn
+
+def build(*, batch, tokens):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    x = torch.randn(batch, tokens, 8)
+    return model, lambda: model(x).mean()
+
+def by_contents(*, batch, tokens):
+    model, loss = build(batch=batch, tokens=tokens)
+    return model, lambda: loss() if loss() > -1 else None
+
+def nothing(*, batch, tokens):
+    return None
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_step.py").write_text(USER_STEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "users_step", raising=False)
+    return "users_step"
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.json"])
+def test_a_trace_is_written_and_packed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / name)
+    assert main([*SMALL, "-o", path]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[-1] == f"Wrote {path}"
+    trace = read_trace(path)
+    assert main(["pack", path, "--json"]) == ExitCode.OK
+    packed = json.loads(capsys.readouterr().out)
+    assert packed["arenas"][0]["lower_bound_nbytes"] == trace.peak_nbytes
+    assert {use["segments"] for use in packed["caching"]} == {"fixed", "expandable"}
+    assert all(use["reserved_nbytes"] >= trace.peak_nbytes for use in packed["caching"])
+
+
+def test_one_command_pipes_into_the_other() -> None:
+    memo = f"{sys.executable} -m memo.cli.main"
+    command = f"{memo} {' '.join(SMALL)} --alpha 0.5 | {memo} pack"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert "offloaded, alpha 0.5" in done.stderr
+    assert "PyTorch, fixed segments" in done.stdout
+    assert "PyTorch, expandable segments" in done.stdout
+    assert "first fit" in done.stdout or "optimal" in done.stdout
+
+
+def test_the_table_without_caching_is_for_arenas_that_are_not_the_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.csv").write_text("id,lower,upper,size,arena\na,0,1,5,host\n")
+    assert main(["pack", str(tmp_path / "p.csv")]) == ExitCode.OK
+    assert "caching" not in capsys.readouterr().out
+
+
+def test_pack_without_a_file_or_a_pipe_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["pack"]) == ExitCode.USAGE
+    assert "memo record ... | memo pack" in capsys.readouterr().err
+
+
+def test_json_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json", "--exact"]) == ExitCode.OK
+    summary = json.loads(capsys.readouterr().out)
+    unit = 128 * 128 * 2
+    assert summary["saved_nbytes"]["input"] == summary["saved_nbytes"]["attention"] == 2 * unit
+    assert summary["saved_nbytes"]["token_wise"] == 2 * 14 * unit
+    assert summary["layers"] == 2
+    assert summary["tokens"] == 128
+    assert summary["peak_nbytes"] > 0
+    assert main([*SMALL, "--json", "--alpha", "0"]) == ExitCode.OK
+    offloaded = json.loads(capsys.readouterr().out)
+    assert offloaded["saved_nbytes"] == {}
+    assert offloaded["alpha"] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [["--checkpoint"], ["--optimizer"], ["--real"], ["--variant", "llama"], ["--batch", "2"]]
+)
+def test_every_way_of_a_step_is_recorded(options: list[str], tmp_path: Path) -> None:
+    plain, other = str(tmp_path / "plain.csv"), str(tmp_path / "other.csv")
+    assert main([*SMALL, "-o", plain]) == main([*SMALL, *options, "-o", other]) == ExitCode.OK
+    assert (read_trace(plain) == read_trace(other)) == (options == ["--real"])
+
+
+def test_a_sequence_beyond_the_learned_positions_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", "--model", "tiny", "--seq", "2k", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["tokens"] == 2048
+
+
+def test_a_users_own_step(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["record", "--model", f"{user_module}:build", "--seq", "1m", "--batch", "4", "--json", "--exact"]
+    assert main(command) == ExitCode.OK
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["peak_nbytes"] > 4 * 2**20 * 8 * 4
+    assert summary["static_nbytes"] == (8 * 8 + 8) * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--model", "8b"], ExitCode.USAGE, "unknown model '8b'"),
+        (["--model", "no.such:thing"], ExitCode.USAGE, "no.such:thing"),
+        (["--model", "users_step:missing"], ExitCode.USAGE, "missing"),
+        (["--model", "users_step:nothing"], ExitCode.FAILURE, "returned NoneType, not (model,"),
+        (["--model", "users_step:by_contents"], ExitCode.FAILURE, "needs the contents of a tensor"),
+        (["--model", "users_step:build", "--alpha", "0.5"], ExitCode.FAILURE, "no repeated layers"),
+        (["--model", "users_step:build", "--layers", "3"], ExitCode.USAGE, "--layers"),
+        (["--seq", "many"], ExitCode.USAGE, "cannot read"),
+        (["--batch", "0"], ExitCode.USAGE, "--batch"),
+        (["--alpha", "2"], ExitCode.USAGE, "--alpha"),
+        (["--alpha", "0.5", "--checkpoint"], ExitCode.USAGE, "not allowed with"),
+        (["--alpha", "0.5", "--real"], ExitCode.USAGE, "without bytes"),
+    ],
+)
+def test_what_cannot_be_recorded_is_one_line(
+    arguments: list[str], code: ExitCode, words: str, user_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", *arguments]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_existing_files_are_kept_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("mine")
+    assert main([*SMALL, "-o", str(path)]) == ExitCode.FAILURE
+    assert path.read_text() == "mine"
+    assert main([*SMALL, "-o", str(path), "-f"]) == ExitCode.OK
+    assert read_trace(path).peak_nbytes > 0
+
+
+def test_seven_billion_parameters_at_a_million_tokens_take_less_than_a_gibibyte() -> None:
+    code = (
+        "import resource\nfrom memo.cli.main import main\nmain(['record', '--model', '7b', '--seq', '1m', '--json'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    summary, peak_kib = done.stdout.splitlines()
+    assert json.loads(summary)["layers"] == 32
+    assert int(peak_kib) << 10 < 1 << 30
+
+
+def test_help_and_pack_need_no_torch() -> None:
+    code = (
+        "import sys\nfrom memo.cli.main import main\nmain(['record', '--help'])\n"
+        "import memo.allocator.trace, memo.allocator.caching\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
