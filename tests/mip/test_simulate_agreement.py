@@ -75,7 +75,6 @@ def test_plans_that_no_planner_would_make(seed: int) -> None:
     simulation = simulate(plan)
     assert plan.stages[0].stall_s > 0
     assert simulation.step_s == pytest.approx(plan.step_s, rel=AGREEMENT)
-    assert simulation.stages[0].stall_s == pytest.approx(plan.stages[0].stall_s, rel=AGREEMENT)
 
 
 GRID = [
