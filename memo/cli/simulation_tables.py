@@ -92,10 +92,7 @@ def _times(
     rows.append(("step", simulation.step_s, plan.step_s))
     return table(
         ("time", "simulated", "predicted", "of step"),
-        [
-            (name, duration(ours * 1e9), duration(theirs * 1e9), percent(_share(ours, simulation.step_s)))
-            for name, ours, theirs in rows
-        ],
+        [(name, _time(ours), _time(theirs), percent(_share(ours, simulation.step_s))) for name, ours, theirs in rows],
     )
 
 
@@ -104,9 +101,9 @@ def _stalls(simulation: Simulation, stage: StageSimulation) -> str:
     for (cause, lane), seconds in stage.stalls().items():
         by_layer = _by_layer(stage.waits, cause, lane)
         module = max(by_layer, key=by_layer.__getitem__)
-        worst = f"{module} {duration(by_layer[module] * 1e9)}"
+        worst = f"{module} {_time(by_layer[module])}"
         share = percent(_share(seconds, simulation.step_s))
-        rows.append((cause.value, lane.value, duration(seconds * 1e9), share, f"{len(by_layer)}", worst))
+        rows.append((cause.value, lane.value, _time(seconds), share, f"{len(by_layer)}", worst))
     return table(("stalls", "behind", "time", "of step", "layers", "worst"), rows)
 
 
@@ -127,7 +124,7 @@ def _peaks(stage: StageSimulation, foretold: StagePrediction) -> str:
             format_bytes(predicted[peak.tier]),
             "-" if peak.budget_nbytes is None else format_bytes(peak.budget_nbytes),
             percent(_share(peak.nbytes, peak.budget_nbytes)),
-            f"{duration(peak.t_s * 1e9)}  {peak.where}",
+            f"{_time(peak.t_s)}  {peak.where}",
         )
         for peak in stage.peaks
         if peak.nbytes or peak.budget_nbytes
@@ -147,9 +144,7 @@ def _agreement(plan: ActivationPlan, problem: ActivationProblem, simulation: Sim
     off = _off_percent(plan, simulation)
     if problem is not plan.problem:
         own = plan.problem.hardware.name
-        return (
-            f"On what the plan was made for ({printable(own)}) it foretold {duration(plan.step_s * 1e9)}: {off:+.1f} %."
-        )
+        return f"On what the plan was made for ({printable(own)}) it foretold {_time(plan.step_s)}: {off:+.1f} %."
     verdict = "they agree" if abs(off) <= AGREEMENT_PERCENT else f"MORE THAN {AGREEMENT_PERCENT:g} %: do not rely on it"
     return f"The simulated step is {off:+.2f} % off the plan's prediction: {verdict}."
 
@@ -163,7 +158,12 @@ def _overflow(simulation: Simulation, number: int, peak: Peak) -> str:
 
 
 def _off_percent(plan: ActivationPlan, simulation: Simulation) -> float:
-    return 100 * (simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
+    return round(100 * (simulation.step_s / plan.step_s - 1), 6) + 0.0 if plan.step_s else 0.0  # and no -0.0
+
+
+def _time(seconds: float) -> str:
+    """In seconds however many: prediction and simulation stand side by side."""
+    return f"{seconds:,.1f} s" if seconds >= 100 else duration(seconds * 1e9)
 
 
 def _tokens_per_s(problem: ActivationProblem, simulation: Simulation) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,14 @@ def test_a_step_that_breaks_a_budget_is_shown_and_fails(
     assert main(["simulate", str(path), "-o", str(trace)]) == ExitCode.PLAN_INVALID
     assert "DOES NOT FIT: host in layers." in capsys.readouterr().out
     assert read_trace(trace).events
+
+
+def test_it_needs_no_torch(plan_path: Path, tmp_path: Path) -> None:
+    arguments = ["simulate", str(plan_path), "-o", str(tmp_path / "trace.jsonl")]
+    code = (
+        f"import sys\nfrom memo.cli.main import main\nassert main({arguments}) == 0\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "memo-activation-plan", "version": 1}', "\x00" * 99])
