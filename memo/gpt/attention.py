@@ -1,57 +1,80 @@
-"""Causal attention through a fused kernel, never through a matrix of scores.
+"""Causal attention through a fused kernel, never through a matrix of scores where that could not fit.
 
-Owns the choice of the kernel, made once for a device type and dtype. The invariant: no path here allocates anything
-quadratic in the sequence. Layout at this border is (batch, tokens, heads, head size), keys and values with their own
-number of heads.
+The kernel is chosen in attention_kernel.py; here it is called. The invariant: what runs is quadratic in memory only where
+every fused kernel refused and the scores fit. Layout at this border is (batch, tokens, heads, head size), keys and values
+with their own number of heads.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 import importlib
-import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
-__all__ = ["Kernel", "attend", "choose_kernel"]
+from memo.gpt.attention_kernel import Choice, Kernel, Kind, choose, require_scores_fit
+from memo.gpt.spans import Spans
+from memo.swap.answers import memoize
 
-
-class Kernel(enum.Enum):
-    """How one attention is computed."""
-
-    FLASH_ATTN = "flash_attn, the package"
-    GROUPED = "scaled_dot_product_attention, which shares key/value heads itself"
-    REPEATED = "scaled_dot_product_attention, key/value heads repeated to the query heads"
-
-
-@functools.cache
-def choose_kernel(device_type: str, dtype: torch.dtype, *, flash_attn: bool | None = None) -> Kernel:
-    """The kernel for tensors of this kind; `flash_attn` says whether the package is there (default: look).
-
-    The CPU flash kernel shares key/value heads itself (torch 2.9 and later), and so does CUDA's in half precision. In
-    other precisions only CUDA's memory-efficient kernel is left, which does not: asked to, torch would quietly fall
-    back to the quadratic one.
-    """
-    half = dtype in (torch.float16, torch.bfloat16)
-    if device_type == "cuda":
-        installed = importlib.util.find_spec("flash_attn") is not None if flash_attn is None else flash_attn
-        if half and installed:
-            return Kernel.FLASH_ATTN
-        return Kernel.GROUPED if half else Kernel.REPEATED
-    return Kernel.GROUPED
+__all__ = ["attend", "attend_within"]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v; the result is laid out as `query`."""
-    kernel = choose_kernel(query.device.type, query.dtype)
-    if kernel is Kernel.FLASH_ATTN:
+    """Causal softmax(q k^T / sqrt(d)) v; the result is laid out as `query`.
+
+    Raises:
+        DeviceOutOfMemory: only the quadratic kernel takes these tensors, and their scores do not fit.
+    """
+    choice = _choice(query, key, batch=query.shape[0], seq=query.shape[1])
+    if choice.kernel is Kernel.FLASH_ATTN:
         result: torch.Tensor = importlib.import_module("flash_attn").flash_attn_func(query, key, value, causal=True)
         return result
+    return _torchs(query, key, value, choice)
+
+
+@memoize(token_dim=1)
+def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """`attend` within each document: no token sees another document's.
+
+    A document is one call of the kernel, except in the flash_attn package, which takes all of them in one. The results are
+    marked to be kept whole by a token-wise recompute: over a part of the tokens the documents would be others.
+    """
+    choice = _choice(query, key, batch=1, seq=spans.longest)
+    flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+    if choice.kernel is Kernel.FLASH_ATTN:
+        function = importlib.import_module("flash_attn").flash_attn_varlen_func
+        packed = function(*flat, spans.starts, spans.starts, spans.longest, spans.longest, causal=True)
+    else:
+        documents = zip(*(tensor.split(spans.lengths) for tensor in flat), strict=True)
+        packed = torch.cat([_torchs(*(part[None] for part in parts), choice)[0] for parts in documents])
+    result: torch.Tensor = packed.view(query.shape)
+    return result
+
+
+def _choice(query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int) -> Choice:
+    """Raises DeviceOutOfMemory; see `attend`."""
+    heads, head_dim = query.shape[2:]
+    kind = Kind.of(device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim)
+    choice = choose(kind)
+    if choice.kernel is Kernel.MATH:
+        require_scores_fit(kind, batch=batch, seq=seq)
+    return choice
+
+
+def _torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice) -> torch.Tensor:
     groups = query.shape[2] // key.shape[2]
-    if kernel is Kernel.REPEATED and groups > 1:
+    if choice.repeats and groups > 1:
         key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
         groups = 1
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1).transpose(1, 2)
+    with _only(choice.kernel, query.device):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1).transpose(1, 2)
+
+
+def _only(kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
+    """Lets nothing but `kernel` run; a CPU has one fused kernel, so that there is nothing to choose from."""
+    if device.type != "cuda" or kernel.backend is None:
+        return nullcontext()
+    return sdpa_kernel(kernel.backend)

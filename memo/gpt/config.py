@@ -54,6 +54,8 @@ class GPTConfig:
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    end_of_document: int | None = None
+    """The token that ends a document: attention stays within documents and positions begin anew. None: neither does."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq"):
@@ -72,6 +74,8 @@ class GPTConfig:
             raise UsageError(f"model: rotary positions need an even head size, not {self.head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"model: dropout is {self.dropout}; it must be at least 0 and below 1")
+        if self.end_of_document is not None and not 0 <= self.end_of_document < self.vocab_size:
+            raise UsageError(f"model: end_of_document {self.end_of_document} is no token of {self.vocab_size}")
         if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
 

@@ -1,8 +1,9 @@
 """The decoder-only GPT that memo trains, in GPT-2's manner or in Llama's, decided by its config.
 
 Plain torch, with nothing of the swap engine in it: `memo.offload` must work on models that never heard of memo, and
-this is one. `layers` is the ModuleList it finds. Everything a layer shares with the others comes in as its second
-argument, so that a layer is a function of (x, rotary tables) and its own parameters.
+this is one, but for the mark on attention over packed documents. `layers` is the ModuleList it finds. Everything a layer
+shares with the others comes in as an argument, so that a layer is a function of (x, rotary tables, spans) and its own
+parameters.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from memo.errors import UsageError
-from memo.gpt.attention import attend
+from memo.gpt.attention import attend, attend_within
 from memo.gpt.config import GPTConfig
 from memo.gpt.loss import linear_cross_entropy
-from memo.gpt.rotary import RotaryTables, rotary_tables, rotate
+from memo.gpt.rotary import RotaryTables, rotary_tables, rotate, tables_at
+from memo.gpt.spans import Spans
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
 
@@ -47,14 +49,15 @@ class Attention(nn.Module):
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = (part.flatten(2, 3) for part in grouped.split([self.group, 1, 1], dim=3))
         if rotary is not None:
             # Rotation makes new queries and keys; copying the values as well frees the projection, of which attention
             # would otherwise keep all for the sake of its smallest part.
             query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
-        return self.out(attend(query, key, value).flatten(2))  # type: ignore[no-any-return]
+        mixed = attend(query, key, value) if spans is None else attend_within(query, key, value, spans)
+        return self.out(mixed.flatten(2))  # type: ignore[no-any-return]
 
 
 class GeluMlp(nn.Module):
@@ -93,8 +96,8 @@ class Block(nn.Module):
         self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), rotary))
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
         return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
 
 
@@ -153,20 +156,23 @@ class GPT(nn.Module):
         Raises:
             UsageError: more tokens than the learned position table has rows.
         """
-        x, rotary = self._embed(tokens)
+        end = self.config.end_of_document
+        spans = None if end is None else Spans.of(tokens, end)
+        x, rotary = self._embed(tokens, spans)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, rotary, spans)
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
         return linear_cross_entropy(x, self.output_weight, targets)
 
-    def _embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, RotaryTables | None]:
+    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config
         x = self.tokens(tokens)
         if self.positions is None:
             tables = rotary_tables(seq, config.head_dim, config.rope_theta, device=x.device, dtype=x.dtype)
-            return self.dropout(x), tables
+            return self.dropout(x), tables if spans is None else tables_at(tables, spans.positions)
         if seq > config.max_seq:
             raise UsageError(f"model: {seq} tokens, but learned positions for {config.max_seq}; raise max_seq")
-        return self.dropout(x + self.positions.weight[:seq]), None
+        rows = self.positions.weight[:seq] if spans is None else self.positions(spans.positions)
+        return self.dropout(x + rows), None

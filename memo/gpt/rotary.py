@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["RotaryTables", "rotary_tables", "rotate"]
+__all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
 
 # cos and sin, each (tokens, 1, head size / 2), broadcasting over batch and heads.
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
@@ -30,6 +30,12 @@ def rotary_tables(seq: int, head_dim: int, theta: float, *, device: torch.device
         cos[first:last] = angle.cos()
         sin[first:last] = angle.sin()
     return cos, sin
+
+
+def tables_at(tables: RotaryTables, positions: torch.Tensor) -> RotaryTables:
+    """Tables of tokens that are not in order: cos and sin of `positions` (batch, tokens), with the batch in front."""
+    cos, sin = tables
+    return cos[positions], sin[positions]
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.gpt.attention import Kernel, attend, choose_kernel
+import memo
+from memo.errors import DeviceOutOfMemory
+from memo.gpt import attention_kernel
+from memo.gpt.attention import attend, attend_within
+from memo.gpt.attention_kernel import Choice, Kernel, Kind, choose, score_bytes
 from memo.gpt.config import Variant, preset
 from memo.gpt.model import GPT
+from memo.gpt.spans import Spans
 
 FLASH = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 
@@ -87,7 +96,7 @@ def test_shared_heads_equal_repeated_ones(kv_heads: int) -> None:
 def test_repeating_heads_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = _qkv(4, 2, torch.float64)
     grouped = attend(query, key, value)
-    monkeypatch.setattr("memo.gpt.attention.choose_kernel", lambda device, dtype: Kernel.REPEATED)
+    monkeypatch.setattr("memo.gpt.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH, repeats=True))
     torch.testing.assert_close(attend(query, key, value), grouped, rtol=0, atol=1e-14)
 
 
@@ -100,20 +109,88 @@ def test_a_later_token_changes_nothing_earlier() -> None:
     assert torch.equal(attend(query, key, value)[:, :40], before)
 
 
+def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Kind:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} | others
+    return Kind.of(device=torch.device(device), dtype=dtype, **shape)
+
+
+@pytest.fixture
+def _fresh_choices() -> Iterator[None]:
+    """A choice is remembered; tests that change what decides it must not meet, or leave, another's."""
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_choices")
 @pytest.mark.parametrize(
-    ("device", "dtype", "installed", "kernel"),
+    ("kind", "installed", "takes", "choice"),
     [
-        ("cpu", torch.float32, True, Kernel.GROUPED),
-        ("cpu", torch.bfloat16, True, Kernel.GROUPED),
-        ("cuda", torch.bfloat16, True, Kernel.FLASH_ATTN),
-        ("cuda", torch.float16, True, Kernel.FLASH_ATTN),
-        ("cuda", torch.bfloat16, False, Kernel.GROUPED),
-        ("cuda", torch.float32, True, Kernel.REPEATED),
-        ("cuda", torch.float32, False, Kernel.REPEATED),
+        (_kind("cuda"), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda", torch.float16), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda"), False, {Kernel.CUDNN: 2, Kernel.FLASH: 2}, Choice(kernel=Kernel.CUDNN)),
+        (_kind("cuda"), False, {Kernel.FLASH: 2, Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.FLASH)),
+        (_kind("cuda", torch.float32), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
+        (_kind("cuda", head_dim=512), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
+        (_kind("cuda", head_dim=512), True, {}, Choice(kernel=Kernel.MATH)),
+        (_kind("cpu"), True, {Kernel.FLASH: 2}, Choice(kernel=Kernel.FLASH)),
     ],
 )
-def test_the_choice_of_kernel(device: str, dtype: torch.dtype, installed: bool, kernel: Kernel) -> None:
-    assert choose_kernel(device, dtype, flash_attn=installed) is kernel
+def test_the_choice_of_kernel(
+    kind: Kind, installed: bool, takes: dict[Kernel, int], choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `takes`: the kernels that this GPU would have, and the fewest key/value heads that each takes for four.
+    monkeypatch.setattr(attention_kernel, "installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        attention_kernel,
+        "_takes",
+        lambda kernel, kind, repeats: takes.get(kernel, 99) <= (kind.heads if repeats else kind.kv_heads),
+    )
+    assert choose(kind) == choice
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_torchs_flash_comes_before_cudnn_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    assert choose(_kind("cuda")).kernel is Kernel.FLASH
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_cpu_is_asked_and_has_the_flash_kernel(dtype: torch.dtype) -> None:
+    assert choose(_kind(dtype=dtype)) == Choice(kernel=Kernel.FLASH)
+
+
+def test_the_choice_is_not_seen_by_modes_around_the_caller() -> None:
+    choose.cache_clear()
+    query, key, value = _qkv(4, 2, torch.float32)
+    with Seen() as seen:
+        attend(query, key, value)
+    assert "empty" not in seen.names
+
+
+def test_quadratic_attention_is_refused_with_its_arithmetic_where_it_cannot_fit() -> None:
+    seq = 1 << 20
+    query, key, value = (torch.zeros(1, seq, heads, 1, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    needed = 2 * 1 * 2 * seq * seq * 4
+    assert score_bytes(batch=1, heads=2, seq=seq, dtype=torch.bfloat16) == needed
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(DeviceOutOfMemory) as refused:
+        attend(query, key, value)
+    assert f"2 x 1 x 2 x {seq}^2 x 4 bytes = 16 TiB" in str(refused.value)
+    assert "no fused kernel takes 2 heads of 1 in torch.bfloat16" in str(refused.value)
+
+
+def test_quadratic_attention_runs_where_it_fits() -> None:
+    query, key, value = _qkv(4, 2, torch.float64)
+    expected = attend(query, key, value)
+    with sdpa_kernel(SDPBackend.MATH), Seen() as seen:
+        found = attend(query, key, value)
+    assert not seen.attention & FLASH
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_the_package_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +206,114 @@ def test_the_package_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     query, key, value = _qkv(4, 2, torch.float32)
     expected = attend(query, key, value)
-    monkeypatch.setattr("memo.gpt.attention.choose_kernel", lambda device, dtype: Kernel.FLASH_ATTN)
+    monkeypatch.setattr("memo.gpt.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
     assert torch.equal(attend(query, key, value), expected)
+
+
+END = 9
+
+
+def _rows() -> torch.Tensor:
+    """Two rows of 48 tokens in documents of 1 to 30; one ends with its row, one is cut by it."""
+    tokens = torch.ones(2, 48, dtype=torch.int64)
+    tokens[0, [0, 6, 20, 47]] = END
+    tokens[1, [29]] = END
+    return tokens
+
+
+def test_spans_of_packed_documents() -> None:
+    spans = Spans.of(_rows(), END)
+    assert spans.lengths == (1, 6, 14, 27, 30, 18)
+    assert spans.starts.tolist() == [0, 1, 7, 21, 48, 78, 96]
+    assert spans.longest == 30
+    assert spans.positions.shape == (2, 48)
+    assert spans.positions[0, :10].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert spans.positions[1, 28:32].tolist() == [28, 29, 0, 1]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_no_token_attends_to_another_document(kv_heads: int) -> None:
+    query, key, value = _qkv(4, kv_heads, torch.float64)
+    spans = Spans.of(_rows(), END)
+    upstream = torch.randn(2, 48, 4, 16, dtype=torch.float64)
+    within = attend_within(query, key, value, spans)
+    grads = torch.autograd.grad(within, (query, key, value), upstream)
+
+    document = spans.positions.eq(0).cumsum(1)
+    allowed = document[:, :, None].eq(document[:, None, :]) & torch.ones(48, 48).tril().bool()
+    scores = torch.einsum("bqnd,bknd->bnqk", query, key.repeat_interleave(4 // kv_heads, 2)) / 4.0
+    scores = scores.masked_fill(~allowed[:, None], -torch.inf)
+    plain = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), value.repeat_interleave(4 // kv_heads, 2))
+    plain_grads = torch.autograd.grad(plain, (query, key, value), upstream)
+
+    torch.testing.assert_close(within, plain, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, plain_grads, rtol=0, atol=1e-12)
+
+
+def test_the_package_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = _qkv(4, 2, torch.float32)
+    spans = Spans.of(_rows(), END)
+    expected = attend_within(query, key, value, spans)
+    calls = []
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts_q: torch.Tensor,
+        starts_k: torch.Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        assert causal
+        assert q.shape == (96, 4, 16)
+        assert k.shape == v.shape == (96, 2, 16)
+        assert starts_q.dtype is starts_k.dtype is torch.int32
+        assert longest_q == longest_k == 30
+        calls.append(starts_q)
+        out = torch.empty_like(q)
+        for first, last in zip(starts_q[:-1].tolist(), starts_k[1:].tolist(), strict=True):
+            parts = (tensor[first:last].transpose(0, 1)[None] for tensor in (q, k, v))
+            out[first:last] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return out
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr("memo.gpt.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
+    assert torch.equal(attend_within(query, key, value, spans), expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+def test_a_packed_row_gives_the_logits_of_its_documents_alone(variant: Variant) -> None:
+    config = preset("tiny", variant=variant, layers=2, hidden=32, heads=4, max_seq=48, end_of_document=END)
+    model = GPT(config, dtype=torch.float64)
+    rows = torch.randint(10, 200, (2, 48))
+    rows[_rows() == END] = END
+    packed = model(rows).flatten(0, 1).split(Spans.of(rows, END).lengths)
+    documents = rows.flatten().split(Spans.of(rows, END).lengths)
+    for logits, document in zip(packed, documents, strict=True):
+        torch.testing.assert_close(logits, model(document[None])[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_packed_documents_train_bit_for_bit_with_memo(variant: Variant, alpha: float) -> None:
+    config = preset("tiny", variant=variant, layers=2, hidden=64, heads=4, max_seq=64, end_of_document=END)
+    torch.manual_seed(0)
+    model = GPT(config)
+    rows = torch.randint(0, 40, (1, 64))
+    plain = torch.autograd.grad(model(rows, rows), list(model.parameters()))
+    with warnings.catch_warnings(), closing(memo.offload(model, alpha=alpha, min_bytes=1, host="64MiB")) as manager:
+        warnings.simplefilter("ignore")  # whether a layer with spans is divided by tokens is not the matter here
+        with manager:
+            loss = model(rows, rows)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        assert manager.stats.bytes_host > 0
+    assert all(map(torch.equal, grads, plain))
 
 
 @pytest.mark.gpu

@@ -58,6 +58,14 @@ def test_a_literal_block() -> None:
     assert block[32:].tolist() == [7, 9]
 
 
+def test_every_tensor_begins_where_a_vector_access_may() -> None:
+    views = [torch.zeros(count, dtype=torch.uint8) for count in (3, 16, 17, 1)]
+    assert places(views) == [(0, 3), (16, 16), (32, 17), (64, 1)]
+    halves = [torch.zeros(count, dtype=torch.bfloat16) for count in (129, 1)]
+    # 129 codes, to the next multiple of 16, then two scales; to the next multiple again.
+    assert places(halves, Codec.INT8) == [(0, 144 + 8), (160, 16 + 4)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.uint8, torch.bool])
 def test_exact_bytes_come_back_and_no_others_change(seed: int, dtype: torch.dtype) -> None:
