@@ -33,7 +33,7 @@ _IN_DISK_OR_HOST = (TensorState.LEAVING, TensorState.AWAY, TensorState.RETURNING
 
 def stage_events(stage: StageSimulation, *, end_s: float, step: int = 0) -> tuple[Event, ...]:
     """What a rank of the stage would have told, by time; `end_s` is when the step ended on all ranks."""
-    found = [
+    found: list[Event] = [
         *_states(stage, step),
         *_spans(stage, step),
         *(_stall(wait, step) for wait in stage.waits),
