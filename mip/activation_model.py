@@ -19,8 +19,7 @@ in units of the largest layer's, times in units of the mean layer's, so that the
 
 MEMO's two inequalities (SIGMOD 2025, section 4.1) are (4) with out_i = 0 and (7), with x_all its alpha. There are no
 integers: fractions of tokens are rounded to tiles afterwards, downwards, which no row objects to; and a tier may hold any
-part of a layer's storages. Where a stage's layers are of one class, all but the last two share their variables: like
-things are treated alike, and a step loses less than a thousandth, as only the first layer's recompute opens no window.
+part of a layer's storages. Where a stage's layers are of one class most of them share their variables (`Sharing`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from memo.mip.activation_cost import device_positions, disk_delay, stage_compute
 from memo.mip.highs import Backend, solve_model
 from memo.mip.profile import LayerProfile, Level
 
-__all__ = ["DAY_S", "Limit", "Model", "Resource"]
+__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S = 60.0
@@ -60,6 +59,15 @@ class Resource(enum.StrEnum):
     WEAR = "disk wear"
     COPY_OUT = "copy out"
     COPY_IN = "copy in"
+
+
+class Sharing(enum.Enum):
+    """Which layers of a stage share their variables, where all its layers are of one class."""
+
+    UNIFORM = "all but the last two"
+    INTERIOR = "all but the first and the last three"
+    """Loses nothing, but may treat the first and the third last otherwise for no gain."""
+    NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +102,18 @@ class _Group:
 class Model:
     """One problem's program. `relaxed`: that tier's budget may be exceeded, and by how much is all that is minimised."""
 
-    def __init__(self, problem: ActivationProblem, *, grouped: bool = True, relaxed: Resource | None = None) -> None:
+    def __init__(
+        self, problem: ActivationProblem, *, sharing: Sharing = Sharing.INTERIOR, relaxed: Resource | None = None
+    ) -> None:
         self.problem = problem
-        self._grouped = grouped
+        self._sharing = sharing
         self._rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)
         self._compute = [stage_compute_s(problem, stage) for stage in stages]
         self._second = sum(self._compute) / len(layers) or 1.0
+        self.solved = False
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
         self._excess = pulp.LpVariable("excess", 0, None) if relaxed else None
@@ -128,7 +139,8 @@ class Model:
         solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=TIME_LIMIT_S)
         if not solved.proven:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
-        return solved.found
+        self.solved = solved.found
+        return self.solved
 
     @property
     def step_s(self) -> float:
@@ -167,11 +179,12 @@ class Model:
     def _groups(self, stage: int) -> list[_Group]:
         layers = self.problem.profile.layer_profiles()
         mine = [layers[index] for index in stage_layers(self.problem, stage)]
-        together = self._grouped and len({layer.name for layer in mine}) == 1
-        interior = max(len(mine) - 2, 0) if together else 0
-        members = [[number] for number in range(interior, len(mine))]
-        if interior:
-            members.insert(0, list(range(interior)))
+        first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(mine))}[self._sharing]
+        alike = len(mine) > first + last and len({layer.name for layer in mine}) == 1
+        shared = range(first, len(mine) - last) if alike else range(0)
+        members = [[number] for number in range(len(mine)) if number not in shared]
+        if shared:
+            members.insert(first, list(shared))
         return [self._group(stage, mine, numbers) for numbers in members]
 
     def _group(self, stage: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:

@@ -13,7 +13,7 @@ from memo.errors import Infeasible
 from memo.mip.activation import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_cost import predict
-from memo.mip.activation_model import Limit, Model, Resource
+from memo.mip.activation_model import Limit, Model, Resource, Sharing
 from memo.mip.hardware import Hardware
 from memo.mip.profile import Profile
 from memo.units import format_bytes, format_duration
@@ -23,6 +23,9 @@ __all__ = ["TILE_TOKENS", "plan_activations", "solve_problem"]
 TILE_TOKENS = 256
 """Long sequences are cut at a multiple of this, so that a product over a part of the rows runs as the whole one does."""
 LONG_TOKENS = 8 * TILE_TOKENS
+
+UNIFORM_PRICE = 1e-4
+"""Of a step: what treating layers alike may cost."""
 
 GIB = 1 << 30
 MOST_REASONS = 4
@@ -47,9 +50,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    model = Model(problem)
-    if not model.solve():
-        raise Infeasible(_what_would_fit(problem))
+    model = _best_model(problem)
     layers = tuple(_rounded(plan, problem.profile.signature.rank_tokens) for plan in model.layer_plans())
     plan = ActivationPlan(
         problem=problem,
@@ -59,6 +60,14 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     )
     require_valid(plan)
     return plan
+
+
+def _best_model(problem: ActivationProblem) -> Model:
+    """Layers are treated alike unless that costs more than nothing to speak of."""
+    uniform, exact = Model(problem, sharing=Sharing.UNIFORM), Model(problem, sharing=Sharing.INTERIOR)
+    if not exact.solve():
+        raise Infeasible(_what_would_fit(problem))
+    return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
 def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:

@@ -16,7 +16,7 @@ from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation_check import check_plan
 from memo.mip.activation_cost import predict
 from memo.mip.activation_files import plan_to_json
-from memo.mip.activation_model import Model
+from memo.mip.activation_model import Model, Sharing
 from memo.mip.activation_solve import plan_activations, solve_problem
 
 
@@ -119,15 +119,15 @@ def test_every_plan_passes_the_checker_and_is_the_same_again(classes: int, pipel
     assert solved > 10
 
 
-def test_layers_that_share_variables_cost_less_than_a_thousandth() -> None:
+def test_sharing_variables_among_the_inner_layers_of_a_class_loses_nothing() -> None:
     losses = []
-    for seed in range(30):
-        problem = random_problem(seed, layers=12)
-        shared, alone = Model(problem), Model(problem, grouped=False)
+    for seed, layers in itertools.product(range(20), (9, 16)):
+        problem = random_problem(seed, layers=layers)
+        shared, alone = Model(problem, sharing=Sharing.INTERIOR), Model(problem, sharing=Sharing.NONE)
         assert shared.solve() == alone.solve()
-        losses.append(shared.step_s / alone.step_s - 1 if alone.step_s else 0.0)
+        losses.append(shared.step_s / alone.step_s - 1 if alone.solved else 0.0)
     assert min(losses) > -1e-9
-    assert max(losses) < 1e-3
+    assert max(losses) < 1e-6
 
 
 def paper(*, host_bytes: int, d2h_bytes_per_s: float, count: int = 12) -> ActivationProblem:
