@@ -80,7 +80,7 @@ struct Stats {
   std::int64_t arena, arena_used, arena_used_peak;
   std::int64_t requests, frees, planned, outside, fallbacks, fallback_nbytes;
   std::int64_t divergences, divergent_steps, unknown_frees, rescues, out_of_memory;
-  std::int64_t arena_mallocs, pool_mallocs;
+  std::int64_t arena_mallocs, device_mallocs, pool_mallocs;
 };
 
 enum Begin : int { kWatching = 0, kReplaying = 1, kBusy = 2, kNoRoom = 3, kAlreadyOpen = -1 };
@@ -238,6 +238,7 @@ class Allocator {
     if (cuda_.is_open()) note_reserved(device);
     stats_.arena = static_cast<std::int64_t>(arena_.nbytes());
     stats_.arena_mallocs = static_cast<std::int64_t>(arena_.n_taken());
+    stats_.device_mallocs = stats_.arena_mallocs + static_cast<std::int64_t>(pool_.n_plain_mallocs());
     return stats_;
   }
 
@@ -332,10 +333,10 @@ class Allocator {
     return block.address != 0;
   }
 
-  // The device is full: what the arena does not need at this moment is better than an error.
+  // The device is full: what the arena does not need at this moment is better than an error. Before it gave up the pool
+  // waited for the device, so whatever is free is free on every stream.
   bool place_in_hole(Block& block) {
     if (arena_.nbytes() == 0 || arena_.device() != block.device) return false;
-    arena_.order_after_all(block.stream);
     arena_.sweep();
     const std::int64_t offset = arena_.find_hole(block.nbytes, spans_in_arena());
     if (offset < 0) return false;

@@ -86,14 +86,6 @@ class ArenaMemory {
     }
   }
 
-  // Orders `stream` after everything that ran in the arena, where its own order does not do so already.
-  void order_after_all(Stream stream) {
-    if (streams_.size() > 1 || (streams_.size() == 1 && streams_[0] != stream)) {
-      OnDevice guard(cuda_, device_);
-      cuda_.ok(cuda_.device_synchronize());
-    }
-  }
-
   // The span is free when everything that `streams` have been given so far is done.
   void wait_for(Span span, const std::vector<Stream>& streams) {
     OnDevice guard(cuda_, device_);

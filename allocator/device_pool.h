@@ -51,7 +51,13 @@ class DevicePool {
   }
 
   // Asks anew what each device can do; nothing may be in use.
-  void forget() { devices_.clear(); }
+  void forget() {
+    devices_.clear();
+    n_plain_mallocs_ = 0;
+  }
+
+  // cudaMalloc calls: none where the device has pools.
+  std::size_t n_plain_mallocs() const { return n_plain_mallocs_; }
 
   // Bytes taken from the device, in use or in reserve.
   std::size_t reserved(int device) {
@@ -91,6 +97,7 @@ class DevicePool {
     if (state.pool != nullptr) return cuda_.ok(cuda_.malloc_async(&at, nbytes, stream)) ? at : nullptr;
     if (!cuda_.ok(cuda_.malloc(&at, nbytes))) return nullptr;
     state.malloced += nbytes;
+    ++n_plain_mallocs_;
     return at;
   }
 
@@ -111,6 +118,7 @@ class DevicePool {
 
   const CudaRuntime& cuda_;
   std::vector<Device> devices_;
+  std::size_t n_plain_mallocs_ = 0;
 };
 
 }  // namespace memo

@@ -126,5 +126,7 @@ class MemoryCounters:
     out_of_memory: int
     arena_mallocs: int
     """cudaMalloc calls for the arena."""
+    device_mallocs: int
+    """All cudaMalloc calls."""
     pool_mallocs: int
     """Requests that went to the pool."""

@@ -19,13 +19,20 @@ from typing import TYPE_CHECKING, Any
 from memo.errors import MemoError
 
 if TYPE_CHECKING:
+    from memo.allocation import memory_stats, use_planned_allocator
     from memo.manager import Manager, offload
     from memo.swap.answers import memoize
 
 __version__ = "0.1.0"
-__all__ = ["Manager", "MemoError", "__version__", "memoize", "offload"]
+__all__ = ["Manager", "MemoError", "__version__", "memoize", "memory_stats", "offload", "use_planned_allocator"]
 
-_HOME = {"offload": "memo.manager", "Manager": "memo.manager", "memoize": "memo.swap.answers"}
+_HOME = {
+    "offload": "memo.manager",
+    "Manager": "memo.manager",
+    "memoize": "memo.swap.answers",
+    "memory_stats": "memo.allocation",
+    "use_planned_allocator": "memo.allocation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memo.allocation import model_steps
 from memo.errors import MemoError, UsageError
 from memo.node import available_host_bytes, share_of_node
 from memo.report import DiskUse, Report
@@ -149,6 +150,7 @@ class Manager:
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         self._tokenwise = TokenWise(engine, alpha)
+        self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())
         # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
         # `with memo.offload(model): loss = model(x)` and then `loss.backward()` is a program that works.
@@ -178,6 +180,8 @@ class Manager:
             self._in_step = True
         self._engine.begin_forwards()
         self._tokenwise.look_at(self._layers)
+        if self._steps is not None:
+            self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         self._saving = saved_tensors_hooks(self._tokenwise.pack, self._engine.unpack)
@@ -218,8 +222,10 @@ class Manager:
         ]
 
     def step_done(self) -> None:
-        """Marks the end of a training step in the trace, and counts on."""
+        """Marks the end of a training step, in the trace and for the planned allocator, and counts on."""
         self._engine.end_step()
+        if self._steps is not None:
+            self._steps.done()
         if self._recorder is not None and self._in_step:
             self._recorder.end_step()
         self._in_step = False
@@ -245,6 +251,8 @@ class Manager:
         """Waits for running copies, gives back every buffer and the scratch file, ends the trace. Idempotent."""
         if self._closer.detach() is None:
             return
+        if self._steps is not None:
+            self._steps.done()
         try:
             self._engine.close()
         finally:

@@ -148,7 +148,13 @@ class CudaBackend:
             buffer.record_stream(current)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            if "CUDA out of memory" not in str(error):
+                raise
+            # The planned allocator cannot throw torch's own class; who makes room and tries again waits for that one.
+            raise torch.OutOfMemoryError(str(error)) from None
         self._home[buffer.untyped_storage()] = torch.cuda.current_stream(self.device)
         return buffer
 

@@ -131,6 +131,11 @@ def _device_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is a GPU if there is one"
     )
+    group.add_argument(
+        "--planned-allocator",
+        action="store_true",
+        help="plan where each step's memory lies on the GPU; nothing fragments",
+    )
     group.add_argument("--peak-flops", type=float, metavar="FLOPS", help="per second, for mfu (default: by GPU name)")
     group.add_argument(
         "--deterministic", action="store_true", help="GPU kernels that give the same bits each time, somewhat slower"

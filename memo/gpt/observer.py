@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from memo.allocation import memory_stats
 from memo.gpt.config import GPTConfig
 from memo.gpt.counts import hfu, mfu_causal, mfu_full, recompute_flops_per_token
 from memo.gpt.metrics import StepMetrics, StepUsage
@@ -90,7 +91,7 @@ class Observer:
         return full, causal, hardware
 
     def _device_peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return memory_stats(self._device).peak_allocated_bytes if self._device.type == "cuda" else None
 
     def _memory_total(self) -> int:
         if self._device.type == "cuda":

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import Any
 
 import torch
 
+from memo.allocation import planned_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, UsageError
 from memo.gpt.batches import Batches
 from memo.gpt.checkpoint import Checkpoint, CheckpointDir
@@ -47,6 +48,8 @@ def train(config: RunConfig) -> ExitCode:
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
+        if "CUDA out of memory" in str(error):  # the planned allocator's, which cannot throw torch's own class
+            raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
         if "can't allocate memory" not in str(error):  # torch's CPU allocator has no error class of its own
             raise
         raise DeviceOutOfMemory(f"the machine's memory is full; {_TO_FIT}") from None
@@ -104,7 +107,8 @@ class _Run:
         """The loop."""
         with self.stop.listening():
             while self.done < self.config.training.schedule.steps and not self.stop:
-                result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+                with _planned_step("train"):
+                    result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
                 if result is None:
                     break
                 self.done = result.step
@@ -124,7 +128,8 @@ class _Run:
     def _observe(self, result: StepResult) -> None:
         eval_loss = None
         if self.eval_batches is not None and self._due(self.config.eval_every):
-            eval_loss = self.trainer.evaluate(self.eval_batches)
+            with _planned_step("eval"):
+                eval_loss = self.trainer.evaluate(self.eval_batches)
         metrics, usage = self.observer.observe(result, eval_loss)
         if self.manager is not None:
             self.manager.step_done()
@@ -156,6 +161,8 @@ class _Run:
 
 def _prepare(config: RunConfig) -> torch.device:
     """Chooses the device and sets what belongs to the process: determinism, and how free() behaves."""
+    if config.planned_allocator:
+        use_planned_allocator()
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
@@ -167,6 +174,12 @@ def _prepare(config: RunConfig) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     return_freed_memory()
     return torch.device("cpu")
+
+
+def _planned_step(kind: str) -> AbstractContextManager[None]:
+    """Around a step whose memory the planned allocator, if it is in use, plans with those of its kind."""
+    allocator = planned_allocator()
+    return nullcontext() if allocator is None else allocator.step(kind, device=torch.cuda.current_device())
 
 
 def _open_checkpoints(config: RunConfig, stack: ExitStack) -> CheckpointDir | None:

@@ -91,6 +91,8 @@ class RunConfig:
     peak_flops: float | None = None
     """Per second, of the device; None looks the device up."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+    planned_allocator: bool = False
+    """Steps get their device memory at planned addresses of one arena."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
@@ -105,5 +107,7 @@ class RunConfig:
             raise UsageError("--checkpoint-every needs --checkpoint-dir")
         if self.resume == "latest" and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
+        if self.planned_allocator and self.device == "cpu":
+            raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")

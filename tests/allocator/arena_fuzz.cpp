@@ -185,7 +185,10 @@ class Player {
   memo::StepSummary play(const Step& step, std::int64_t plan, bool may_fail = false) {
     const int begun = memo_arena_begin_step(0, plan);
     require(begun >= 0, "a step was open");
-    for (const Call& call : step) call.is_free ? drop(call.block) : make(call, may_fail);
+    for (const Call& call : step) {
+      call.is_free ? drop(call.block) : make(call, may_fail);
+      if (!live.empty() && live.begin()->first < 0 && up_to(20) == 0) drop(live.begin()->first);  // put aside earlier
+    }
     memo::StepSummary summary{};
     require(memo_arena_end_step(&summary) == 1, "no step was open");
     return summary;
