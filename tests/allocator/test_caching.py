@@ -36,6 +36,7 @@ def test_requests_are_rounded_to_512_bytes(nbytes: int, rounded: int) -> None:
         ([1], 2 * MIB),  # the small pool takes 2 MiB
         ([MIB, MIB], 2 * MIB),  # which serve two of its largest requests
         ([MIB, MIB, 512], 4 * MIB),
+        ([MIB, MIB - 512, 512], 2 * MIB),  # a rest of 512 bytes is split off a small block
         ([MIB + 1], 20 * MIB),  # the large pool takes 20 MiB for what is below 10 MiB
         ([8 * MIB, 8 * MIB], 20 * MIB),  # the rest of 12 MiB is split off, and then one of 4 MiB
         ([8 * MIB, 8 * MIB, 4 * MIB], 20 * MIB),
@@ -71,6 +72,13 @@ def test_fixed_segments_by_hand(requests: list[int], nbytes: int) -> None:
 )
 def test_expandable_segments_by_hand(requests: list[int], nbytes: int) -> None:
     assert reserved(requests, Segments.EXPANDABLE) == nbytes
+
+
+@pytest.mark.parametrize(("nbytes", "got"), [(29 * MIB, 30 * MIB), (29 * MIB - 512, 29 * MIB - 512)])
+def test_a_large_block_is_split_only_for_more_than_a_mebibyte(nbytes: int, got: int) -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(30 * MIB))
+    assert allocator.malloc(nbytes).nbytes == got
 
 
 def test_a_block_before_unmapped_pages_is_taken_last() -> None:
