@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from memo.errors import PlanError
 from memo.mip.activation import ActivationProblem, LayerPlan, StagePrediction, stage_layers
 from memo.mip.hardware import LaneRates
 from memo.mip.profile import LayerProfile
@@ -61,8 +62,7 @@ class Traffic:
         by_link = _time(self.host_bytes + self.disk_bytes, link)
         if self.disk_bytes <= 0:
             return by_link, 0.0
-        held_up = self.host_bytes * disk_delay(link, disk)
-        return by_link, self.disk_bytes / min(link, disk) + held_up if min(link, disk) else float("inf")
+        return by_link, _time(self.disk_bytes, min(link, disk)) + self.host_bytes * disk_delay(link, disk)
 
 
 def disk_delay(link: float, disk: float) -> float:
@@ -71,7 +71,11 @@ def disk_delay(link: float, disk: float) -> float:
 
 
 def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
-    """What each stage does and holds under these layer plans."""
+    """What each stage does and holds under these layer plans.
+
+    Raises:
+        PlanError: they move bytes where there is no link.
+    """
     return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
 
 
@@ -176,4 +180,6 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
 def _time(nbytes: float, bytes_per_s: float) -> float:
     if nbytes <= 0:
         return 0.0
-    return nbytes / bytes_per_s if bytes_per_s else float("inf")
+    if not bytes_per_s:
+        raise PlanError(f"the plan moves {nbytes:.0f} bytes over a link that has no bandwidth")
+    return nbytes / bytes_per_s
