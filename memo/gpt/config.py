@@ -54,11 +54,13 @@ class GPTConfig:
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    mlp_tiles: int = 1
+    """Tiles in which each MLP is computed; above 1 it saves its input alone, and makes its wide activations again."""
     end_of_document: int | None = None
     """The token that ends a document: attention stays within documents and positions begin anew. None: neither does."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq"):
+        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq", "mlp_tiles"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"model: {name} is {value!r}; it must be a whole number of at least 1")

@@ -20,6 +20,7 @@ from memo.gpt.config import GPTConfig
 from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.spans import Spans
+from memo.gpt.tiled_mlp import tiled_mlp
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
 
@@ -67,8 +68,11 @@ class GeluMlp(nn.Module):
         super().__init__()
         self.up = _linear(config.hidden, config.ffn, config.bias)
         self.down = _linear(config.ffn, config.hidden, config.bias)
+        self.tiles = config.mlp_tiles
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tiles > 1:
+            return tiled_mlp(x, tiles=self.tiles, activation=F.gelu, wide=(self.up,), down=self.down)
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
@@ -80,9 +84,16 @@ class SwigluMlp(nn.Module):
         self.gate = _linear(config.hidden, config.ffn, config.bias)
         self.up = _linear(config.hidden, config.ffn, config.bias)
         self.down = _linear(config.ffn, config.hidden, config.bias)
+        self.tiles = config.mlp_tiles
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        if self.tiles > 1:
+            return tiled_mlp(x, tiles=self.tiles, activation=_swiglu, wide=(self.gate, self.up), down=self.down)
+        return self.down(_swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
