@@ -24,6 +24,7 @@ from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
+from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels, setting_of
 from memo.swap.saved import Group
 from memo.swap.tiers import DiskTier, HostTier
 from memo.swap.tokenwise import TokenWise
@@ -31,7 +32,7 @@ from memo.trace.recorder import TraceRecorder
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -54,7 +55,9 @@ def offload(
     model: nn.Module,
     *,
     plan: None = None,
-    alpha: float | None = None,
+    alpha: float | Sequence[float] | TokenLevels | None = None,
+    levels: Mapping[int | str, Any] | None = None,
+    fallback: str = "swap",
     device: int | str | None = None,
     host: int | str = "auto",
     disk: _Path | Sequence[_Path] | None = None,
@@ -74,7 +77,13 @@ def offload(
         plan: reserved for activation plans; None.
         alpha: fraction of the tokens whose token-wise activations move; those of the rest are computed again in backward.
             The layers' inputs and attention's results move whole. 1.0, or None, moves everything. A layer that is not
-            proven to treat tokens apart moves whole tensors; the report says which, and why.
+            proven to treat tokens apart moves whole tensors; the report says which, and why. Three fractions, or
+            TokenLevels, divide the tokens among three levels: everything moves, the results of matrix products move and
+            element-wise work is repeated, all but attention is repeated.
+        levels: the same for single layers, by position or name; `Level.NOTHING` moves a layer's input alone and runs the
+            layer again whole, attention too. `Manager.choose_levels` changes them between steps.
+        fallback: "swap" moves whole tensors of a layer that is not proven to treat tokens apart; "recompute" runs it again
+            whole, attention too.
         device: bytes of reloaded activations to hold ahead of backward, as int or "8GiB"; None for one layer.
         host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
             initialised, every rank must make this call); "auto" takes a share of what is free when the model is on a GPU and
@@ -85,7 +94,8 @@ def offload(
             is needed.
         layers: a ModuleList, a list of modules or a class, when the automatic choice is not wanted.
         min_bytes: smaller storages stay where they are.
-        on_full: "spill" hands over to the next tier when one is full; "raise" raises at once.
+        on_full: "spill" hands over to the next tier when one is full; "raise" raises at once; "recompute" hands over, and
+            runs a layer again whole, attention too, where no tier has room for what it saved.
         verify: keep a checksum of each block on disk and compare it when it is read.
         trace: file, or directory, for `trace.rank0.jsonl`; None records nothing.
 
@@ -96,8 +106,11 @@ def offload(
     """
     if plan is not None:
         raise UsageError("plan: activation plans are not supported by this version; leave it None")
-    if on_full not in ("spill", "raise"):
-        raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise'")
+    if on_full not in ("spill", "raise", "recompute"):
+        raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise' nor 'recompute'")
+    if fallback not in ("swap", "recompute"):
+        raise UsageError(f"fallback: {fallback!r} is neither 'swap' nor 'recompute'")
+    setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
     where = _device_of(model)
     prefetch = None if device is None else parse_bytes(device, what="device")
@@ -120,11 +133,20 @@ def offload(
         backend,
         tiers,
         min_bytes=smallest,
-        spill=on_full == "spill",
+        spill=on_full != "raise",
         prefetch_bytes=prefetch,
         tracer=recorder,
     )
-    return Manager(model, found, engine, recorder, store, alpha=1.0 if alpha is None else alpha)
+    tokenwise = TokenWise(
+        engine,
+        setting,
+        fallback=Level.NOTHING if fallback == "recompute" else Level.ALL,
+        repeats_when_full=on_full == "recompute",
+    )
+    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
+    if levels is not None:
+        manager.choose_levels(levels)
+    return manager
 
 
 class Manager:
@@ -138,7 +160,7 @@ class Manager:
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
         *,
-        alpha: float = 1.0,
+        tokenwise: TokenWise | None = None,
     ) -> None:
         self._layers = layers
         self._engine = engine
@@ -149,7 +171,7 @@ class Manager:
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
-        self._tokenwise = TokenWise(engine, alpha)
+        self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
         self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())
         # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
@@ -220,6 +242,35 @@ class Manager:
             # as its forward did, with its parameters gathered.
             layer.module.register_forward_hook(end, always_call=True, prepend=True),
         ]
+
+    def choose_levels(self, levels: Mapping[int | str, Any]) -> None:
+        """From the next forward on these layers, by position or name, have these levels, and the others `alpha`'s.
+
+        Each may be TokenLevels, a Level, a fraction as alpha, or three of them. A layer's first call at new levels tries
+        the recompute out. What is saved already comes back as it was saved.
+
+        Raises:
+            UsageError: a layer that is not managed, levels that cannot mean anything, or a forward is under way.
+        """
+        if self._depth > 0:
+            raise UsageError("levels: choose them between forwards, not inside `with manager:`")
+        names = [layer.name for layer in self._layers]
+        chosen: dict[str, Setting] = {}
+        for key, value in levels.items():
+            if isinstance(key, int) and not 0 <= key < len(names):
+                raise UsageError(f"levels: no layer {key}; there are {len(names)}")
+            if isinstance(key, str) and key not in names:
+                raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
+            chosen[names[key] if isinstance(key, int) else key] = setting_of(value)
+        self._tokenwise.choose(chosen)
+
+    def levels_profile(self) -> list[LayerCosts]:
+        """Bytes and recompute seconds of each level for each layer, as the steps so far had them.
+
+        Bytes are there for all levels once a layer has run with tokens to recompute; seconds for the levels that it ran
+        at, so a step with `alpha=(1/3, 1/3, 1/3)` measures all of them.
+        """
+        return self._tokenwise.costs()
 
     def step_done(self) -> None:
         """Marks the end of a training step, in the trace and for the planned allocator, and counts on."""

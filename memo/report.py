@@ -63,9 +63,12 @@ class DiskUse:
 class TokenWiseUse:
     """What token-wise recompute did."""
 
-    alpha: float
+    levels: str
+    """How the tokens are divided."""
     accepted: int
     """Layers that swap a part of the tokens and compute the rest again."""
+    repeated: dict[str, str]
+    """Layers that run again whole, attention included, and why."""
     refused: dict[str, str]
     """Layers that swap whole tensors, and why."""
     deviation: float
@@ -76,11 +79,12 @@ class TokenWiseUse:
     @classmethod
     def of(cls, engine: Engine, tokenwise: TokenWise) -> TokenWiseUse | None:
         """None where all tensors are swapped whole anyway."""
-        if tokenwise.alpha == 1.0:
+        if tokenwise.is_idle:
             return None
         return cls(
-            alpha=tokenwise.alpha,
+            levels=tokenwise.described,
             accepted=len(tokenwise.deviation),
+            repeated=dict(tokenwise.repeated),
             refused=dict(tokenwise.refused),
             deviation=max(tokenwise.deviation.values(), default=0.0),
             recomputed_bytes=engine.stats.bytes_recomputed,
@@ -91,14 +95,22 @@ class TokenWiseUse:
         """For people: one line, and one for each reason with its layers."""
         exact = "bit for bit" if self.deviation == 0 else f"within {100 * self.deviation:.0f} % of the bound"
         told = [
-            f"token-wise: alpha {self.alpha:g}, {self.accepted} layers ({exact}), recomputed "
+            f"token-wise: {self.levels}, {self.accepted} layers ({exact}), recomputed "
             f"{format_bytes(self.recomputed_bytes)} in {format_duration(self.recompute_s)}"
         ]
-        for reason in dict.fromkeys(self.refused.values()):
-            names = [name for name, why in self.refused.items() if why == reason]
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            told.append(f"whole tensors: {names[0]}{others}: {reason}")
+        told += _by_reason("recomputed whole, attention too", self.repeated)
+        told += _by_reason("whole tensors", self.refused)
         return told
+
+
+def _by_reason(what: str, layers: dict[str, str]) -> list[str]:
+    """One line for each reason."""
+    told = []
+    for reason in dict.fromkeys(layers.values()):
+        names = [name for name, why in layers.items() if why == reason]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        told.append(f"{what}: {names[0]}{others}: {reason}")
+    return told
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

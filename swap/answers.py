@@ -57,8 +57,8 @@ class Answer(Protocol):
     def store(self, engine: Engine) -> None:
         """Hands what it holds to the engine's tiers."""
 
-    def give(self, engine: Engine, args: Sequence[Any], *, first: int, tokens: int) -> Any:
-        """The result for the tokens from `first` on."""
+    def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        """The result for the tokens in `span`."""
 
 
 class AttentionAnswer:
@@ -72,8 +72,8 @@ class AttentionAnswer:
     def store(self, engine: Engine) -> None:
         self._results.store(engine)
 
-    def give(self, engine: Engine, args: Sequence[Any], *, first: int, tokens: int) -> Any:
-        return tree_unflatten(self._results.give(engine, first, tokens), self._form)
+    def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        return tree_unflatten(self._results.give(engine, span, tokens), self._form)
 
 
 class FunctionAnswer:
@@ -89,8 +89,8 @@ class FunctionAnswer:
     def store(self, engine: Engine) -> None:
         self._results.store(engine)
 
-    def give(self, engine: Engine, args: Sequence[Any], *, first: int, tokens: int) -> Any:
-        leaves = self._results.give(engine, first, tokens)
+    def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        leaves = self._results.give(engine, span, tokens)
         for leaf, grad in zip(leaves, self._grads, strict=True):
             if grad:
                 leaf.requires_grad_()
@@ -109,25 +109,28 @@ class _Results:
         self._handles = [engine.pack(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self._leaves]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
 
-    def give(self, engine: Engine, first: int, tokens: int) -> list[Any]:
+    def give(self, engine: Engine, span: tuple[int, int], tokens: int) -> list[Any]:
         given: list[Any] = []
         for leaf, handle, axis in zip(self._leaves, self._handles, self._axes, strict=True):
             if handle is None:
                 given.append(leaf)
                 continue
-            whole = engine.unpack(
-                handle, by_backward=False
-            ).detach()  # never the kept alias itself: autograd makes what it gets its own
-            given.append(whole if axis is None else cut(whole, axis, first, tokens))
+            # Never the kept alias itself: autograd makes what it gets its own.
+            whole = engine.unpack(handle, by_backward=False).detach()
+            given.append(whole if axis is None else cut(whole, axis, *span, tokens))
         return given
 
 
 class RandomAnswer:
-    """A dropout's mask, for the tokens that will be recomputed."""
+    """A dropout's mask, for the tokens from `first` on, which are those that will be recomputed."""
 
-    def __init__(self, func: torch._ops.OpOverload, bits: torch.Tensor) -> None:
+    def __init__(self, func: torch._ops.OpOverload, kept: torch.Tensor, axis: Axis, first: int) -> None:
         self.func = func
-        self._bits: torch.Tensor | None = bits
+        self._axis = axis
+        self._first = first
+        self._shape = kept.shape  # with the tokens in a dimension of their own
+        self._bits: torch.Tensor | None = _pack_bits(kept)
+        self.bits_per_token = kept.numel() / kept.size(axis.dim + 1)
         self._handle: Handle | Kept | Sharded | None = None
 
     @classmethod
@@ -139,17 +142,17 @@ class RandomAnswer:
         mask = call.out[1] if call.func is _ATEN.native_dropout.default else call.out
         parts = mask.unflatten(axis.dim, (axis.outer, call.tokens.tokens, axis.inner))
         tail = parts.narrow(axis.dim + 1, first, call.tokens.tokens - first)
-        return cls(call.func, _pack_bits(tail != 0))
+        return cls(call.func, tail != 0, axis, first)
 
     def store(self, engine: Engine) -> None:
         assert self._bits is not None
         self._handle = engine.pack(self._bits)
         self._bits = None
 
-    def give(self, engine: Engine, args: Sequence[Any], *, first: int, tokens: int) -> Any:
+    def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
         assert self._handle is not None
-        target = args[0]
-        mask = _unpack_bits(engine.unpack(self._handle, by_backward=False), target.numel()).view(target.shape)
+        target: torch.Tensor = args[0]
+        mask = self._mask(engine, span).reshape(target.shape)
         if self.func is _ATEN.bernoulli_.float:
             return target.copy_(mask)
         kept = torch.empty_like(target, dtype=torch.bool).copy_(mask)
@@ -157,6 +160,12 @@ class RandomAnswer:
         wide = torch.promote_types(target.dtype, torch.float32)
         scale = 0.0 if args[1] >= 1.0 else 1.0 / (1.0 - args[1])
         return (target.to(wide) * kept * scale).to(target.dtype), kept
+
+    def _mask(self, engine: Engine, span: tuple[int, int]) -> torch.Tensor:
+        assert self._handle is not None
+        packed = engine.unpack(self._handle, by_backward=False)
+        whole = _unpack_bits(packed, self._shape.numel()).view(self._shape)
+        return whole.narrow(self._axis.dim + 1, span[0] - self._first, span[1] - span[0])
 
 
 def _pack_bits(mask: torch.Tensor) -> torch.Tensor:

@@ -47,12 +47,12 @@ from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from memo.swap.backend import Backend, Event
     from memo.swap.partial import Partial
-    from memo.swap.replay import Wanted
+    from memo.swap.replay import Span, Wanted
     from memo.swap.tiers import Place
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
@@ -185,14 +185,44 @@ class Engine:
         saved: SavedStorage | None = None if known is None or known is _KEEP else known()
         return None if saved is None or saved.ended else saved
 
-    def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
-        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others."""
+    def settle(
+        self,
+        group: Group,
+        parts: Mapping[SavedStorage, Partial],
+        otherwise: Callable[[], Mapping[SavedStorage, Partial]] | None = None,
+    ) -> None:
+        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others.
+
+        `otherwise` makes other parts, with less to move, and is asked where no tier has room for these.
+        """
+        if otherwise is not None and not self._has_room(group, parts):
+            parts = otherwise()
         with self._lock:
             group.held = False
             for saved in group.living():
                 saved.part = parts.get(saved)
                 if saved.state is State.LIVE and saved.source is not None and not group.wait_for_next:
                     self._send(saved, saved.source)
+
+    def _has_room(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> bool:
+        """Whether all that a held group is to move fits into the tiers now. What it takes to know is given back."""
+        with self._lock:
+            self._clear_limbo()
+            places: list[Place] = []
+            try:
+                for saved in group.living():
+                    part = parts.get(saved)
+                    nbytes = saved.nbytes if part is None else part.head_nbytes
+                    claims = (tier.claim(nbytes) for tier in self.tiers)
+                    place = next((place for place in claims if place is not None), None) if nbytes else None
+                    if nbytes and place is None:
+                        return False
+                    if place is not None:
+                        places.append(place)
+                return True
+            finally:
+                for place in places:
+                    place.release()
 
     def end_forwards(self) -> None:
         """After a forward: nothing that is saved later moves."""
@@ -460,19 +490,18 @@ class Engine:
         if not part.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
-    def _fill(self, wanted: Wanted, tail: torch.Tensor) -> None:
-        """A recomputed storage takes its place behind the tokens that a tier had."""
+    def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
+        """Recomputed tokens of a storage take their place behind those that a tier had."""
         saved = wanted.saved()
         if saved is None or saved.ended or saved.part is None:
             return  # backward is through with it
         with self._lock:
-            if saved.source is not None or saved.part.filled:
+            if saved.source is not None or not saved.part.lacks(span.first):
                 return
             if saved.state is State.AWAY:
                 self._fetch(saved)
             assert saved.returned is not None
-            saved.part.fill(saved.returned, tail, self.backend)
-            self.stats.bytes_recomputed += saved.part.tail_nbytes
+            self.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self.backend)
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self._closed and not saved.on_device:

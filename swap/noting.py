@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
 from memo.swap.capture import has_hidden_state
+from memo.swap.products import Product, is_product
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -35,15 +36,18 @@ class Slot:
 
 
 class Noting(TorchDispatchMode):
-    """One layer call under way. `first` is the number of tokens that will not be recomputed."""
+    """One layer call under way. `ends` says where the tokens at level ALL and those at level MATMULS end."""
 
-    def __init__(self, hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, first: int) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, ends: tuple[int, int]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
         self.operators: list[torch._ops.OpOverload] = []
-        self.first = first
+        self.products: list[Product] = []
+        self.ends = ends
         self.tokens = TokenMap(hidden.size(-2))
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -93,8 +97,13 @@ class Noting(TorchDispatchMode):
                 given = args[position] if position < len(args) else kwargs.get(declared.name)
                 changed += tensors_in(given)
         for tensor in changed:
-            if tensor not in self.tokens or tensor.untyped_storage() in self._inputs:
+            storage = tensor.untyped_storage()
+            if tensor not in self.tokens or storage in self._inputs:
                 raise Unproven(f"{func.overloadpacket} changes something from outside the layer in place")
+            if storage in self.whole:
+                raise Unproven(f"{func.overloadpacket} changes a result in place that is not computed again")
+            for product in self.products:
+                product.before_change_of(storage)
         return changed
 
     def _after(self, call: Call, changed: list[torch.Tensor]) -> None:
@@ -103,13 +112,15 @@ class Noting(TorchDispatchMode):
             return
         meaning: Meaning
         if is_random(call.func):
-            self.answers.append(RandomAnswer.of(call, first=self.first))
+            self.answers.append(RandomAnswer.of(call, first=self.ends[0]))
             meaning = call.meaning(call.args[0])
         else:
             before = {call.tokens.of(tensor) for tensor in tensors_in((call.args, call.kwargs))}
             meaning = meaning_of(call)
             if meaning is Mark.MIXED and Mark.MIXED not in before and self._mixed_by is None:
                 self._mixed_by = str(call.func.overloadpacket)
+        if is_product(call.func):
+            self._product(call, meaning)
         for tensor in changed:
             if self.tokens.of(tensor) != meaning:
                 self.tokens.spoil(tensor)
@@ -119,6 +130,11 @@ class Noting(TorchDispatchMode):
             outside = tensor.untyped_storage() in given and tensor not in self.tokens  # a view of a parameter
             if not outside:
                 self.tokens.put(tensor, meaning)
+
+    def _product(self, call: Call, meaning: Meaning) -> None:
+        axis = meaning if isinstance(meaning, Axis) else None
+        position, tokens = len(self.slots), self.tokens.tokens
+        self.products.append(Product(call.out, axis, position=position, span=self.ends, tokens=tokens))
 
     def _attention(self, call: Call) -> None:
         tensors, results = tensors_in((call.args, call.kwargs)), tensors_in(call.out)

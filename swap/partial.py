@@ -1,9 +1,9 @@
 """A saved storage of which only the first tokens rest in a tier; the others are computed again.
 
-It owns where the two parts lie: the head is what moves, the tail is written by the recompute. The reload buffer is whole,
-so that head and tail meet in place and the saved tensor is rebuilt over it as over any other.
+It owns where the parts lie: the head is what moves, the rest is written by recomputes, the last tokens first. The reload
+buffer is whole, so that the parts meet in place and the saved tensor is rebuilt over it as over any other.
 
-    source   |head|tail|head|tail|    two rows: the heads are gathered into one block, which moves
+    source   |head|rest|head|rest|    two rows: the heads are gathered into one block, which moves
     buffer   |head|    |head|    |    with one row the reload goes straight into the buffer, beside the recompute
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from memo.swap.backend import Backend
-    from memo.swap.replay import LayerCall
+    from memo.swap.replay import LayerCall, Span
     from memo.swap.tokens import Rows
 
 __all__ = ["Partial"]
@@ -24,14 +24,14 @@ __all__ = ["Partial"]
 class Partial:
     """The first `first` of `tokens` tokens of a storage. `call` computes the rest."""
 
-    __slots__ = ("call", "filled", "first", "incoming", "outgoing", "rows", "tokens")
+    __slots__ = ("_computed_from", "call", "first", "incoming", "outgoing", "rows", "tokens")
 
     def __init__(self, call: LayerCall, rows: Rows, *, tokens: int, first: int) -> None:
         self.call = call
         self.rows = rows
         self.tokens = tokens
         self.first = first
-        self.filled = False  # the reload buffer has its tail
+        self._computed_from = tokens  # the reload buffer has the tokens from here on
         self.outgoing: torch.Tensor | None = None  # gathered heads, while they leave
         self.incoming: torch.Tensor | None = None  # the same on their way back
 
@@ -40,8 +40,13 @@ class Partial:
         return self.rows.nbytes(self.first)
 
     @property
-    def tail_nbytes(self) -> int:
-        return self.rows.nbytes(self.tokens - self.first)
+    def filled(self) -> bool:
+        """The reload buffer has all that is computed again."""
+        return self._computed_from <= self.first
+
+    def lacks(self, first: int) -> bool:
+        """The reload buffer has not yet the tokens that a recompute from `first` on gives."""
+        return self._computed_from > first
 
     def leaving(self, source: torch.Tensor, backend: Backend) -> torch.Tensor:
         """The heads in one piece; the caller's compute stream gathers them where they are not."""
@@ -56,7 +61,7 @@ class Partial:
 
     def returning(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Where the reload writes the heads."""
-        self.filled = False
+        self._computed_from = self.tokens
         if self.rows.rows == 1:
             return buffer[: self.head_nbytes]
         self.incoming = backend.empty(self.head_nbytes)
@@ -69,23 +74,24 @@ class Partial:
             self._head(buffer, self.tokens).copy_(self._head(self.incoming, self.first))
             self.incoming = None
 
-    def fill(self, buffer: torch.Tensor, tail: torch.Tensor, backend: Backend) -> None:
-        """Writes the recomputed tokens, `tail` being all bytes of their storage. The heads may be arriving meanwhile."""
-        self._tail(buffer).copy_(tail.view(self.rows.rows, self.tokens - self.first, self.rows.width))
-        backend.compute_uses(buffer[self.head_nbytes :] if self.rows.rows == 1 else buffer)
-        self.filled = True
+    def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: Span, backend: Backend) -> int:
+        """Writes recomputed tokens, `part` being all bytes of their storage; the heads may be arriving meanwhile.
 
-    def tail_of(self, source: torch.Tensor) -> torch.Tensor:
-        """The bytes a recompute must give, as rows x tokens x width."""
-        return self._tail(source)
+        Returns the number of bytes.
+        """
+        self.part_of(buffer, span).copy_(part.view(self.rows.rows, span.stop - span.first, self.rows.width))
+        backend.compute_uses(buffer[self.head_nbytes :] if self.rows.rows == 1 else buffer)
+        self._computed_from = span.first
+        return part.numel()
+
+    def part_of(self, block: torch.Tensor, span: Span) -> torch.Tensor:
+        """The bytes of the tokens in `span`, as rows x tokens x width."""
+        return block.view(self.rows.rows, self.tokens, self.rows.width)[:, span.first : span.stop]
 
     def forget(self) -> None:
         """The reload failed: its buffer is gone, and what was written into it."""
-        self.filled = False
+        self._computed_from = self.tokens
         self.incoming = None
 
     def _head(self, block: torch.Tensor, tokens: int) -> torch.Tensor:
         return block.view(self.rows.rows, tokens, self.rows.width)[:, : self.first]
-
-    def _tail(self, block: torch.Tensor) -> torch.Tensor:
-        return block.view(self.rows.rows, self.tokens, self.rows.width)[:, self.first :]

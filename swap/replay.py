@@ -1,8 +1,9 @@
-"""One call of one layer, able to run again on its last tokens: what backward needs and no tier holds.
+"""One call of one layer, able to run again: what backward needs and no tier holds.
 
-It owns the layer's arguments and the answers to what is not computed twice. A replay runs the layer's own forward on the
-tokens from `first` on, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the
-projection behind it is never computed.
+It owns the layer's arguments and what is not computed twice. A replay runs the layer's own forward, whole or on the tokens
+of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the projection
+behind it is never computed. Spans run from the last tokens to the first, since the results of matrix products that the
+earlier tokens ask for rest in storages whose last tokens are computed themselves.
 """
 
 from __future__ import annotations
@@ -16,105 +17,60 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.errors import ModifiedAfterSave, SwapError
+from memo.errors import SwapError
 from memo.swap.answers import Answer, is_attention, is_random
+from memo.swap.levelcosts import Costs, now_s
+from memo.swap.levels import Level
+from memo.swap.products import Product, is_product
+from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
 from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
 
 if TYPE_CHECKING:
+    from memo.swap.arguments import Arguments
     from memo.swap.engine import Engine
     from memo.swap.saved import Handle, Kept, SavedStorage, Sharded
 
-__all__ = ["Argument", "LayerCall", "Precision", "Wanted"]
+__all__ = ["LayerCall", "Span", "Take", "Wanted"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A saved tensor whose tokens from `first` on are computed again; `position` counts what autograd saves."""
+    """A saved tensor that is computed again; `position` counts what autograd saves."""
 
     position: int
     saved: weakref.ref[SavedStorage]
-    axis: Axis
+    axis: Axis | None
+    """Where its tokens are; None where the layer runs again whole."""
     rows: Rows
     layout: Layout
     """How the recomputed tensor must lie in its storage."""
     dtype: torch.dtype
 
 
-class Argument:
-    """A tensor that the layer was given: held by reference, since all layers share it. Watched for changes."""
-
-    __slots__ = ("requires_grad", "tensor", "tokens", "version")
-
-    def __init__(self, tensor: torch.Tensor, tokens: int) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-        self.requires_grad = tensor.requires_grad
-        self.tokens = tokens
-
-    def cut(self, first: int) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise ModifiedAfterSave(
-                f"an argument of shape {tuple(self.tensor.shape)} of a layer was changed in place before backward"
-                " recomputed the layer; use an out-of-place operation"
-            )
-        dims = [dim for dim, size in enumerate(self.tensor.size()) if size == self.tokens]
-        if len(dims) == 1:
-            part = cut(self.tensor, Axis(dim=dims[0]), first, self.tokens)
-        else:  # a mask over pairs of tokens, which only attention sees, and attention is not computed again
-            part = self.tensor
-            for dim in dims:
-                part = part.narrow(dim, first, self.tokens - first)
-        return part.detach().requires_grad_(self.requires_grad)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """What the program had chosen during the forward: autocast, and which attention kernels."""
+class Span:
+    """The tokens from `first` to `stop`, which one replay computes again at one level."""
 
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    attention: tuple[bool, bool, bool, bool]
-    """Whether flash, memory-efficient, cuDNN and plain attention were allowed."""
+    first: int
+    stop: int
+    level: Level
+    wanted: tuple[Wanted, ...]
 
-    @classmethod
-    def now(cls, device_type: str) -> Precision:
-        return cls(
-            device_type=device_type,
-            enabled=torch.is_autocast_enabled(device_type),
-            dtype=torch.get_autocast_dtype(device_type),
-            attention=_attention_allowed(),
-        )
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False))
-            if self.attention != _attention_allowed():  # a choice of kernels that ended before backward
-                backends = [name for name, allowed in zip(_BACKENDS, self.attention, strict=True) if allowed]
-                undo.enter_context(sdpa_kernel(backends))
-            yield
+    def is_filled(self) -> bool:
+        """Whatever of it backward may still ask for is there already."""
+        living = (want.saved() for want in self.wanted)
+        parts = (saved.part for saved in living if saved is not None and not saved.ended and saved.source is None)
+        return not any(part.lacks(self.first) for part in parts if part is not None)
 
 
-_BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-)
-
-
-def _attention_allowed() -> tuple[bool, bool, bool, bool]:
-    cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()
+Take = Callable[[Span, Wanted, torch.Tensor], None]
 
 
 class LayerCall:
-    """One call of one layer, with `tokens` tokens of which those from `first` on can be computed again."""
+    """One call of one layer and the spans of it that can be computed again, in the order in which they are."""
 
     def __init__(
         self,
@@ -124,56 +80,80 @@ class LayerCall:
         *,
         hidden: Handle | Kept | Sharded,
         hidden_grad: bool,
-        arguments: Callable[[torch.Tensor, int], tuple[Sequence[Any], dict[str, Any]]],
-        answers: Sequence[Answer],
+        arguments: Arguments,
+        state: ModuleState,
         precision: Precision,
-        outside: weakref.WeakSet[torch.UntypedStorage],
-        first: int,
+        spans: Sequence[Span],
         tokens: int,
+        costs: Costs,
+        answers: Sequence[Answer] = (),
+        products: Sequence[Product] = (),
+        outside: weakref.WeakSet[torch.UntypedStorage] | None = None,
+        random: RandomState | None = None,
     ) -> None:
         self.name = name
-        self.first = first
+        self.spans = spans
         self.tokens = tokens
-        self.wanted: list[Wanted] = []
-        self._engine = engine
+        self.engine = engine
+        self.answers = answers
+        self.products = products
+        self.outside = outside
+        """Storages that the forward used and did not make."""
         self._module = module
         self._hidden = hidden
         self._hidden_grad = hidden_grad
         self._arguments = arguments
-        self._answers = answers
+        self._state = state
         self._precision = precision
-        self.outside = outside
-        self._versions = [(tensor, tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+        self._costs = costs
+        self._random = random
         self._lock = threading.Lock()
 
-    def recompute(self, take: Callable[[Wanted, torch.Tensor], None]) -> None:
-        """Runs the layer on its last tokens; `take` gets each wanted tensor's storage, as bytes.
+    def recompute(self, take: Take) -> None:
+        """Runs what is not there yet; `take` gets each wanted tensor's storage, as bytes.
 
         Raises:
-            ModifiedAfterSave: an argument, a parameter or a buffer has changed since the forward.
+            ModifiedAfterSave: an argument, a parameter, a buffer or an attribute has changed since the forward.
             SwapError: the layer did not do what it did in forward.
         """
-        if not self.wanted:
-            return
         with self._lock:
-            for tensor, version in self._versions:
-                if tensor._version != version:
-                    raise ModifiedAfterSave(
-                        f"a parameter or buffer of {self.name} of shape {tuple(tensor.shape)} was changed in place before"
-                        " backward recomputed the layer; step the optimizer after backward"
-                    )
-            whole = self._engine.unpack(self._hidden, by_backward=False).detach()
-            hidden = cut(whole, Axis(dim=whole.ndim - 2), self.first, self.tokens)
-            args, kwargs = self._arguments(hidden.detach().requires_grad_(self._hidden_grad), self.first)
-            replay = _Replaying(self, self._engine, self._answers, take, tensors_in((args, kwargs)))
-            with self._as_in_forward(), saved_tensors_hooks(replay.save, _never), replay, contextlib.suppress(_Enough):
-                self._module.forward(*args, **kwargs)
-            replay.check_complete()
+            self._state.check(self.name)
+            for span in self.spans:
+                if not span.is_filled():
+                    self.run(span, take, timed=self.engine.backend.device.type == "cpu")
+
+    def run(self, span: Span, take: Take, *, timed: bool) -> None:
+        """Runs one span, whatever of it is there. `timed` waits for the device, where that is not the host."""
+        whole = self.engine.unpack(self._hidden, by_backward=False).detach()
+        is_whole = span.level is Level.NOTHING  # its one span counts no tokens
+        hidden = whole if is_whole else cut(whole, Axis(dim=whole.ndim - 2), span.first, span.stop, self.tokens)
+        args, kwargs = self._arguments.give(
+            hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
+        )
+        collecting = _Collecting(self, span, take)
+        mode = contextlib.nullcontext() if is_whole else _Answering(self, span, collecting, tensors_in((args, kwargs)))
+        save = collecting.save if isinstance(mode, contextlib.nullcontext) else mode.save
+        begin = now_s(whole.device) if timed else None
+        with self._as_in_forward(), saved_tensors_hooks(save, _never), mode, contextlib.suppress(_Enough):
+            self._module.forward(*args, **kwargs)
+        collecting.check_complete()
+        if begin is not None:
+            self._costs.ran(
+                span.level, self.tokens if is_whole else span.stop - span.first, now_s(whole.device) - begin
+            )
 
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
-        with torch.enable_grad(), self._precision.again():
+        random = contextlib.nullcontext() if self._random is None else self._random.again()
+        with torch.enable_grad(), self._precision.again(), random:
             yield
+
+    def diverged(self, how: str) -> SwapError:
+        """The error of a layer that does something else now."""
+        return SwapError(
+            f"{self.name} did not repeat in backward what it did in forward: {how}; is something random, or does"
+            " it depend on what changes from call to call? Exclude it with alpha=1"
+        )
 
 
 class _Enough(BaseException):
@@ -184,28 +164,57 @@ def _never(packed: None) -> torch.Tensor:
     raise AssertionError("nothing is backwarded through a replay")
 
 
-class _Replaying(TorchDispatchMode):
-    """Answers what is not computed twice, and hands over what autograd saves."""
+class _Collecting:
+    """Hands over what autograd saves in one replay: the counterparts of what it saved in forward, by position."""
 
-    def __init__(
-        self,
-        call: LayerCall,
-        engine: Engine,
-        answers: Sequence[Answer],
-        take: Callable[[Wanted, torch.Tensor], None],
-        given: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, call: LayerCall, span: Span, take: Take) -> None:
         self._call = call
-        self._engine = engine
-        self._answers = iter(answers)
+        self._span = span
         self._take = take
-        self._wanted = iter(call.wanted)
+        self._wanted = iter(span.wanted)
         self._next = next(self._wanted, None)
         self._position = 0
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor`."""
+        wanted, position = self._next, self._position
+        self._position += 1
+        if wanted is None or position != wanted.position:
+            return
+        local = tensor.detach()
+        if local.dtype != wanted.dtype or not wanted.layout.fits(local):
+            raise self._call.diverged(
+                f"it saved {tuple(local.shape)} of {local.dtype} with strides {local.stride()} for"
+                f" {wanted.layout.shape} of {wanted.dtype} with strides {wanted.layout.stride}"
+            )
+        count = self._span.stop - self._span.first
+        rows = wanted.rows if wanted.axis is None else rows_of(local, wanted.axis, count)
+        storage = local.untyped_storage()
+        if rows != wanted.rows or storage.nbytes() != wanted.rows.nbytes(count):
+            raise self._call.diverged("it laid a saved tensor out in memory in another way")
+        self._take(self._span, wanted, torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage))
+        self._next = next(self._wanted, None)
+        if self._next is None:
+            raise _Enough
+
+    def check_complete(self) -> None:
+        if self._next is not None:
+            raise self._call.diverged("it saved less")
+
+
+class _Answering(TorchDispatchMode):
+    """Answers what is not computed twice on the tokens of one span."""
+
+    def __init__(self, call: LayerCall, span: Span, collecting: _Collecting, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+        self._span = span
+        self._collecting = collecting
+        self._answers = iter(call.answers)
+        self._products = iter(call.products) if span.level is Level.MATMULS else None
         self._asleep = False
         # What may be used: what the forward used, what a replay is given, and what it makes.
-        self._known = weakref.WeakSet([*call.outside, *(t.untyped_storage() for t in given)])
+        self._known = weakref.WeakSet([*(call.outside or ()), *(t.untyped_storage() for t in given)])
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,8 +226,12 @@ class _Replaying(TorchDispatchMode):
         else:
             for tensor in tensors_in((args, kwargs)):
                 if tensor.untyped_storage() not in self._known and func.overloadpacket is not torch.ops.aten.lift_fresh:
-                    raise self._diverged(f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
-            out = func(*args, **(kwargs or {}))
+                    raise self._call.diverged(
+                        f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it"
+                    )
+            out = self._product() if self._products is not None and is_product(func) else None
+            if out is None:
+                out = func(*args, **(kwargs or {}))
         self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
         return out
 
@@ -239,41 +252,21 @@ class _Replaying(TorchDispatchMode):
     def _answer(self, func: Any, args: Sequence[Any]) -> Any:
         answer = next(self._answers, None)
         if answer is None or answer.func != func:  # type: ignore[attr-defined]
-            raise self._diverged(f"it called {func}")
-        return answer.give(self._engine, args, first=self._call.first, tokens=self._call.tokens)
+            raise self._call.diverged(f"it called {func}")
+        return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
+
+    def _product(self) -> torch.Tensor | None:
+        """The result of the next matrix product; None for one that is computed again."""
+        assert self._products is not None
+        product = next(self._products, None)
+        if product is None:
+            raise self._call.diverged("it multiplied more matrices")
+        return None if product.axis is None else product.give(self._call.engine)
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`: the counterpart of what it saved in forward at the same position."""
+        """Autograd saves `tensor`."""
         self._asleep = True  # what is done with it here is no part of the layer
         try:
-            self._save(tensor)
+            self._collecting.save(tensor)
         finally:
             self._asleep = False
-
-    def _save(self, tensor: torch.Tensor) -> None:
-        wanted, position = self._next, self._position
-        self._position += 1
-        if wanted is None or position != wanted.position:
-            return
-        local = tensor.detach()
-        if local.dtype != wanted.dtype or not wanted.layout.fits(local):
-            raise self._diverged(
-                f"it saved {tuple(local.shape)} of {local.dtype} with strides {local.stride()} for"
-                f" {wanted.layout.shape} of {wanted.dtype} with strides {wanted.layout.stride}"
-            )
-        if rows_of(local, wanted.axis, self._call.tokens - self._call.first) != wanted.rows:
-            raise self._diverged("it laid a saved tensor out in memory in another way")
-        self._take(wanted, torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage()))
-        self._next = next(self._wanted, None)
-        if self._next is None:
-            raise _Enough
-
-    def check_complete(self) -> None:
-        if self._next is not None:
-            raise self._diverged("it saved less")
-
-    def _diverged(self, how: str) -> SwapError:
-        return SwapError(
-            f"{self._call.name} did not repeat in backward what it did in forward: {how}; is something random, or does"
-            " it depend on what changes from call to call? Exclude it with alpha=1"
-        )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Axis", "Layout", "Mark", "Meaning", "Rows", "TokenMap", "cut", "layout_of_tail", "regroup", "rows_of"]
+__all__ = ["Axis", "Layout", "Mark", "Meaning", "Rows", "TokenMap", "cut", "layout_of_part", "regroup", "rows_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,31 +109,31 @@ class Layout:
         )
 
 
-def layout_of_tail(tensor: torch.Tensor, axis: Axis, rows: Rows, first: int, tokens: int) -> Layout:
-    """How a forward over the tokens from `first` on alone would lay `tensor` out, in a storage of its own."""
-    step, left = rows.width // tensor.itemsize, tokens - first
+def layout_of_part(tensor: torch.Tensor, axis: Axis, rows: Rows, count: int, tokens: int) -> Layout:
+    """How a forward over `count` tokens alone would lay `tensor` out, in a storage of its own."""
+    step = rows.width // tensor.itemsize
     shape = list(tensor.size())
-    shape[axis.dim] = axis.length(left)
-    stride = [s // (step * tokens) * (step * left) if s % (step * tokens) == 0 else s for s in tensor.stride()]
+    shape[axis.dim] = axis.length(count)
+    stride = [s // (step * tokens) * (step * count) if s % (step * tokens) == 0 else s for s in tensor.stride()]
     row, within = divmod(int(tensor.storage_offset()), step * tokens)
-    return Layout(shape=tuple(shape), stride=tuple(stride), offset=row * step * left + within)
+    return Layout(shape=tuple(shape), stride=tuple(stride), offset=row * step * count + within)
 
 
-def cut(tensor: torch.Tensor, axis: Axis, first: int, tokens: int) -> torch.Tensor:
-    """The tokens from `first` on, laid out in memory as a forward over those tokens alone would have them."""
-    left = tokens - first
+def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) -> torch.Tensor:
+    """The tokens from `first` to `stop`, laid out in memory as a forward over those tokens alone would have them."""
+    count = stop - first
     rows = rows_of(tensor, axis, tokens)
     if rows is None:
         shape = list(tensor.size())
-        shape[axis.dim] = axis.length(left)
+        shape[axis.dim] = axis.length(count)
         parts = tensor.unflatten(axis.dim, (axis.outer, tokens, axis.inner))
-        tail: torch.Tensor = parts.narrow(axis.dim + 1, first, left).reshape(shape)
-        return tail
+        part: torch.Tensor = parts.narrow(axis.dim + 1, first, count).reshape(shape)
+        return part
     step = rows.width // tensor.itemsize
-    block = tensor.as_strided((rows.rows, left, step), (step * tokens, step, 1), first * step)
+    block = tensor.as_strided((rows.rows, count, step), (step * tokens, step, 1), first * step)
     if rows.rows > 1:
         block = block.contiguous()
-    lies = layout_of_tail(tensor, axis, rows, first, tokens)
+    lies = layout_of_part(tensor, axis, rows, count, tokens)
     return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
 
 

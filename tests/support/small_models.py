@@ -13,7 +13,9 @@ from memo.manager import Manager
 from memo.swap.checking import CheckingBackend, CheckingDisk
 from memo.swap.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import setting_of
 from memo.swap.tiers import DiskTier, HostTier
+from memo.swap.tokenwise import TokenWise
 
 SEQ = 48
 
@@ -116,10 +118,12 @@ def checked(
     seed: int = 0,
     engine: type[Engine] = Engine,
     budget: int = 1 << 24,
-    alpha: float = 1.0,
+    alpha: Any = 1.0,
+    **tokenwise: Any,
 ) -> Checked:
     backend = CheckingBackend(policy, seed=seed)
     host = HostTier(backend, budget, segment_bytes=1 << 20)
     tiers = [host] if tier == "host" else [DiskTier(CheckingDisk(backend, budget), budget)]
     made = engine(backend, tiers, min_bytes=512)
-    return Checked(Manager(model, find_layers(model), made, alpha=alpha), backend, made)
+    wise = TokenWise(made, setting_of(alpha), **tokenwise)
+    return Checked(Manager(model, find_layers(model), made, tokenwise=wise), backend, made)

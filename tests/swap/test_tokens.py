@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memo.swap.tokens import Axis, Mark, TokenMap, cut, layout_of_tail, regroup, rows_of
+from memo.swap.tokens import Axis, Mark, TokenMap, cut, layout_of_part, regroup, rows_of
 
 TOKENS = 5
 
@@ -32,22 +32,30 @@ def test_rows_give_each_token_its_own_bytes(outer: int, inner: int, before: int,
     assert torch.equal(block, torch.arange(TOKENS).view(1, -1, 1).expand_as(block))
 
 
-@given(outer=small, inner=small, before=small, after=small, order=st.permutations([0, 1, 2]), first=st.integers(0, 4))
+@given(
+    outer=small,
+    inner=small,
+    before=small,
+    after=small,
+    order=st.permutations([0, 1, 2]),
+    span=st.tuples(st.integers(0, 4), st.integers(1, 5)).filter(lambda span: span[0] < span[1]),
+)
 @settings(max_examples=60, deadline=None)
-def test_a_cut_is_what_a_forward_over_the_last_tokens_would_make(
-    outer: int, inner: int, before: int, after: int, order: list[int], first: int
+def test_a_cut_is_what_a_forward_over_those_tokens_would_make(
+    outer: int, inner: int, before: int, after: int, order: list[int], span: tuple[int, int]
 ) -> None:
+    first, stop = span
     tensor = numbered(outer, inner, before, after).permute(order)
     axis = Axis(dim=order.index(1), outer=outer, inner=inner)
-    alone = (numbered(outer, inner, before, after, TOKENS - first) + first).permute(order)
-    part = cut(tensor, axis, first, TOKENS)
+    alone = (numbered(outer, inner, before, after, stop - first) + first).permute(order)
+    part = cut(tensor, axis, first, stop, TOKENS)
     assert torch.equal(part, alone)
     assert [s for s, n in zip(part.stride(), part.shape, strict=True) if n > 1] == [
         s for s, n in zip(alone.stride(), alone.shape, strict=True) if n > 1
     ]
     rows = rows_of(tensor, axis, TOKENS)
     assert rows is not None
-    assert layout_of_tail(tensor, axis, rows, first, TOKENS).fits(alone)
+    assert layout_of_part(tensor, axis, rows, stop - first, TOKENS).fits(alone)
 
 
 @given(outer=small, inner=small, before=small, after=small, split=st.booleans())

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memo
 from memo.errors import ModifiedAfterSave, SwapError, UsageError
+from memo.swap.levels import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +113,16 @@ class Counts(Layer):
         return x.sin()
 
 
+class CountsInPython(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x.sin()
+
+
 class ChangesItsInput(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(1.5).sin()
@@ -175,6 +186,7 @@ STRANGE: dict[type[Layer], str] = {
     DrawsNoise: "cannot be repeated",
     AttendsByHand: "aten.bmm mixes tokens",
     Swaps: "mixes tokens",
+    CountsInPython: "its forward changes attribute 'calls'",
 }
 
 
@@ -312,25 +324,78 @@ def test_an_argument_over_the_tokens_is_cut_and_watched(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_a_layer_that_does_something_else_in_backward_is_an_error(tmp_path: Path) -> None:
-    class Moody(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-            self.twice = False
+class Moody(nn.Module):
+    """What it does depends on something that is no tensor: its own attribute, or one that nobody watches."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.twice:
-                x = x.exp().log()
-            return x + self.down(F.gelu(self.up(x)))
+    elsewhere = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.act: nn.Module = nn.GELU()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Moody.elsewhere:
+            x = x.exp().log()
+        return x + self.scale * self.down(self.act(self.up(x)))
+
+
+def test_a_layer_that_does_something_else_in_backward_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = stack(make=Moody)
     with offload(model, tmp_path):
         loss = model(ids())
-    for layer in model.layers:
-        layer.twice = True  # type: ignore[assignment]
+    monkeypatch.setattr(Moody, "elsewhere", True)
     with pytest.raises(SwapError, match="did not repeat"):
         loss.backward()
+
+
+def changes_an_attribute(layer: Any) -> None:
+    layer.scale = 2.0
+
+
+def changes_the_mode(layer: Any) -> None:
+    layer.up.eval()
+
+
+def changes_a_module(layer: Any) -> None:
+    layer.act = nn.ReLU()
+
+
+def changes_a_modules_attribute(layer: Any) -> None:
+    layer.act.approximate = "tanh"
+
+
+@pytest.mark.parametrize("how", [{}, {"fallback": "recompute", "levels": dict.fromkeys(range(3), Level.NOTHING)}])
+@pytest.mark.parametrize(
+    "change", [changes_an_attribute, changes_the_mode, changes_a_module, changes_a_modules_attribute]
+)
+def test_plain_state_changed_before_backward_is_an_error(
+    change: Callable[[Any], None], how: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last layer's tensors are still there, so the one before is the first to be recomputed."""
+    model = stack(make=Moody)
+    with offload(model, tmp_path, **how):
+        loss = model(ids())
+    change(model.layers[1])
+    with pytest.raises(ModifiedAfterSave, match=r"of layers\.1 was changed"):
+        loss.backward()
+
+
+def test_a_result_of_attention_that_is_changed_in_place_is_refused(tmp_path: Path) -> None:
+    """What is kept whole would be changed twice. The change is by zero at first, where a trial would not see it."""
+
+    class Scales(Layer):
+        def strange(self, x: torch.Tensor) -> torch.Tensor:
+            return memo.memoize(torch.sin, token_dim=1)(x).mul_(1 + self.gate)  # type: ignore[no-any-return]
+
+    model, reference = stack(make=Scales), stack(make=Scales)
+    manager = offload(model, tmp_path)
+    with pytest.warns(RuntimeWarning, match="changes a result in place that is not computed again"):
+        got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
 
 
 def test_a_compiled_layer_moves_whole(tmp_path: Path) -> None:

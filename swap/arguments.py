@@ -1,0 +1,158 @@
+"""What a layer was given, held so that it can be given once more: whole, or for some of its tokens.
+
+Tensors are held by reference, since all layers share them, and are watched for changes; the layer's input is the caller's
+to hold, for it moves. A key/value cache, which training fills for nothing, is replaced by a new one. Anything else that a
+second run might change ends the attempt (`Unproven`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memo.errors import ModifiedAfterSave
+from memo.swap.capture import layer_input
+from memo.swap.tokenrules import Unproven
+from memo.swap.tokens import Axis, cut
+
+__all__ = ["Arguments", "check_arguments", "describe", "token_input"]
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+class Arguments:
+    """The arguments of one layer call; `hidden` among them is its input. Holds no reference to that one."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor) -> None:
+        tokens = hidden.size(-2) if hidden.ndim > 1 else 0
+
+        def hold(value: Any) -> Any:
+            if value is hidden:
+                return _HIDDEN
+            if _is_cache(value):
+                return _Cache(type(value))
+            return _Held(value, tokens) if isinstance(value, torch.Tensor) else value
+
+        self._held = _map((tuple(args), kwargs), hold)
+
+    def give(self, hidden: torch.Tensor, span: tuple[int, int] | None) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments once more around another input, all of them or those of the tokens in `span`.
+
+        Raises:
+            ModifiedAfterSave: one was changed in place meanwhile.
+        """
+
+        def give(value: Any) -> Any:
+            if value is _HIDDEN:
+                return hidden
+            if isinstance(value, _Cache):
+                return value.kind()
+            if not isinstance(value, _Held):
+                return value
+            return value.whole() if span is None else value.cut(*span)
+
+        given: tuple[Sequence[Any], dict[str, Any]] = _map(self._held, give)
+        return given
+
+    def check(self) -> None:
+        """Raises ModifiedAfterSave where an argument was changed in place."""
+
+        def check(value: Any) -> None:
+            if isinstance(value, _Held):
+                value.check()
+
+        _map(self._held, check)
+
+
+class _Held:
+    """A tensor that the layer was given."""
+
+    __slots__ = ("_requires_grad", "_tensor", "_tokens", "_version")
+
+    def __init__(self, tensor: torch.Tensor, tokens: int) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self._requires_grad = tensor.requires_grad
+        self._tokens = tokens
+
+    def check(self) -> None:
+        if self._tensor._version != self._version:
+            raise ModifiedAfterSave(
+                f"an argument of shape {tuple(self._tensor.shape)} of a layer was changed in place before backward"
+                " recomputed the layer; use an out-of-place operation"
+            )
+
+    def whole(self) -> torch.Tensor:
+        self.check()
+        return self._tensor.detach().requires_grad_(self._requires_grad)
+
+    def cut(self, first: int, stop: int) -> torch.Tensor:
+        self.check()
+        dims = [dim for dim, size in enumerate(self._tensor.size()) if size == self._tokens]
+        if len(dims) == 1:
+            part = cut(self._tensor, Axis(dim=dims[0]), first, stop, self._tokens)
+        else:  # a mask over pairs of tokens, which only attention sees, and attention is not computed again
+            part = self._tensor
+            for dim in dims:
+                part = part.narrow(dim, first, stop - first)
+        return part.detach().requires_grad_(self._requires_grad)
+
+
+_HIDDEN = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cache:
+    """A key/value cache. One that was not empty gives attention more keys than there are tokens, and the proof fails."""
+
+    kind: type
+
+
+def _is_cache(value: object) -> bool:
+    return type(value).__name__ == "DynamicCache" and type(value).__module__.startswith("transformers.")
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, change) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_map(item, change) for item in value)
+    if type(value) is dict:
+        return {key: _map(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def describe(value: Any) -> Any:
+    """An argument but for the content of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, tuple(value.shape), value.stride(), value.requires_grad
+    return value if isinstance(value, _PLAIN) else type(value)
+
+
+def check_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The layer's input. Raises Unproven for arguments that cannot be given twice."""
+    hidden = layer_input(args, kwargs)
+    if hidden is None or type(hidden) is not torch.Tensor or hidden.layout is not torch.strided:
+        raise Unproven("its input is no plain tensor")
+
+    def check(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+                raise Unproven(f"it is given a {type(value).__name__}")
+        elif not isinstance(value, _PLAIN) and not _is_cache(value):
+            raise Unproven(f"it is given a {type(value).__name__}, which a second run might change")
+        return value
+
+    _map((tuple(args), kwargs), check)
+    return hidden
+
+
+def token_input(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The layer's input as (batch, tokens, hidden). Raises Unproven for arguments that cannot be cut by tokens."""
+    hidden = check_arguments(args, kwargs)
+    if hidden.ndim not in (2, 3) or hidden.size(-2) < 2 or not hidden.is_floating_point():
+        raise Unproven(f"its input of shape {tuple(hidden.shape)} is not (batch, tokens, hidden)")
+    return hidden

@@ -1,0 +1,186 @@
+"""Divides what one layer call saved by tokens: what of each storage moves, and what which recompute gives back.
+
+The proof is the noting's: a storage is divided where the token axis of the saved tensor is known and accounts for every
+byte of it. Everything else moves whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memo.swap.answers import RandomAnswer
+from memo.swap.levels import Level
+from memo.swap.partial import Partial
+from memo.swap.products import Product
+from memo.swap.replay import LayerCall, Span, Wanted
+from memo.swap.tokenrules import Unproven
+from memo.swap.tokens import Axis, Mark, Rows, layout_of_part, rows_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from memo.swap.engine import Engine
+    from memo.swap.levelcosts import Costs
+    from memo.swap.saved import SavedStorage
+    from memo.swap.watch import Watch
+
+__all__ = ["Division", "divide"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """A call that can compute again what does not move, and which storages move in part."""
+
+    call: LayerCall
+    parts: dict[SavedStorage, Partial]
+    operators: tuple[torch._ops.OpOverload, ...] = ()
+    """That the forward called."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What a trial of it proves something about."""
+        spans = (
+            (span.first, span.stop, span.level, *((w.position, w.layout, w.rows) for w in span.wanted))
+            for span in self.call.spans
+        )
+        return (self.operators, *spans)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Divisible:
+    """A saved storage that tokens divide; `position` is where autograd first saved it."""
+
+    position: int
+    tensor: torch.Tensor
+    axis: Axis
+    rows: Rows
+    saved: SavedStorage
+    is_product: bool
+
+
+def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division | None:
+    """None where nothing can be divided, and everything moves whole.
+
+    Raises:
+        Unproven: the layer must not be divided.
+    """
+    noting = watch.noting
+    assert noting is not None
+    if noting.reason is not None:
+        raise Unproven(noting.reason)
+    watch.check_unchanged()
+    found = list(_divisible(watch, output, engine))
+    if not found:
+        return None
+    tokens, (first, second) = noting.tokens.tokens, noting.ends
+    needed = _needed(noting.products, found)
+    hidden = engine.pack(watch.hidden)
+    for answer in noting.answers:
+        if not isinstance(answer, RandomAnswer):
+            answer.store(engine)
+    _count(costs, watch, found, needed, engine)
+    for answer in noting.answers:
+        if isinstance(answer, RandomAnswer):
+            answer.store(engine)
+    for product in noting.products:
+        if product in needed and first < second:
+            product.store(engine)
+        else:
+            product.drop()
+    spans = (
+        _span(Level.ATTENTION, second, tokens, found, tokens),
+        _span(Level.MATMULS, first, second, [item for item in found if not item.is_product], tokens),
+    )
+    call = LayerCall(
+        engine,
+        watch.layer.module,
+        watch.layer.name,
+        hidden=hidden,
+        hidden_grad=watch.hidden.requires_grad,
+        arguments=watch.arguments,
+        state=watch.state,
+        precision=watch.precision,
+        spans=tuple(span for span in spans if span.wanted),
+        tokens=tokens,
+        costs=costs,
+        answers=noting.answers,
+        products=noting.products,
+        outside=noting.outside,
+    )
+    heads = {item.saved: (item.rows, second if item.is_product else first) for item in found}
+    parts = {
+        saved: Partial(call, rows, tokens=tokens, first=head) for saved, (rows, head) in heads.items() if head < tokens
+    }
+    return Division(call=call, parts=parts, operators=tuple(noting.operators))
+
+
+def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible]:
+    """Each storage once, at the first place where autograd saved it."""
+    noting = watch.noting
+    assert noting is not None
+    tokens = noting.tokens.tokens
+    seen = {*noting.whole, *watch.kept_whole(output)}
+    products = {product.saved_in(engine) for product in noting.products} - {None}
+    for position, slot in enumerate(noting.slots):
+        tensor, axis = slot.tensor, slot.meaning
+        storage = tensor.untyped_storage()
+        if storage in seen or noting.is_outside(tensor):
+            continue
+        seen.add(storage)
+        saved = engine.saved_as(storage)
+        if saved is None or saved.group is not watch.group:
+            continue  # too small to move, or another layer's
+        if axis is Mark.MIXED:
+            raise Unproven(noting.mixes)
+        if not isinstance(axis, Axis) or saved.version != tensor._version:
+            continue
+        rows = rows_of(tensor, axis, tokens)
+        if rows is not None:
+            is_product = saved in products
+            yield _Divisible(position=position, tensor=tensor, axis=axis, rows=rows, saved=saved, is_product=is_product)
+
+
+def _needed(products: Sequence[Product], found: Sequence[_Divisible]) -> list[Product]:
+    """Products that a recompute at level MATMULS asks for before it has all it wants."""
+    last = max((item.position for item in found if not item.is_product), default=-1)
+    return [product for product in products if product.axis is not None and product.position <= last]
+
+
+def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], needed: Sequence[Product], engine: Engine) -> None:
+    """Before anything is saved that only some levels need."""
+    noting = watch.noting
+    assert noting is not None
+    tokens = noting.tokens.tokens
+    masks = sum(answer.bits_per_token for answer in noting.answers if isinstance(answer, RandomAnswer)) / 8
+    products = sum(item.rows.nbytes(1) for item in found if item.is_product)
+    besides = sum(product.bytes_per_token for product in needed if product.saved_in(engine) is None)
+    every = sum(saved.nbytes for saved in watch.group.living())
+    source = engine.saved_as(watch.hidden.untyped_storage())
+    costs.counted(
+        tokens=tokens,
+        input_bytes=0 if source is None else source.nbytes,
+        always_bytes=every - sum(item.saved.nbytes for item in found),
+        bytes_per_token={
+            Level.ALL: sum(item.rows.nbytes(1) for item in found),
+            Level.MATMULS: products + besides + masks,
+            Level.ATTENTION: masks,
+        },
+    )
+
+
+def _span(level: Level, first: int, stop: int, found: Sequence[_Divisible], tokens: int) -> Span:
+    wanted = tuple(
+        Wanted(
+            position=item.position,
+            saved=weakref.ref(item.saved),
+            axis=item.axis,
+            rows=item.rows,
+            layout=layout_of_part(item.tensor, item.axis, item.rows, stop - first, tokens),
+            dtype=item.tensor.dtype,
+        )
+        for item in found
+    )
+    return Span(first=first, stop=stop, level=level, wanted=wanted if first < stop else ())

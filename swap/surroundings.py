@@ -1,0 +1,158 @@
+"""What a layer's forward ran under, to run it so again: autocast, attention kernels, random numbers, the layer's own state.
+
+The first three are set again for the time of a recompute. A layer's own state is only watched: parameters, buffers and
+plain attributes of its modules must be in backward what they were in forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memo.errors import ModifiedAfterSave
+
+__all__ = ["ModuleState", "Precision", "RandomState"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """What the program had chosen during the forward: autocast, and which attention kernels."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    attention: tuple[bool, bool, bool, bool]
+    """Whether flash, memory-efficient, cuDNN and plain attention were allowed."""
+
+    @classmethod
+    def now(cls, device_type: str) -> Precision:
+        return cls(
+            device_type=device_type,
+            enabled=torch.is_autocast_enabled(device_type),
+            dtype=torch.get_autocast_dtype(device_type),
+            attention=_attention_allowed(),
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False))
+            if self.attention != _attention_allowed():  # a choice of kernels that ended before backward
+                backends = [name for name, allowed in zip(_BACKENDS, self.attention, strict=True) if allowed]
+                undo.enter_context(sdpa_kernel(backends))
+            yield
+
+
+_BACKENDS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+def _attention_allowed() -> tuple[bool, bool, bool, bool]:
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+class RandomState:
+    """The generators of the host and of one device, as they were when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._read()
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _write(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draws the same numbers once more; the program's own stream goes on as if nothing had been drawn."""
+        now = self._read()
+        self._write(self._states)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+    def is_now(self) -> bool:
+        """True when nothing has been drawn since."""
+        return all(
+            was is None or (now is not None and torch.equal(was, now))
+            for was, now in zip(self._states, self._read(), strict=True)
+        )
+
+
+# What an attribute may be to be compared: a value that cannot change in place. Others (a list, a configuration object)
+# are not watched.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+class ModuleState:
+    """Parameters, buffers and plain attributes of a layer's modules, as they were when this was made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._tensors = [(tensor, tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+        self._attributes = _attributes(module)
+
+    def check(self, name: str) -> None:
+        """Raises ModifiedAfterSave for what has changed."""
+        for tensor, version in self._tensors:
+            if tensor._version != version:
+                raise ModifiedAfterSave(
+                    f"a parameter or buffer of {name} of shape {tuple(tensor.shape)} was changed in place before"
+                    " backward recomputed the layer; step the optimizer after backward"
+                )
+        changed = self.changed_attribute()
+        if changed is not None:
+            raise ModifiedAfterSave(
+                f"{changed} of {name} was changed before backward recomputed the layer, which would compute something"
+                " else now; change it after backward"
+            )
+
+    def changed_tensor(self) -> torch.Tensor | None:
+        """A parameter or buffer that was changed in place."""
+        return next((tensor for tensor, version in self._tensors if tensor._version != version), None)
+
+    def changed_attribute(self) -> str | None:
+        """The first plain attribute that is another now."""
+        now = _attributes(self._module)
+        if now == self._attributes:
+            return None
+        return _first_difference(self._attributes, now)
+
+
+_Attributes = list[tuple[int, dict[str, object]]]
+
+
+def _attributes(module: torch.nn.Module) -> _Attributes:
+    return [
+        (id(child), {name: value for name, value in vars(child).items() if type(value) in _PLAIN})
+        for child in module.modules()
+    ]
+
+
+def _first_difference(before: _Attributes, now: _Attributes) -> str:
+    for (was, ours), (is_, theirs) in zip(before, now, strict=False):
+        if was != is_:
+            break
+        for name in ours.keys() | theirs.keys():
+            if name not in ours or name not in theirs or not _same(ours[name], theirs[name]):
+                return f"attribute {name!r} of a module"
+    return "the set of modules"
+
+
+def _same(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other

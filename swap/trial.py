@@ -1,0 +1,69 @@
+"""Tries a recompute at once, while what it should give is still there, and compares the two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.errors import MemoError
+from memo.swap.surroundings import RandomState
+from memo.swap.tokenrules import Unproven
+
+if TYPE_CHECKING:
+    from memo.swap.division import Division
+    from memo.swap.replay import Span, Wanted
+
+__all__ = ["BOUND", "try_out"]
+
+# Largest accepted root-mean-square difference between a recomputed and a saved tensor, in units of the type's epsilon and
+# of the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
+# another order: one rounding of the result in half precision, a few in single and double. Wrong tokens differ by about 1.
+BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+
+
+def try_out(division: Division, device: torch.device) -> float:
+    """The largest difference found, in units of BOUND; 0 when all bytes are the same.
+
+    Raises:
+        Unproven: the recompute gives something else, fails, or draws random numbers.
+    """
+    random = RandomState(device)
+    worst = 0.0
+
+    def compare(span: Span, want: Wanted, part: torch.Tensor) -> None:
+        nonlocal worst
+        saved = want.saved()
+        assert saved is not None
+        assert saved.source is not None
+        worst = max(worst, _difference(division.parts[saved].part_of(saved.source, span), part, want))
+
+    try:
+        for span in division.call.spans:
+            division.call.run(span, compare, timed=True)
+    except (Unproven, MemoError) as error:
+        raise Unproven(str(error)) from error
+    except Exception as error:
+        what = str(error).splitlines()[0] if str(error) else ""
+        raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
+    if not random.is_now():
+        raise Unproven("its recompute draws random numbers")
+    return worst
+
+
+def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:
+    """How far apart the bytes are. Raises Unproven for more than 1."""
+    again = again.view(saved.shape)
+    if torch.equal(saved, again):
+        return 0.0
+    if want.dtype not in BOUND:
+        raise Unproven(f"a recomputed tensor of {want.dtype} differs from the saved one")
+    ours, theirs = (t.contiguous().flatten().view(want.dtype).double() for t in (again, saved))
+    scale = theirs.square().mean().sqrt()
+    off = ((ours - theirs).square().mean().sqrt() / scale / torch.finfo(want.dtype).eps / BOUND[want.dtype]).item()
+    if not off <= 1.0:  # also where it is no number
+        raise Unproven(
+            f"what it recomputes of a tensor of shape {want.layout.shape} and {want.dtype} differs from what it saved"
+            f" by {off:.3g} times the bound"
+        )
+    return float(off)

@@ -1,0 +1,89 @@
+"""One layer call while its forward runs: what it was given, what it ran under, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memo.swap.arguments import Arguments
+from memo.swap.surroundings import ModuleState, Precision, RandomState
+from memo.swap.tokenrules import Unproven, tensors_in
+
+if TYPE_CHECKING:
+    from memo.swap.layers import Layer
+    from memo.swap.noting import Noting
+    from memo.swap.saved import Group
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Made before a layer's forward. `noting` is there where tokens may be divided, `saves` where the layer may run again
+    whole; at least one of them is."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        hidden: torch.Tensor,
+        kind: tuple[Any, ...],
+        noting: Noting | None,
+        whole: bool,
+        device: torch.device,
+    ) -> None:
+        self.layer = layer
+        self.group = group
+        self.hidden = hidden
+        self.tokens = hidden.size(-2) if hidden.ndim > 1 else 1
+        self.kind = kind
+        self.noting = noting
+        self.saves: list[tuple[torch.Tensor, int]] | None = [] if whole else None
+        """All that autograd saved, in order, and the version at which it did."""
+        self.random = RandomState(device) if whole else None
+        self.state = ModuleState(layer.module)
+        self.precision = Precision.now(hidden.device.type)
+        self.arguments = Arguments(args, kwargs, hidden)
+        self.nested = False
+        """Another managed layer ran within it."""
+        self._version = hidden._version
+
+    def __enter__(self) -> Watch:
+        if self.noting is not None:
+            self.noting.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.noting is not None:
+            self.noting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor`. The noting, if there is one, must be asleep."""
+        if self.noting is not None:
+            self.noting.save(tensor)
+        if self.saves is not None:
+            self.saves.append((tensor.detach(), tensor._version))
+
+    def kept_whole(self, output: Any) -> set[torch.UntypedStorage]:
+        """Storages that are the next layer's as much as this one's: its input and its output."""
+        storages = {tensor.untyped_storage() for tensor in tensors_in(tree_leaves(output))}
+        return storages | {self.hidden.untyped_storage()}
+
+    def check_unchanged(self) -> None:
+        """Raises Unproven where the forward changed what a second one would start from."""
+        if self.nested:
+            raise Unproven("it contains another managed layer")
+        if self.hidden._version != self._version:
+            raise Unproven("it changes its input in place")
+        changed = self.state.changed_tensor()
+        if changed is not None:
+            raise Unproven(f"it changes a parameter or buffer of shape {tuple(changed.shape)} in place")
+        attribute = self.state.changed_attribute()
+        if attribute is not None:
+            raise Unproven(f"its forward changes {attribute}")
+        self.arguments.check()
