@@ -15,6 +15,8 @@ import torch
 from memo.manager import Manager
 from memo.swap.cpu import Done
 from memo.swap.engine import Engine
+from memo.swap.levels import TokenLevels
+from memo.swap.tokenwise import TokenWise
 from memo.trace.events import Lane
 from memo.trace.events import Tier as TierName
 from memo.units import parse_bytes
@@ -38,7 +40,7 @@ class HollowOffload:
     def __init__(self, model: nn.Module, layers: Sequence[Layer], alpha: float) -> None:
         self._tier = _Nowhere()
         engine = Engine(_Lanes(), [self._tier], min_bytes=MIN_BYTES)
-        self.manager = Manager(model, layers, engine, alpha=alpha)
+        self.manager = Manager(model, layers, engine, tokenwise=TokenWise(engine, TokenLevels.of_alpha(alpha)))
 
     @property
     def moved_nbytes(self) -> int:
