@@ -24,6 +24,7 @@ LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 STATIC = 4 * 10 + 2 * 3 + 7
 PEAK = STATIC + 18 + 18 + 160 + 160 + 7 + 11
 HOST, DISK = 2 * 45, 2 * 27
+ROOMY = Budgets(device_bytes=1 << 30, host_bytes=1 << 30, disk_bytes=1 << 30)
 
 
 def plan_of(
@@ -69,6 +70,16 @@ def test_stalls_are_counted_by_cause_as_on_paper(rate: dict[str, float], late_s:
     found = dataclasses.asdict(plan.stages[0])
     for cause in ("stall_d2h_s", "stall_h2d_s", "stall_disk_write_s", "stall_disk_read_s"):
         assert found[cause] == pytest.approx(late_s.get(cause, 0.0)), cause
+
+
+def test_the_disks_bytes_wait_for_the_hosts_on_a_link_that_is_little_faster_than_the_disk() -> None:
+    mostly_disk = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.1, disk=0.7)
+    plan = plan_of(
+        mostly_disk, LayerPlan(), LayerPlan(), budgets=ROOMY, d2h_bytes_per_s=5.0, disk_write_bytes_per_s=4.0
+    )
+    # 9 bytes and as many of the 63 go at 2.5 a second each, the other 54 at 4: 3.6 + 13.5 s in a window of 10.
+    assert plan.stages[0].stall_disk_write_s == pytest.approx(7.1)
+    assert check_plan(plan) is None
 
 
 def budgets(**changes: float | None) -> Budgets:
@@ -130,7 +141,7 @@ def test_a_pipeline_holds_more_microbatches_in_its_first_stage() -> None:
     moved = LayerPlan(kept=0.25, host=0.75)
     layers = (moved, LayerPlan(), moved, LayerPlan())
     pipeline = Pipeline(stages=2, microbatches=3)
-    plan = plan_of(*layers, budgets=Budgets(device_bytes=1 << 30, host_bytes=1 << 30), pipeline=pipeline)
+    plan = plan_of(*layers, budgets=ROOMY, pipeline=pipeline)
     # Stage 0 holds two microbatches: the other one's 40 + 160, both buffers, parameters, the embedding's bytes of both.
     assert [stage.peak_host_bytes for stage in plan.stages] == [2 * 120, 120]
     assert plan.stages[0].peak_device_bytes == (40 + 160) + 2 * 160 + 2 * 10 + 3 + 2 * 7

@@ -196,6 +196,16 @@ def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_roun
     assert chosen(1000.0).all_tokens == 1.0
 
 
+def test_what_backward_recomputes_is_time_in_which_the_layer_before_can_come_back() -> None:
+    block = layer(always=20, all=400, matmuls=None, attention=4.0)
+    budgets = Budgets(device_bytes=2 * block.full_bytes, host_bytes=1 << 30)
+    slow_back = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=4.0, duplex_bytes_per_s=1e6)
+    plan = plan_activations(profile_of(*[block] * 9), slow_back, budgets)
+    # (20 + 400 a) / 4 = 20 + 4 (1 - a) where the next layer recomputes, and without the last term where it does not.
+    assert [swapped.all_tokens for swapped in plan.layers[1:6]] == pytest.approx([19 / 104] * 5, abs=2e-3)
+    assert plan.layers[6].all_tokens == pytest.approx(0.15, abs=2e-3)
+
+
 def test_disk_wear_bounds_what_is_written() -> None:
     block = layer(matmuls=None, attention=2.0)
     free = Budgets(device_bytes=2 * block.full_bytes, disk_bytes=1 << 30)
