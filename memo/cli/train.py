@@ -56,6 +56,13 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hidden", type=int, metavar="N")
     group.add_argument("--heads", type=int, metavar="N")
     group.add_argument("--dropout", type=float, metavar="P")
+    group.add_argument(
+        "--mlp-tiles",
+        type=int,
+        default=1,
+        metavar="N",
+        help="compute each MLP in N tiles, its input alone saved (default 1)",
+    )
 
 
 def _data_flags(group: argparse._ArgumentGroup) -> None:
@@ -67,6 +74,7 @@ def _data_flags(group: argparse._ArgumentGroup) -> None:
         help="text files, directories, globs, .jsonl or .parquet (default: the source of Python's standard library)",
     )
     group.add_argument("--field", default="text", metavar="NAME", help="the text's field in .jsonl and .parquet")
+    group.add_argument("--mask-documents", action="store_true", help="no attention from one document to another")
     group.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json (default: bytes)")
     group.add_argument("--seq", type=_tokens, default=1024, metavar="TOKENS", help="such as 32k or 1m (default 1k)")
     group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a microbatch (default 1)")

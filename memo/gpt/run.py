@@ -15,6 +15,7 @@ import torch
 
 from memo.allocation import planned_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, UsageError
+from memo.gpt.attention_kernel import Kind, choose
 from memo.gpt.batches import Batches
 from memo.gpt.checkpoint import Checkpoint, CheckpointDir
 from memo.gpt.config import GPTConfig, preset
@@ -155,8 +156,16 @@ class _Run:
             f"of {shape.hidden}, {self.trainer.config.precision} on {where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
+            f"attention {self._attention(shape, device)}",
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
+
+    def _attention(self, shape: GPTConfig, device: torch.device) -> str:
+        """The kernel that this run's attention will choose."""
+        dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
+        kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+        documents = "" if shape.end_of_document is None else ", within documents"
+        return f"{choose(kind)}{documents}"
 
 
 def _prepare(config: RunConfig) -> torch.device:
@@ -220,6 +229,8 @@ def _shape(config: RunConfig, tokens: TokenFile) -> GPTConfig:
         hidden=config.hidden,
         heads=config.heads,
         dropout=config.dropout,
+        mlp_tiles=config.mlp_tiles,
+        end_of_document=tokens.end_of_document if config.mask_documents else None,
     )
 
 
@@ -231,7 +242,8 @@ def _training(config: RunConfig, device: torch.device) -> TrainConfig:
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
     return {
-        "model": dataclasses.asdict(shape),
+        # In how many tiles the model is computed is no property of it.
+        "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
         "training": dataclasses.asdict(training),
         "data": None if config.data is None else [str(path) for path in config.data],
         "seq": config.seq,

@@ -71,6 +71,9 @@ class RunConfig:
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    mlp_tiles: int = 1
+    mask_documents: bool = False
+    """Attention stays within documents, whose positions begin anew."""
     data: Sequence[str] | None = None
     """None is the source of Python's standard library."""
     field: str = "text"
@@ -97,7 +100,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
             raise UsageError(f"unknown model {self.model!r}; one of {', '.join(PRESETS)}")
-        for name in ("batch", "checkpoint_keep"):
+        for name in ("batch", "checkpoint_keep", "mlp_tiles"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1")
         for name in ("seed", "eval_every", "checkpoint_every"):

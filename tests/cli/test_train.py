@@ -80,6 +80,38 @@ def test_help_names_every_preset_and_needs_no_torch() -> None:
     assert ", ".join(PRESETS) in " ".join(result.stdout.split())
 
 
+def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: Path) -> None:
+    # Rows of a small file in many documents: masks change the loss, tiles do not, and a run may go on with others.
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
+    found = {}
+    for name, flags in {"plain": (), "masked": ("--mask-documents",), "tiled": ("--mlp-tiles", 4)}.items():
+        metrics, checkpoints = tmp_path / f"{name}.jsonl", tmp_path / name
+        files = ("--metrics", metrics, "--checkpoint-dir", checkpoints)
+        done = memo_train(*SMALL, "--data", documents, "--steps", 2, *files, *flags)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("attention flash, in torch") == 1
+        assert ("within documents" in done.stdout) == (name == "masked")
+        found[name] = losses(metrics)
+    assert found["tiled"] == found["plain"]
+    assert found["masked"] != found["plain"]
+    resumed = memo_train(*SMALL, "--data", documents, "--steps", 3, "--checkpoint-dir", tmp_path / "tiled", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    refused = memo_train(
+        *SMALL,
+        "--data",
+        documents,
+        "--steps",
+        4,
+        "--checkpoint-dir",
+        tmp_path / "tiled",
+        "--resume",
+        "--mask-documents",
+    )
+    assert refused.returncode == 1
+    assert "end_of_document None there, 256 here" in refused.stderr
+
+
 def test_offload_to_disk_gives_the_same_losses_and_counts_what_it_moved(
     text: Path, tmp_path: Path, scratch: Path
 ) -> None:
