@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from activation_problems import layer as profile_layer
+from activation_problems import machine, profile_of
 from simulated_steps import layer, rates, step
 
 from memo.errors import PlanInvalid
-from memo.mip.simulation import EndWork, StageSimulation
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation_cost import predict
+from memo.mip.profile import EndProfile
+from memo.mip.simulate import layer_work, simulate
+from memo.mip.simulation import EndWork, Part, StageSimulation
 from memo.mip.simulation_links import Queue, shares
 from memo.mip.simulation_stage import Stage
 from memo.trace.events import Lane, StallCause, Tier, UseKind
@@ -182,3 +190,40 @@ def test_a_last_layer_leaves_once_another_microbatch_begins() -> None:
 def test_bytes_for_a_link_that_is_not_there_are_refused() -> None:
     with pytest.raises(PlanInvalid, match=r"layers\.0 moves 10 bytes to disk, where the hardware has no bandwidth"):
         step([layer(0, disk=10), layer(1)], rates(write=0))
+
+
+def test_a_plan_becomes_whole_bytes_and_nothing_is_lost() -> None:
+    """100 always, 11 other, 200 token-wise of which half the tokens are saved: 211 of 311, a third of them on the host."""
+    known = profile_layer(always=100, other_bytes=11, all=200, matmuls=None, attention=4.0)
+    known = dataclasses.replace(known, forward_transient_bytes=70, backward_transient_bytes=30)
+    half = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.5, host=1 / 3, disk=1 / 6)
+    work = layer_work("layers.0", known, half)
+    assert dict(work.nbytes) == {Part.KEPT: 106, Part.HOST: 70, Part.DISK: 35, Part.RECOMPUTED: 100}
+    assert work.recompute_s == 2
+    assert (work.forward_transient_nbytes, work.backward_transient_nbytes) == (70, 70)  # a recompute is a forward
+    assert layer_work("layers.0", known, LayerPlan()).backward_transient_nbytes == 30
+
+
+def test_each_stage_has_its_layers_and_ends() -> None:
+    """Two stages of a layer: the first has the embedding, the second the head; the optimizer runs when both are through."""
+    known = profile_layer(always=10, all=0, matmuls=None, attention=None, forward_s=1, backward_s=2, static_bytes=1000)
+    profile = profile_of(
+        dataclasses.replace(known, name="one"),
+        dataclasses.replace(known, name="two", static_bytes=2000),
+        embedding=EndProfile(forward_s=3, backward_s=5, static_bytes=100, saved_bytes=1),
+        head=EndProfile(forward_s=7, backward_s=11, static_bytes=200, saved_bytes=2, transient_bytes=4),
+        optimizer_s=13,
+    )
+    problem = ActivationProblem(
+        profile=profile,
+        hardware=machine(),
+        budgets=Budgets(device_bytes=1 << 40),
+        pipeline=Pipeline(stages=2, microbatches=1),
+    )
+    plans = (LayerPlan(), LayerPlan())
+    found = simulate(ActivationPlan(problem=problem, layers=plans, stages=predict(problem, plans)))
+    assert [stage.holdings[0].nbytes for stage in found.stages] == [1100, 2200]
+    assert [stage.peak(Tier.DEVICE).nbytes for stage in found.stages] == [1100 + 1 + 10, 2200 + 10 + 2 + 4]
+    forward_s, backward_s = (3 + 1) + (1 + 7), (11 + 2) + (2 + 5)
+    assert found.step_s == pytest.approx(forward_s + backward_s + 13, abs=EXACT)
+    assert [stage.idle_s for stage in found.stages] == [pytest.approx(8 + 13), pytest.approx(4)]
