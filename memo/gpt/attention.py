@@ -34,7 +34,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return _torchs(query, key, value, choice)
 
 
-@memoize(token_dim=1)
+@memoize(token_dim=1)  # type: ignore[untyped-decorator]
 def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans) -> torch.Tensor:
     """`attend` within each document: no token sees another document's.
 
@@ -48,7 +48,7 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
         packed = function(*flat, spans.starts, spans.starts, spans.longest, spans.longest, causal=True)
     else:
         documents = zip(*(tensor.split(spans.lengths) for tensor in flat), strict=True)
-        packed = torch.cat([_torchs(*(part[None] for part in parts), choice)[0] for parts in documents])
+        packed = torch.cat([_torchs(q[None], k[None], v[None], choice)[0] for q, k, v in documents])
     result: torch.Tensor = packed.view(query.shape)
     return result
 

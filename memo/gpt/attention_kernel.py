@@ -140,7 +140,7 @@ def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
                 chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=kv_heads != kind.heads)
             except RuntimeError:  # none of the kernels allowed
                 return False
-    return chosen == int(kernel.backend)
+    return bool(chosen == kernel.backend.value)
 
 
 def score_bytes(*, batch: int, heads: int, seq: int, dtype: torch.dtype) -> int:
