@@ -87,6 +87,8 @@ class _Block:
         q = config.qkv_width * ITEM
         norms = 2 * (2 * ITEM if config.norm == "layernorm" else 4)
         inner = (4 if config.mlp == "swiglu" else 2) * f
+        # Queries that share keys are gathered from the projection, of which attention then keeps all besides.
+        gathered = h if config.positions == "learned" and config.group > 1 else 0
         rotation = 2 * q if config.positions == "rotary" else 0
         up = (2 if config.mlp == "swiglu" else 1) * f
         # norm: read, write; residual: two reads, a write; activation: reads what `up` wrote, writes the rest of `inner`.
@@ -96,7 +98,7 @@ class _Block:
         last = config.ffn * config.hidden
         return cls(
             always=2 * h + 4 * config.heads,
-            all=h + q + h + h + inner + norms,
+            all=h + q + gathered + h + h + inner + norms,
             matmuls=q + h + up,
             elementwise=again + 3 * h,
             elementwise_again=again,
@@ -110,10 +112,12 @@ def derive_profile(config: GPTConfig, machine: Hardware, layout: Layout, *, name
     """One rank's microbatch under this layout.
 
     Raises:
-        UsageError: the layout does not divide the model.
+        UsageError: the layout does not divide the model, or its MLP is tiled.
     """
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
+    if config.mlp_tiles > 1:
+        raise UsageError(f"mlp_tiles {config.mlp_tiles}: only a whole MLP can be derived; measure a tiled one")
     if config.layers < layout.pp:
         raise UsageError(f"{config.layers} layers make no {layout.pp} pipeline stages")
     signature = Signature(
