@@ -9,7 +9,7 @@
 // holds it, whatever the plan says and in whatever order frees arrive: places are checked, not trusted (step_plan.h). A
 // byte goes from one stream to another only behind an event or a synchronisation (arena_memory.h).
 //
-// One mutex, held for every call: torch frees from several threads. One instance, never destroyed: torch frees tensors
+// One lock, held for every call: torch frees from several threads. One instance, never destroyed: torch frees tensors
 // until the process ends, later than static objects live.
 
 #include <atomic>
@@ -26,6 +26,7 @@
 #include "cuda_runtime.h"
 #include "device_pool.h"
 #include "live_blocks.h"
+#include "short_lock.h"
 #include "step_plan.h"
 
 namespace memo {
@@ -89,20 +90,21 @@ constexpr std::size_t kMaxEvents = 1u << 22;
 
 std::int32_t this_thread() {
   static std::atomic<std::int32_t> count{0};
-  thread_local const std::int32_t number = count++;
+  constinit thread_local std::int32_t number = -1;  // constant: an initialiser would be asked after at each call
+  if (number < 0) number = count++;
   return number;
 }
 
 class Allocator {
  public:
   std::string open(const char* library) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (live_.size() != 0) return "memory is in use";
     return cuda_.open(library);
   }
 
   void* allocate(std::size_t size, int device, Stream stream) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (!cuda_.is_open()) return nullptr;
     Block block;
     block.nbytes = (std::max<std::size_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment;
@@ -127,7 +129,7 @@ class Allocator {
   }
 
   void release(void* at) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     Block block;
     if (!live_.take(reinterpret_cast<std::uintptr_t>(at), block)) {
       ++stats_.unknown_frees;
@@ -143,7 +145,7 @@ class Allocator {
   }
 
   void use_elsewhere(void* at, Stream stream) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     Block* block = live_.find(reinterpret_cast<std::uintptr_t>(at));
     if (at == nullptr || block == nullptr || block->stream == stream) return;
     std::vector<Stream>& streams = elsewhere_[block->address];
@@ -160,13 +162,13 @@ class Allocator {
   }
 
   Begin begin_step(int device, std::int64_t plan_id) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (step_open_) return kAlreadyOpen;
     ++step_;
     step_open_ = true;
     step_device_ = device;
     summary_ = {};
-    log_.clear();
+    n_logged_ = 0;
     log_whole_ = true;
     const auto found = plans_.find(plan_id);
     if (found == plans_.end()) return kWatching;
@@ -184,7 +186,7 @@ class Allocator {
   }
 
   bool end_step(StepSummary& out) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (!step_open_) return false;
     if (plan_ != nullptr && !cursor_.at_end()) diverge(Reason::kMissing, cursor_.next(), next_request());
     step_open_ = false;
@@ -211,7 +213,7 @@ class Allocator {
     for (std::int64_t i = 0; i < n; ++i)
       if (offsets[i] >= 0 && std::find(distinct.begin(), distinct.end(), streams[i]) == distinct.end())
         distinct.push_back(streams[i]);
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     const std::int64_t id = ++last_plan_;
     plans_[id] = std::move(plan);
     streams_[id] = std::move(distinct);
@@ -219,22 +221,22 @@ class Allocator {
   }
 
   void forget_plan(std::int64_t id) {  // a step that runs by it keeps it until its end
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     plans_.erase(id);
     streams_.erase(id);
   }
 
   // The events of the step under way, or of the last one: how many, and the first `capacity` of them. -1: too many.
   std::int64_t events(LoggedEvent* out, std::int64_t capacity) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (!log_whole_) return -1;
-    const std::size_t n = std::min(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 0)), log_.size());
+    const std::size_t n = std::min(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 0)), n_logged_);
     if (n != 0) std::memcpy(out, log_.data(), n * sizeof(LoggedEvent));
-    return static_cast<std::int64_t>(log_.size());
+    return static_cast<std::int64_t>(n_logged_);
   }
 
   Stats stats(int device) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (cuda_.is_open()) note_reserved(device);
     stats_.arena = static_cast<std::int64_t>(arena_.nbytes());
     stats_.arena_mallocs = static_cast<std::int64_t>(arena_.n_taken());
@@ -243,20 +245,20 @@ class Allocator {
   }
 
   void reset_peaks() {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     stats_.allocated_peak = stats_.allocated;
     stats_.reserved_peak = stats_.reserved;
     stats_.arena_used_peak = stats_.arena_used;
   }
 
   void trim(int device) {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (cuda_.is_open()) pool_.trim(device);
   }
 
   // Back to the state before `open`, but for the memory that is still in use, whose number of blocks is the answer.
   std::int64_t close() {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(lock_);
     if (live_.size() != 0) return static_cast<std::int64_t>(live_.size());
     step_open_ = false;
     plan_ = nullptr;
@@ -272,8 +274,19 @@ class Allocator {
   bool in_this_step(const Block& block) const { return step_open_ && block.step == step_; }
 
   void log(Kind kind, const Block& block, Stream stream) {
-    if (log_.size() >= kMaxEvents) log_whole_ = false;
-    else log_.push_back({block.request, static_cast<std::int64_t>(block.nbytes), stream, kind, this_thread()});
+    if (n_logged_ == log_.size()) {
+      if (n_logged_ >= kMaxEvents) {
+        log_whole_ = false;
+        return;
+      }
+      log_.resize(std::max<std::size_t>(1024, 2 * n_logged_));
+    }
+    LoggedEvent& event = log_[n_logged_++];
+    event.request = block.request;
+    event.nbytes = static_cast<std::int64_t>(block.nbytes);
+    event.stream = stream;
+    event.kind = kind;
+    event.thread = this_thread();
   }
 
   // Stands for a request that did not come.
@@ -404,7 +417,7 @@ class Allocator {
     stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
   }
 
-  std::mutex mutex_;
+  ShortLock lock_;
   CudaRuntime cuda_;
   DevicePool pool_{cuda_};
   ArenaMemory arena_{cuda_, pool_};
@@ -423,7 +436,8 @@ class Allocator {
   Cursor cursor_;
   Occupancy occupancy_;
   StepSummary summary_{};
-  std::vector<LoggedEvent> log_;
+  std::vector<LoggedEvent> log_;  // the first n_logged_
+  std::size_t n_logged_ = 0;
   bool log_whole_ = true;
   Stats stats_{};
 };

@@ -40,9 +40,20 @@ class LiveBlocks {
 
   std::size_t size() const { return size_; }
 
+  // Field by field, here and in the log: a struct copied whole right after its fields were written waits for each of
+  // those stores, which took half of the time of a planned malloc.
   void insert(const Block& block) {
     if (2 * (size_ + 1) > places_.size()) grow();
-    place(block);
+    Block& place = empty_place(block.address);
+    place.address = block.address;
+    place.nbytes = block.nbytes;
+    place.stream = block.stream;
+    place.step = block.step;
+    place.request = block.request;
+    place.slot = block.slot;
+    place.device = block.device;
+    place.home = block.home;
+    place.used_elsewhere = block.used_elsewhere;
     ++size_;
   }
 
@@ -76,10 +87,10 @@ class LiveBlocks {
   }
   std::size_t next(std::size_t at) const { return (at + 1) & (places_.size() - 1); }
 
-  void place(const Block& block) {
-    std::size_t at = home(block.address);
+  Block& empty_place(std::uintptr_t address) {
+    std::size_t at = home(address);
     while (places_[at].address != 0) at = next(at);
-    places_[at] = block;
+    return places_[at];
   }
 
   void close_gap(std::size_t gap) {
@@ -97,7 +108,7 @@ class LiveBlocks {
     std::vector<Block> before(2 * places_.size());
     std::swap(before, places_);
     for (const Block& block : before)
-      if (block.address != 0) place(block);
+      if (block.address != 0) empty_place(block.address) = block;
   }
 
   std::vector<Block> places_;

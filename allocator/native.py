@@ -29,7 +29,7 @@ MALLOC, FREE, RECORD_STREAM = "memo_arena_malloc", "memo_arena_free", "memo_aren
 _COUNTS = [field.name for field in dataclasses.fields(StepSummary) if field.name != "first"]
 _COUNTERS = [field.name for field in dataclasses.fields(MemoryCounters)]
 _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
-_HEADERS = ("arena_memory.h", "cuda_runtime.h", "device_pool.h", "live_blocks.h", "step_plan.h")
+_HEADERS = ("arena_memory.h", "cuda_runtime.h", "device_pool.h", "live_blocks.h", "short_lock.h", "step_plan.h")
 
 
 class Begun(enum.IntEnum):
