@@ -52,7 +52,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     st, table = staging_triton, {"table": "*i64"}
     for word, aligned in ((tl.int64, True), (tl.int64, False), (tl.int32, False), (tl.int16, False), (tl.int8, False)):
         for packs in (True, False):
-            constants = {"TENSORS": 4, "WORD": word, "ALIGNED": aligned, "SIZE": st.WORDS, "PACKS": packs}
+            constants = {"TENSORS": st.LEAST_ROOM, "WORD": word, "ALIGNED": aligned, "SIZE": st.WORDS, "PACKS": packs}
             yield (
                 f"{'pack' if packs else 'unpack'} {word.name}{' aligned' if aligned else ''}",
                 st._copy_kernel,
@@ -63,7 +63,13 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         for code, even, aligned in itertools.product(("int8", "fp8"), (True, False), (True, False)):
             if aligned and not even:
                 continue
-            constants = {"TENSORS": 4, "VALUE": value, "INT8": code == "int8", "EVEN": even, "ALIGNED": aligned}
+            constants = {
+                "TENSORS": st.LEAST_ROOM,
+                "VALUE": value,
+                "INT8": code == "int8",
+                "EVEN": even,
+                "ALIGNED": aligned,
+            }
             constants["SIZE"] = st.GROUPS
             which = f"{name} {code}{' even' if even else ''}{' aligned' if aligned else ''}"
             yield f"encode {which}", st._encode_kernel, table, constants

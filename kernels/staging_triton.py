@@ -33,6 +33,8 @@ COLUMNS = tl.constexpr(7)
 
 NO_PROGRAM = 1 << 62
 WORDS = 2048  # a program's, 16 KiB of the widest
+FEW_WORDS = 128  # where no run is longer; two sizes, since each is compiled anew
+LEAST_ROOM = 8  # tensors in a table, for the same reason
 GROUPS = 32  # a program's: two 16-byte accesses a thread for bfloat16
 GROUP_OF_VALUES = tl.constexpr(GROUP)
 SMALLEST_OF_GROUP = tl.constexpr(SMALLEST)
@@ -206,7 +208,7 @@ def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, 
     addresses = [address for view, place in placed for address in (view.data_ptr(), staging.data_ptr() + place)]
     grain = _grain(addresses + [number for one in runs for number in (one.run, one.stride if one.rows > 1 else 0)])
     width = min(grain, 8)
-    size = min(WORDS, triton.next_power_of_2(max(one.run for one in runs) // width))
+    size = WORDS if max(one.run for one in runs) > FEW_WORDS * width else FEW_WORDS
     rows, programs = [], []
     for (view, place), one in zip(placed, runs, strict=True):
         per_run = -(-one.run // (width * size))
@@ -216,7 +218,8 @@ def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, 
         programs.append(one.rows * per_run)
     word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[width]
     table, tensors = _table(rows, programs, staging.device)
-    _copy_kernel[(sum(programs),)](table, tensors, word, grain == ALIGNMENT, size, packs, num_warps=8)
+    warps = 8 if size == WORDS else 4
+    _copy_kernel[(sum(programs),)](table, tensors, word, grain == ALIGNMENT, size, packs, num_warps=warps)
 
 
 def _code(
@@ -270,7 +273,7 @@ def _table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch
     """The table on the device, and how many tensors it has room for."""
     if sum(programs) >= 1 << 31:
         raise UsageError(f"{sum(programs)} programs in one launch; a GPU starts fewer than 2^31: pack fewer at a time")
-    room = triton.next_power_of_2(len(rows))
+    room = max(LEAST_ROOM, triton.next_power_of_2(len(rows)))
     firsts = [sum(programs[:number]) for number in range(len(rows))] + [NO_PROGRAM] * (room - len(rows))
     flat = torch.tensor([*firsts, *(number for row in rows for number in row)], dtype=torch.int64)
     if device.type == "cuda":
