@@ -82,6 +82,7 @@ class Hardware:
 # PCIe: 25 and 55 GB/s are what copies through page-locked memory reach of generation 4's 31.5 and 5's 63 GB/s on 16 lanes.
 # A node of eight A100 or A800 has its GPUs in pairs behind switches; 13 GB/s for each of eight at once is what the length
 # from which the paper's swap is free says of its nodes. Elsewhere each GPU has a link of its own.
+# Disks: four NVMe drives of a cloud node as DeepSpeed's DeepNVMe report (August 2024) measured them, 5 GB/s in, 10 out.
 PRESETS: dict[str, Hardware] = {
     preset.name: preset
     for preset in (
@@ -100,6 +101,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=300e9,
             gpus_per_node=8,
             host_bytes=2048 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
         Hardware(
             name="a800",  # an A100 whose NVLink is cut to 400 GB/s in sum
@@ -116,6 +119,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=200e9,
             gpus_per_node=8,
             host_bytes=2048 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
         Hardware(
             name="h100",  # SXM5
@@ -132,6 +137,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=450e9,
             gpus_per_node=8,
             host_bytes=2048 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
         Hardware(
             name="h200",  # an H100 with more and faster memory
@@ -148,6 +155,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=450e9,
             gpus_per_node=8,
             host_bytes=2048 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
         Hardware(
             name="b200",
@@ -164,6 +173,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=900e9,
             gpus_per_node=8,
             host_bytes=4096 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
         Hardware(
             name="gh200",  # one Grace with one Hopper over NVLink-C2C; rates as measured in Megatron-LM issue 6491
@@ -180,6 +191,8 @@ PRESETS: dict[str, Hardware] = {
             nvlink_bytes_per_s=450e9,
             gpus_per_node=1,
             host_bytes=480 * GIB,
+            disk_write_bytes_per_s=5e9,
+            disk_read_bytes_per_s=10e9,
         ),
     )
 }

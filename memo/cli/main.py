@@ -25,6 +25,7 @@ COMMANDS = {
     "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),
+    "plan": ("memo.cli.plan", "decide what is kept, moved and recomputed, before anything runs"),
     "simulate": ("memo.cli.simulate", "play a step under an activation plan, with no GPU"),
     "trace": ("memo.cli.trace", "statistics and pictures of a trace"),
     "doctor": ("memo.cli.doctor", "what this machine can do: GPU links, host memory, disks"),

@@ -1,0 +1,191 @@
+"""`memo plan`: what of each layer's activations is kept, moved and recomputed, before anything runs.
+
+From a named model on a named GPU, or from a profile that `memo profile` measured, to a plan that the independent checker
+and the simulator have passed. The tables are `memo.cli.activation_tables`'s, the sweeps `memo.cli.plan_sweep`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING
+
+from memo.cli.activation_tables import activation_summary, activation_table
+from memo.errors import ExitCode, PlanError, UsageError
+from memo.gpt.config import PRESETS as MODELS
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.derive import Layout, derive_profile
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline
+from memo.mip.activation_files import plan_to_json, read_hardware, read_profile
+from memo.mip.activation_prove import prove
+from memo.mip.activation_solve import solve_problem
+from memo.mip.hardware import PRESETS, Hardware, hardware
+from memo.mip.measured import with_measured
+from memo.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from memo.mip.profile import Profile
+
+__all__ = ["Request", "configure", "run"]
+
+_EPILOG = """\
+example:
+  memo plan --model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB -o plan.json
+  memo simulate plan.json -o trace.jsonl
+"""
+
+DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
+"""Of a machine's memories, where no budget is given: the rest is the CUDA context's, the program's and the page cache's."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `memo plan`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    what.add_argument("--variant", choices=("gpt", "llama"), default="gpt", help="the manner of the layers")
+    what.add_argument("--seq", metavar="TOKENS", help="of a sequence, such as 128k or 1m")
+    what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a microbatch (default 1)")
+    what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
+    what.add_argument("--profile", metavar="FILE", help="of memo profile, instead of a model and a length")
+    where = parser.add_argument_group("on what")
+    where.add_argument("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a description")
+    where.add_argument("--gpus", type=int, default=1, metavar="N", help="in all (default 1)")
+    for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
+        where.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{words} parallelism (default 1)")
+    where.add_argument(
+        "--doctor", metavar="FILE", help="what memo doctor --json measured there, instead of the preset's rates"
+    )
+    within = parser.add_argument_group("within")
+    within.add_argument("--device", metavar="SIZE", help="of a GPU (default: 95 %% of its memory)")
+    within.add_argument("--host", metavar="SIZE", help="of a node, its ranks together (default: 80 %%; 0 is none)")
+    within.add_argument("--nvme", default="0", metavar="SIZE", help="of a node's disks (default: none)")
+    within.add_argument("--wear", type=float, metavar="TB", help="terabytes that may be written to them a day")
+    out = parser.add_argument_group("what comes out")
+    out.add_argument("-o", "--output", metavar="FILE", help="write the plan")
+    out.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    out.add_argument(
+        "--sweep", choices=("seq", "device"), help="how the plan moves with the length or the device budget"
+    )
+    out.add_argument("--plot", metavar="FILE", help="draw the sweep: .png, .svg or .pdf")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Plans, has the plan checked and simulated, writes, reports."""
+    request = Request.of(args)
+    for path in filter(None, (args.output, args.plot)):
+        if os.path.lexists(path) and not args.force:
+            raise PlanError(f"{path!r} exists; give -f to overwrite it")
+    if args.sweep is not None:
+        from memo.cli.plan_sweep import run_sweep
+
+        return run_sweep(request, args)
+    if args.plot is not None:
+        raise UsageError(
+            "--plot draws a sweep; give --sweep seq or --sweep device, or see memo simulate for a timeline"
+        )
+    plan = solve_problem(request.problem())
+    simulation = prove(plan)
+    if args.output:
+        from memo.mip.files import write_file
+
+        write_file(args.output, plan_to_json(plan), overwrite=args.force)
+    if args.json:
+        print(json.dumps({**activation_summary(plan), "simulated_step_s": simulation.step_s, "output": args.output}))
+        return ExitCode.OK
+    print(activation_table(plan))
+    off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
+    print(f"checked, and simulated event by event: {off:.2%} off the prediction")
+    if args.output:
+        print(f"Wrote {args.output}")
+    return ExitCode.OK
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked, with files read and sizes understood; a sweep varies it."""
+
+    config: GPTConfig | None
+    """None where a profile is given."""
+    model: str
+    layout: Layout
+    profile: Profile | None
+    machine: Hardware
+    budgets: Budgets
+    accumulate: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Request:
+        """From the command line.
+
+        Raises:
+            UsageError, PlanError: an argument or a file that cannot be understood.
+        """
+        machine = read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware(args.gpu)
+        if args.doctor is not None:
+            machine = with_measured(machine, args.doctor)
+        if (args.profile is None) == (args.model is None):
+            raise UsageError("give either --model and --seq, or --profile")
+        profile = None if args.profile is None else read_profile(args.profile)
+        if args.model is not None and args.seq is None:
+            raise UsageError("--model needs --seq, such as 128k")
+        return cls(
+            config=None if args.model is None else preset(args.model, variant=args.variant),
+            model=args.model or "",
+            layout=_layout(args, profile),
+            profile=profile,
+            machine=machine,
+            budgets=_budgets(args, machine),
+            accumulate=args.accumulate,
+        )
+
+    def problem(self) -> ActivationProblem:
+        """What the planner is asked."""
+        profile = self.profile
+        if profile is None:
+            assert self.config is not None
+            profile = derive_profile(self.config, self.machine, self.layout, name=self.model)
+        return ActivationProblem(
+            profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
+        )
+
+    def _pipeline(self) -> Pipeline:
+        """Ranks of one stage are neighbours: a node holds several stages only where it has more ranks than a stage."""
+        together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
+        return Pipeline(stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together)
+
+
+def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:
+    if args.accumulate < 1:
+        raise UsageError(f"--accumulate {args.accumulate}: a step has at least one microbatch")
+    if profile is not None:
+        known = profile.signature
+        return Layout(tokens=known.tokens, batch=known.batch, gpus=args.gpus, tp=known.tp, cp=known.cp, pp=known.pp)
+    return Layout(
+        tokens=parse_tokens(args.seq, what="--seq"),
+        batch=args.batch,
+        gpus=args.gpus,
+        tp=args.tp,
+        cp=args.cp,
+        pp=args.pp,
+    )
+
+
+def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
+    device = (
+        int(DEVICE_SHARE * machine.device_bytes) if args.device is None else parse_bytes(args.device, what="--device")
+    )
+    host = int(HOST_SHARE * machine.host_bytes) if args.host is None else parse_bytes(args.host, what="--host")
+    if args.wear is not None and not args.wear >= 0:
+        raise UsageError(f"--wear {args.wear}: it is a number of terabytes a day")
+    return Budgets(
+        device_bytes=device,
+        host_bytes=host,
+        disk_bytes=parse_bytes(args.nvme, what="--nvme"),
+        disk_wear_bytes_per_day=None if args.wear is None else args.wear * 1e12,
+        ranks_per_node=min(max(args.gpus, 1), machine.gpus_per_node),
+    )

@@ -1,0 +1,239 @@
+"""`memo plan --sweep`: how step time, levels, tiers and peaks move with the sequence length or with the device's budget."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memo.cli.activation_tables import utilisation
+from memo.cli.output import replacing, say_written
+from memo.cli.plans import table
+from memo.errors import ExitCode, Infeasible, MemoError, UsageError
+from memo.gpt.derive import derive_profile
+from memo.mip.activation import ActivationPlan, LayerPlan
+from memo.mip.activation_cost import device_positions, predict
+from memo.mip.activation_prove import prove
+from memo.mip.activation_solve import solve_problem
+from memo.mip.crossover import crossover_tokens
+from memo.units import format_bytes, format_duration, format_tokens
+
+if TYPE_CHECKING:
+    from memo.cli.plan import Request
+
+__all__ = ["Point", "crossover_of", "run_sweep"]
+
+SHORTEST_TOKENS = 8 << 10
+DEVICE_POINTS = 12
+PLOTS = (".png", ".svg", ".pdf")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One plan of a sweep; the fractions are means over the layers, weighted by what each saves at most."""
+
+    tokens: int
+    device_budget_bytes: int
+    infeasible: str | None = None
+    declined: bool = False
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu_causal: float | None = None
+    alpha: float | None = None
+    """Of the tokens, at level `all`; the paper's letter. The next two are the other levels."""
+    matmuls: float | None = None
+    attention: float | None = None
+    kept: float | None = None
+    """Of all bytes that autograd saves; what the four lack of 1 is recomputed."""
+    host: float | None = None
+    disk: float | None = None
+    added: float | None = None
+    """Recompute and stalls, as a share of the computation."""
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    peak_disk_bytes: int | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Point:
+        """Plans, checks and simulates."""
+        tokens, device = request.layout.tokens, request.budgets.device_bytes
+        try:
+            plan = solve_problem(request.problem())
+        except Infeasible as error:
+            return cls(tokens=tokens, device_budget_bytes=device, infeasible=str(error))
+        prove(plan)
+        figures = utilisation(plan)
+        stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
+        return cls(
+            tokens=tokens,
+            device_budget_bytes=device,
+            declined=plan.declined is not None,
+            step_s=plan.step_s,
+            tokens_per_s=figures["tokens_per_s"],
+            mfu_causal=figures["mfu_causal"],
+            added=(stage.recompute_s + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0,
+            peak_device_bytes=max(stage.peak_device_bytes for stage in plan.stages),
+            peak_host_bytes=max(stage.peak_host_bytes for stage in plan.stages),
+            peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
+            **_means(plan),
+        )
+
+
+def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
+    """Prints the table; exit code 3 where nothing fits at all."""
+    if args.plot is not None and not args.plot.endswith(PLOTS):
+        raise UsageError(f"--plot {args.plot!r}: the name must end in {', '.join(PLOTS)}")
+    if args.output is not None:
+        raise UsageError("-o writes one plan; a sweep makes many")
+    requests = _lengths(request) if args.sweep == "seq" else _devices(request)
+    points = [Point.of(one) for one in requests]
+    length = crossover_of(request)
+    if args.plot is not None:
+        with replacing(Path(args.plot), force=args.force) as sibling:
+            _draw(points, sibling, by=args.sweep, crossover=length)
+    if args.json:
+        found = [dataclasses.asdict(point) for point in points]
+        print(json.dumps({"sweep": args.sweep, "points": found, "full_swap_is_free_from_tokens": length}))
+    else:
+        print(_table(points, by=args.sweep))
+        if length is not None:
+            print(f"\nfull swap hides behind compute from {length:,} tokens")
+        if args.plot is not None:
+            say_written(Path(args.plot))
+    return ExitCode.INFEASIBLE if all(point.infeasible for point in points) else ExitCode.OK
+
+
+def crossover_of(request: Request) -> int | None:
+    """The length from which full swap is free; a derived profile is derived anew at that length until it stands still."""
+    ranks, profile = request.budgets.ranks_per_node, request.problem().profile
+    length = crossover_tokens(profile, request.machine, ranks_per_node=ranks)
+    for _ in range(8):
+        if length is None or request.config is None or abs(length - profile.signature.tokens) <= length / 1000:
+            break
+        layout = dataclasses.replace(request.layout, tokens=max(length, 1))
+        profile = derive_profile(request.config, request.machine, layout)
+        length = crossover_tokens(profile, request.machine, ranks_per_node=ranks)
+    return length
+
+
+def _lengths(request: Request) -> list[Request]:
+    """Doubled from 8k up to the length that was asked."""
+    if request.config is None:
+        raise UsageError("--sweep seq needs --model: a measured profile is of one length")
+    longest = request.layout.tokens
+    lengths = [SHORTEST_TOKENS << power for power in range(40) if SHORTEST_TOKENS << power < longest] + [longest]
+    return [dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=n)) for n in lengths]
+
+
+def _devices(request: Request) -> list[Request]:
+    """From little more than the two rounding buffers to what keeps everything."""
+    problem = request.problem()
+    stages = range(problem.pipeline.stages)
+    least = max(place.resident_bytes for stage in stages for place in device_positions(problem, stage))
+    most = max(stage.peak_device_bytes for stage in predict(problem, [LayerPlan()] * len(problem.profile.layers)))
+    least = min(least + least // 1000, most)
+    sizes = [least + (most - least) * point // (DEVICE_POINTS - 1) for point in range(DEVICE_POINTS)]
+    return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, device_bytes=n)) for n in sizes]
+
+
+def _means(plan: ActivationPlan) -> dict[str, float]:
+    layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
+    whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
+    token_wise = float(sum(layer.levels[0].saved_bytes for layer, _ in layers)) or 1.0
+
+    def of_tokens(number: int) -> float:
+        return sum(layer.levels[0].saved_bytes * own.token_fractions[number] for layer, own in layers) / token_wise
+
+    def of_bytes(tier: str) -> float:
+        return sum(own.saved_bytes(layer) * getattr(own, tier) for layer, own in layers) / whole
+
+    return {
+        "alpha": of_tokens(0),
+        "matmuls": of_tokens(1),
+        "attention": of_tokens(2),
+        **{tier: of_bytes(tier) for tier in ("kept", "host", "disk")},
+    }
+
+
+def _table(points: Sequence[Point], *, by: str) -> str:
+    header = (
+        by,
+        "step",
+        "tokens/s",
+        "mfu_causal",
+        "added",
+        "alpha",
+        "matmuls",
+        "kept",
+        "host",
+        "disk",
+        "device",
+        "note",
+    )
+    return table(header, [_row(point, by=by) for point in points])
+
+
+def _row(point: Point, *, by: str) -> tuple[str, ...]:
+    name = format_tokens(point.tokens) if by == "seq" else format_bytes(point.device_budget_bytes)
+    if point.step_s is None:
+        return (name, *["-"] * 10, "does not fit")
+    step = f"{point.step_s:,.1f} s" if point.step_s >= 100 else format_duration(point.step_s)
+    shares = (point.alpha, point.matmuls, point.kept, point.host, point.disk)
+    return (
+        name,
+        step,
+        f"{point.tokens_per_s:,.0f}",
+        f"{100 * (point.mfu_causal or 0.0):.1f} %",
+        f"{100 * (point.added or 0.0):.2f} %",
+        *(f"{100 * (share or 0.0):.0f} %" for share in shares),
+        format_bytes(point.peak_device_bytes or 0),
+        "declined: fits" if point.declined else "",
+    )
+
+
+def _draw(points: Sequence[Point], path: Path, *, by: str, crossover: int | None) -> None:
+    """Step time's additions above, what becomes of the bytes below."""
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MemoError("pictures need matplotlib: pip install 'memo-train[plot]'") from None
+    rcParams["svg.hashsalt"] = "memo"  # the same sweep gives the same file
+    fitting = [point for point in points if point.step_s is not None]
+    where = [point.tokens if by == "seq" else point.device_budget_bytes / (1 << 30) for point in fitting]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.plot(where, [100 * (point.mfu_causal or 0.0) for point in fitting], marker="o", color="#0072b2")
+    above.set_ylabel("mfu_causal, %")
+    added = above.twinx()
+    added.plot(where, [100 * (point.added or 0.0) for point in fitting], marker="s", color="#d55e00")
+    added.set_ylabel("recompute and stalls, % of compute", color="#d55e00")
+    _stack(below, where, fitting)
+    below.set_xlabel("tokens of a sequence" if by == "seq" else "device budget, GiB")
+    if by == "seq":
+        below.set_xscale("log", base=2)
+        if crossover is not None and where and where[0] <= crossover <= where[-1]:
+            above.axvline(crossover, color="#8a8f98", linestyle=":")
+            above.annotate(f"full swap is free from {crossover:,}", (crossover, 0), fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _stack(axes: Any, where: Sequence[float], points: Sequence[Point]) -> None:
+    parts = {
+        "kept": ([point.kept or 0.0 for point in points], "#0072b2"),
+        "host": ([point.host or 0.0 for point in points], "#009e73"),
+        "disk": ([point.disk or 0.0 for point in points], "#b07d12"),
+    }
+    saved = [sum(shares) for shares in zip(*(part for part, _ in parts.values()), strict=True)]
+    parts["recomputed"] = ([max(1.0 - share, 0.0) for share in saved], "#cc79a7")
+    axes.stackplot(
+        where,
+        *([100 * share for share in shares] for shares, _ in parts.values()),
+        labels=list(parts),
+        colors=[colour for _, colour in parts.values()],
+    )
+    axes.set_ylabel("of what autograd saves, %")
+    axes.legend(loc="center left", fontsize=8)

@@ -1,0 +1,28 @@
+"""The last step before a plan is used: it is played event by event, and must do what it foretells within its budgets."""
+
+from __future__ import annotations
+
+from memo.errors import PlanInvalid
+from memo.mip.activation import ActivationPlan
+from memo.mip.simulate import require_within_budgets, simulate
+from memo.mip.simulation import Simulation
+
+__all__ = ["AGREEMENT", "prove"]
+
+AGREEMENT = 0.02
+"""How far the predicted step time may be from the simulated one, as a share of it."""
+
+
+def prove(plan: ActivationPlan) -> Simulation:
+    """One simulated step of a plan that is fit to be used.
+
+    Raises:
+        PlanInvalid: the step breaks a budget, or takes another time than predicted.
+    """
+    simulation = simulate(plan)
+    require_within_budgets(simulation)
+    if abs(plan.step_s - simulation.step_s) > AGREEMENT * simulation.step_s:
+        raise PlanInvalid(
+            f"the plan predicts a step of {plan.step_s:.4g} s, but played event by event it takes {simulation.step_s:.4g} s"
+        )
+    return simulation
