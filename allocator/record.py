@@ -34,13 +34,7 @@ class Where:
     module: str = ""
     """The innermost module whose code runs, by name."""
     group: str = ""
-    """The layer's pass, such as `layers.3.forward`; empty between layers."""
-    visit: int = 0
-    """Counts the passes: two microbatches visit the same layer twice."""
-
-    def same_pass(self, other: Where | None) -> bool:
-        """True when both are in one pass through one layer, or both outside of all."""
-        return other is not None and (self.group, self.visit) == (other.group, other.visit)
+    """The layer's pass, such as `layers.3.forward`, each pass by a name of its own; empty between layers."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -54,7 +48,8 @@ class Life:
     result: int
     """Which of the operator's results it came in: 0 is the first."""
     where: Where
-    died_in: Where | None = None
+    died_in: str | None = None
+    """The group in which it was freed."""
 
 
 class Recorder(TorchDispatchMode):
@@ -104,7 +99,7 @@ class Recorder(TorchDispatchMode):
                 size=size(life.nbytes),
                 tag=f"{life.where.module} {life.operator.overloadpacket.__name__}".strip(),
                 phase=life.where.phase,
-                group=life.where.group if life.where.same_pass(life.died_in) else "",
+                group=life.where.group if life.where.group == life.died_in else "",
             )
             for number, life in enumerate(self.lives)
         )
@@ -133,7 +128,7 @@ class Recorder(TorchDispatchMode):
     def _freed(self, watch: _Watch) -> None:
         self._watched.discard(watch)
         life = watch.life
-        life.upper, life.died_in = self._clock, self.where
+        life.upper, life.died_in = self._clock, self.where.group
         self._clock += 1
 
 

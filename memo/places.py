@@ -7,6 +7,7 @@ another node speaks up: right to within an operator or two at a module's border.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Places"]
 
-_FORWARD = "forward"
+_FORWARD, _BACKWARD = "forward", "backward"
 _NAMED = "memo_module"
 
 
@@ -37,7 +38,7 @@ class Places:
         self._layers = {layer.name: layer for layer in layers}
         self._hooks: list[RemovableHandle] = []
         self._stack: list[Where] = []
-        self._visits = 0
+        self._visits: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> Places:
         for name, module in self._model.named_modules():
@@ -58,36 +59,31 @@ class Places:
         def begin(_: nn.Module, args: object) -> None:
             before = self._recorder.where
             self._stack.append(before)
-            if name == layer and before.phase == _FORWARD:
-                self._visits += 1
-            inside = before.phase == _FORWARD  # a recompute stays in the pass that asked for it
-            group = f"{layer}.{_FORWARD}" if layer else ""
-            self._recorder.where = dataclasses.replace(
-                before,
-                module=name,
-                group=group if inside else before.group,
-                visit=self._visits if inside and layer else before.visit,
-            )
+            group = before.group  # a layer's part, or a recompute, stays in the pass that runs it
+            if layer and name == layer and before.phase == _FORWARD:
+                self._visits[layer] += 1
+                group = _group(layer, _FORWARD, self._visits[layer])
+            self._recorder.where = dataclasses.replace(before, module=name, group=group)
 
         def end(_: nn.Module, args: object, output: Any) -> None:
-            here = self._recorder.where
+            phase = self._recorder.where.phase
             if self._stack:
                 self._recorder.where = self._stack.pop()
-            if here.phase == _FORWARD:
+            if phase == _FORWARD:
+                group = _group(layer, _BACKWARD, self._visits[layer]) if layer else ""
                 for tensor in output if isinstance(output, tuple) else (output,):
                     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                        self._name(tensor.grad_fn, name, layer, here.visit)
+                        self._name(tensor.grad_fn, Where(phase=_BACKWARD, module=name, group=group))
 
         return [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(end, always_call=True),
         ]
 
-    def _name(self, node: Node, name: str, layer: str, visit: int) -> None:
+    def _name(self, node: Node, reached: Where) -> None:
         if _NAMED in node.metadata:
             return  # the output of an inner module, which says more
-        node.metadata[_NAMED] = name
-        reached = Where(phase="backward", module=name, group=f"{layer}.backward" if layer else "", visit=visit)
+        node.metadata[_NAMED] = reached.module
 
         def reach(_: object) -> None:
             self._recorder.where = reached
@@ -99,3 +95,8 @@ class Places:
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if prefix in self._layers), "")
+
+
+def _group(layer: str, way: str, visit: int) -> str:
+    """One pass through one layer; of several microbatches each has passes of its own."""
+    return f"{layer}.{way}" if visit == 1 else f"{layer}.{way}.{visit}"

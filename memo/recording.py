@@ -164,6 +164,18 @@ def record_step(
         return run.record(exact=exact)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection: it would come when it likes, and free tensors in a cycle at another event each time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Run:
     """One model, ready to step."""
 
@@ -184,13 +196,8 @@ class _Run:
         saved = _Saved(recorder, self._layers)
         offload = self.offload
         moved = 0 if offload is None else offload.moved_nbytes
-        gc.collect()
-        gc.disable()  # a collection at a moment of its own would free tensors in a cycle at another event each time
-        try:
-            with recorder:
-                self._run(recorder, saved)
-        finally:
-            gc.enable()
+        with no_collection(), recorder:
+            self._run(recorder, saved)
         return Recording(
             trace=recorder.trace(exact=exact),
             layers=len(self._layers),

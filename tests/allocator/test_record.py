@@ -57,10 +57,10 @@ def test_results_of_one_operator_are_told_apart() -> None:
 
 def test_only_what_dies_in_the_pass_that_made_it_belongs_to_that_pass() -> None:
     with Recorder() as recorder:
-        recorder.where = Where(group="layers.0.forward", visit=1)
+        recorder.where = Where(group="layers.0.forward")
         inside, outlives, again = (torch.empty(1) for _ in range(3))
         del inside
-        recorder.where = Where(group="layers.0.forward", visit=2)
+        recorder.where = Where(group="layers.0.forward.2")
         del again
         recorder.where = Where()
         del outlives
@@ -108,6 +108,9 @@ def test_the_same_operator_on_other_shapes_or_types_is_asked_again() -> None:
         assert torch.full((2,), True).dtype == torch.bool
         assert torch.full((2,), 1).dtype == torch.int64
         assert a.t().contiguous().stride() == (3, 1)
+        square = torch.ones(4, 4)
+        assert (square * 2).stride() == (4, 1)
+        assert (square.t() * 2).stride() == (1, 4)
 
 
 def test_in_place_operators_return_their_argument_and_raise_its_version() -> None:
@@ -115,7 +118,8 @@ def test_in_place_operators_return_their_argument_and_raise_its_version() -> Non
         x = torch.zeros(4)
         version = x._version
         assert x.mul_(2) is x
-        assert x._version == version + 1
+        assert torch.ops.aten.add_.Tensor(x, 1) is x
+        assert x._version == version + 2
         saved = torch.ones(4, requires_grad=True).exp()
         saved.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,9 @@ from memo.recording import Recording, Role, Step, gpt_step, load_step, record_st
 from memo.swap.checking import CheckingBackend, CheckingDisk
 from memo.swap.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.tiers import DiskTier
+from memo.swap.tokenwise import TokenWise
 
 CPU = torch.device("cpu")
 
@@ -127,7 +130,8 @@ def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
     """The second step of a manager whose copies run at once, into a disk that holds them."""
     backend = CheckingBackend("eager")
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, 64 << 20), None)], min_bytes=64 << 10)
-    manager = Manager(step.model, find_layers(step.model), engine, alpha=alpha)
+    tokenwise = TokenWise(engine, TokenLevels.of_alpha(alpha))
+    manager = Manager(step.model, find_layers(step.model), engine, tokenwise=tokenwise)
     for recorder in (Recorder(), Recorder()):
         recorder.adopt([*step.model.parameters(), *step.inputs])
         with recorder:
@@ -206,8 +210,51 @@ def test_a_group_ends_before_the_next_one_of_its_kind_begins(options: dict[str, 
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(ranges.values())))
 
 
+def test_microbatches_have_passes_of_their_own() -> None:
+    def build() -> Step:
+        one = small()()
+        return Step(model=one.model, loss=lambda: one.loss() + one.loss(), inputs=one.inputs)
+
+    trace = record_step(build).trace
+    lives: dict[str, list[tuple[int, int]]] = {}
+    for a in trace.allocations:
+        lives.setdefault(a.group, []).append((a.lower, a.upper))
+    assert latest(lives["layers.1.forward"]) <= earliest(lives["layers.1.forward.2"])
+    assert latest(lives["layers.1.backward.2"]) <= earliest(lives["layers.1.backward"])
+
+
+def earliest(lives: list[tuple[int, int]]) -> int:
+    return min(lower for lower, _ in lives)
+
+
+def latest(lives: list[tuple[int, int]]) -> int:
+    return max(upper for _, upper in lives)
+
+
 def test_recording_twice_gives_the_same_trace() -> None:
     assert record_step(small(), alpha=0.5) == record_step(small(), alpha=0.5)
+
+
+def test_tensors_in_a_cycle_die_at_no_moment_of_the_collectors_own() -> None:
+    def build() -> Step:
+        model, x = Plain(), torch.randn(2, 16, 8)
+
+        def loss() -> torch.Tensor:
+            for _ in range(20):
+                cycle: list[Any] = [torch.randn(100)]
+                cycle.append(cycle)
+            return model(x)  # type: ignore[no-any-return]
+
+        return Step(model=model, loss=loss)
+
+    seldom = record_step(build)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert record_step(build) == seldom
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
 
 
 class Plain(nn.Module):
