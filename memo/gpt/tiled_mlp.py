@@ -131,7 +131,7 @@ def _input(
     for tokens in _tiles(x.shape[0], tiles):
         _, inner = _through(x[tokens], grad[tokens] @ down[0], activation, wide)
         parts = [one @ weight for one, (weight, _) in zip(inner, wide, strict=True)]
-        made[tokens] = functools.reduce(torch.add, reversed(parts))  # the last first, as autograd adds them up
+        made[tokens] = functools.reduce(torch.add, parts)
     return made
 
 
