@@ -95,6 +95,10 @@ class PlannedAllocator:
         kind = self._kinds.get(signature)
         return None if kind is None else kind.layout
 
+    def layouts(self) -> tuple[ReplayLayout, ...]:
+        """All plans in use, the most recently used signature's last."""
+        return tuple(kind.layout for kind in self._kinds.values() if kind.layout is not None)
+
     @contextlib.contextmanager
     def step(self, signature: Hashable = "step", *, device: int = 0) -> Iterator[None]:
         """Around one whole step: forward, backward, optimizer, and the release of the gradients.

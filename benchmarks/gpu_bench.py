@@ -2,6 +2,7 @@
 
     python3 -m benchmarks.gpu_bench short      350m at 8k tokens: what gpu-check prints
     python3 -m benchmarks.gpu_bench swap       350m and 1.3b at lengths that still fit without offload
+    python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
 Arms run in turn, round by round, on one GPU; ratios are medians over rounds within the run. Exits 3 without a GPU.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import gpu_allocator
 from benchmarks.gpu_check import NO_GPU, gpu
 from benchmarks.results import write_result
 
@@ -39,6 +41,8 @@ ARMS: dict[str, tuple[Case, ...]] = {
     "short": (Case(model="350m", seq=8192, rounds=3),),
     "swap": (Case(model="350m", seq=32768, rounds=4), Case(model="1.3b", seq=8192, rounds=4)),
 }
+ALLOCATOR = "allocator"
+"""An arm of its own: an allocator is chosen once in a process."""
 
 
 def ways(model: GPT) -> dict[str, Callable[[], Any]]:
@@ -175,15 +179,19 @@ def main(names: list[str]) -> int:
     if device is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    wanted = list(ARMS) if names in ([], ["all"]) else names
-    unknown = [name for name in wanted if name not in ARMS]
+    known = [*ARMS, ALLOCATOR]
+    wanted = known if names in ([], ["all"]) else names
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        print(f"gpu-bench: unknown arm {unknown[0]!r}; one of {', '.join(ARMS)}", file=sys.stderr)
+        print(f"gpu-bench: unknown arm {unknown[0]!r}; one of {', '.join(known)}", file=sys.stderr)
         return 2
+    failed = ALLOCATOR in wanted and gpu_allocator.main(["--rounds", "3"]) != 0
     for name in wanted:
+        if name == ALLOCATOR:
+            continue
         cases = [run_case(case) for case in ARMS[name]]
         print(f"Wrote {write_result(f'gpu-bench-{name}', {'device': device, 'cases': cases})}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

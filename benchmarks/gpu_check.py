@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 NO_GPU = 3
 TEST_LIMIT_S = 270
 TABLE_LIMIT_S = 150
+ALLOCATORS_LIMIT_S = 180
 KERNELS_LIMIT_S = 60
 
 
@@ -82,6 +83,9 @@ def main() -> int:
     kernels = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels"], cwd=ROOT, timeout=KERNELS_LIMIT_S, check=False
     )
+    allocators = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_allocator"], cwd=ROOT, timeout=ALLOCATORS_LIMIT_S, check=False
+    )
     path = write_result(
         "gpu-check",
         {
@@ -91,11 +95,13 @@ def main() -> int:
             "tests_s": seconds,
             "table_exit": table.returncode,
             "kernels_exit": kernels.returncode,
+            "allocators_exit": allocators.returncode,
         },
     )
     print(f"tests: {summary}\nspeed table: {'done' if table.returncode == 0 else 'failed'}")
-    print(f"kernels: {'at the bandwidth asked for' if kernels.returncode == 0 else 'failed or too slow'}\nWrote {path}")
-    return 0 if code == 0 and table.returncode == 0 and kernels.returncode == 0 else 1
+    print(f"kernels: {'at the bandwidth asked for' if kernels.returncode == 0 else 'failed or too slow'}")
+    print(f"allocators: {'as promised' if allocators.returncode == 0 else 'failed, see above'}\nWrote {path}")
+    return 0 if code == table.returncode == kernels.returncode == allocators.returncode == 0 else 1
 
 
 if __name__ == "__main__":
