@@ -104,7 +104,9 @@ class LayerProfile:
     """Floating-point operations that are really done: attention as the causal half."""
     backward_flops: float = 0.0
     attention_flops: float = 0.0
-    """The part of `forward_flops` that attention's scores do."""
+    """The part of `forward_flops` that attention's scores do; and of `forward_s`, the time that they take. They alone
+    grow with the square of the length."""
+    attention_s: float = 0.0
     forward_transient_bytes: int = 0
     """The largest sum of bytes that forward has beside what it saves."""
     backward_transient_bytes: int = 0

@@ -155,7 +155,7 @@ def _reasons(plan: ActivationPlan) -> str:
     lines = [f"why not faster: {reason}" for reason in plan.binding]
     length = crossover_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     if length is not None:
-        lines.append(f"full swap hides behind compute from about {length:,} tokens")
+        lines.append(f"full swap hides behind compute from {length:,} tokens")
     return "\n".join(lines)
 
 

@@ -7,6 +7,9 @@ import json
 
 from memo.cli.plans import printable
 from memo.errors import ExitCode, PlanInvalid
+from memo.mip.activation_check import check_plan
+from memo.mip.activation_files import is_activation_plan, read_activation_plan
+from memo.mip.activation_prove import prove
 from memo.mip.check import check
 from memo.mip.files import read_plan
 
@@ -19,6 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit code 5 with the rule and the buffers when the plan is invalid."""
+    if is_activation_plan(args.plan):
+        return _check_activations(args)
     plan = read_plan(args.plan)
     violation = check(plan)
     if args.json:
@@ -30,4 +35,24 @@ def run(args: argparse.Namespace) -> ExitCode:
     if violation is not None:
         raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
     print(f"{printable(args.plan)}: valid, {len(plan.problem.buffers):,} buffers in {len(plan.arenas)} arenas")
+    return ExitCode.OK
+
+
+def _check_activations(args: argparse.Namespace) -> ExitCode:
+    """By the independent checker, and by playing the step."""
+    plan = read_activation_plan(args.plan)
+    violation = check_plan(plan)
+    rule, message = (None, None) if violation is None else (violation.rule.value, violation.message)
+    if rule is None:
+        try:
+            prove(plan)
+        except PlanInvalid as error:
+            rule, message = "simulation", str(error)
+    if args.json:
+        report: dict[str, object] = {"valid": rule is None, "layers": len(plan.layers)}
+        print(json.dumps(report | ({} if rule is None else {"rule": rule, "message": message})))
+        return ExitCode.OK if rule is None else ExitCode.PLAN_INVALID
+    if rule is not None:
+        raise PlanInvalid(f"rule {rule}: {message}")
+    print(f"{printable(args.plan)}: valid, {len(plan.layers):,} layers; a simulated step keeps every budget")
     return ExitCode.OK

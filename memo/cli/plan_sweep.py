@@ -13,7 +13,6 @@ from memo.cli.activation_tables import utilisation
 from memo.cli.output import replacing, say_written
 from memo.cli.plans import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.gpt.derive import derive_profile
 from memo.mip.activation import ActivationPlan, LayerPlan
 from memo.mip.activation_cost import device_positions, predict
 from memo.mip.activation_prove import prove
@@ -24,7 +23,7 @@ from memo.units import format_bytes, format_duration, format_tokens
 if TYPE_CHECKING:
     from memo.cli.plan import Request
 
-__all__ = ["Point", "crossover_of", "run_sweep"]
+__all__ = ["Point", "run_sweep"]
 
 SHORTEST_TOKENS = 8 << 10
 DEVICE_POINTS = 12
@@ -90,7 +89,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         raise UsageError("-o writes one plan; a sweep makes many")
     requests = _lengths(request) if args.sweep == "seq" else _devices(request)
     points = [Point.of(one) for one in requests]
-    length = crossover_of(request)
+    length = crossover_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
         with replacing(Path(args.plot), force=args.force) as sibling:
             _draw(points, sibling, by=args.sweep, crossover=length)
@@ -106,19 +105,6 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
     return ExitCode.INFEASIBLE if all(point.infeasible for point in points) else ExitCode.OK
 
 
-def crossover_of(request: Request) -> int | None:
-    """The length from which full swap is free; a derived profile is derived anew at that length until it stands still."""
-    ranks, profile = request.budgets.ranks_per_node, request.problem().profile
-    length = crossover_tokens(profile, request.machine, ranks_per_node=ranks)
-    for _ in range(8):
-        if length is None or request.config is None or abs(length - profile.signature.tokens) <= length / 1000:
-            break
-        layout = dataclasses.replace(request.layout, tokens=max(length, 1))
-        profile = derive_profile(request.config, request.machine, layout)
-        length = crossover_tokens(profile, request.machine, ranks_per_node=ranks)
-    return length
-
-
 def _lengths(request: Request) -> list[Request]:
     """Doubled from 8k up to the length that was asked."""
     if request.config is None:
@@ -129,12 +115,14 @@ def _lengths(request: Request) -> list[Request]:
 
 
 def _devices(request: Request) -> list[Request]:
-    """From little more than the two rounding buffers to what keeps everything."""
+    """From little more than the two rounding buffers to what keeps everything, or to what the GPU has."""
     problem = request.problem()
     stages = range(problem.pipeline.stages)
     least = max(place.resident_bytes for stage in stages for place in device_positions(problem, stage))
     most = max(stage.peak_device_bytes for stage in predict(problem, [LayerPlan()] * len(problem.profile.layers)))
     least = min(least + least // 1000, most)
+    there = max(request.machine.device_bytes, request.budgets.device_bytes)
+    most = min(most, there) if there > least else most
     sizes = [least + (most - least) * point // (DEVICE_POINTS - 1) for point in range(DEVICE_POINTS)]
     return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, device_bytes=n)) for n in sizes]
 
@@ -215,9 +203,10 @@ def _draw(points: Sequence[Point], path: Path, *, by: str, crossover: int | None
     below.set_xlabel("tokens of a sequence" if by == "seq" else "device budget, GiB")
     if by == "seq":
         below.set_xscale("log", base=2)
+        below.set_xticks(where, [format_tokens(round(tokens)) for tokens in where])
         if crossover is not None and where and where[0] <= crossover <= where[-1]:
-            above.axvline(crossover, color="#8a8f98", linestyle=":")
-            above.annotate(f"full swap is free from {crossover:,}", (crossover, 0), fontsize=8)
+            above.axvline(crossover, color="#8a8f98", linestyle=":", label=f"full swap is free from {crossover:,}")
+            above.legend(loc="lower right", fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -1,12 +1,15 @@
-"""`memo show`: a plan as a table, its arenas first, then where every buffer lies."""
+"""`memo show`: a plan of addresses as a table, its arenas first, then where every buffer lies; or one of activations."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
+from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.plans import arena_table, plan_summary, printable, table
 from memo.errors import ExitCode
+from memo.mip.activation_check import check_plan
+from memo.mip.activation_files import is_activation_plan, read_activation_plan
 from memo.mip.check import check
 from memo.mip.files import read_plan
 
@@ -20,6 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Shows invalid plans, too, and says that they are."""
+    if is_activation_plan(args.plan):
+        return _show_activations(args)
     plan = read_plan(args.plan)
     violation = check(plan)
     if args.json:
@@ -35,6 +40,18 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(f"\n{table(('buffer', 'arena', 'offset', 'bytes', 'start', 'end'), rows)}")
         if len(placed) > len(rows):
             print(f"... and {len(placed) - len(rows):,} more (--buffers {len(placed)})")
+    if violation is not None:
+        print(f"\nINVALID: rule {violation.rule}: {violation.message}")
+    return ExitCode.OK
+
+
+def _show_activations(args: argparse.Namespace) -> ExitCode:
+    plan = read_activation_plan(args.plan)
+    violation = check_plan(plan)
+    if args.json:
+        print(json.dumps({**activation_summary(plan), "valid": violation is None}))
+        return ExitCode.OK
+    print(activation_table(plan))
     if violation is not None:
         print(f"\nINVALID: rule {violation.rule}: {violation.message}")
     return ExitCode.OK

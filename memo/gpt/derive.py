@@ -178,6 +178,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout) -> LayerProfile
         forward_flops=(block.projections + block.attention) * tokens,
         backward_flops=(2 * block.projections + 2 * block.attention) * tokens,
         attention_flops=block.attention * tokens,
+        attention_s=attention_s,
         forward_transient_bytes=round(fixed + f + h),
         # The gradients of the MLP's two wide tensors, of the residual and of one more, and a layer's own in bfloat16.
         backward_transient_bytes=round(fixed + 2 * f + 2 * h + gathered_weights),

@@ -1,0 +1,275 @@
+"""`memo plan`: plans, sweeps, exit codes, files; and what `check`, `show` and `simulate` make of the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memo.cli.main import main
+from memo.errors import ExitCode
+from memo.mip.activation_check import check_plan
+from memo.mip.activation_files import hardware_to_json, profile_to_json, read_activation_plan
+from memo.mip.hardware import PRESETS
+
+PAPER = ["plan", "--model", "7b", "--seq", "1m", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
+PAPER += ["--device", "80GiB"]
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    assert main([*PAPER, "-o", str(path)]) == ExitCode.OK
+    return path
+
+
+def of_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*arguments, "--json"]) == ExitCode.OK
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_papers_headline_run_is_planned_checked_shown_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path = tmp_path / "plan.json"
+    assert main([*PAPER, "-o", str(plan_path)]) == ExitCode.OK
+    written = capsys.readouterr().out
+    assert written.splitlines()[-1] == f"Wrote {plan_path}"
+    assert "host, a node     2 TiB" in written
+    assert check_plan(read_activation_plan(plan_path)) is None
+    assert main(["check", str(plan_path)]) == ExitCode.OK
+    assert "valid, 32 layers" in capsys.readouterr().out
+    assert main(["show", str(plan_path)]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert shown.splitlines() == written.splitlines()[: len(shown.splitlines())]
+    assert main(["simulate", str(plan_path)]) == ExitCode.OK
+    assert "they agree" in capsys.readouterr().out
+
+
+def test_figures_have_their_names_and_units(capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, PAPER)
+    assert report["mfu_causal"] < report["hfu"] < report["mfu_full"] < 1.0
+    assert report["tokens_per_s"] == pytest.approx((1 << 20) / report["step_s"])
+    # 6N + 6Lhs FLOPs a token over eight GPUs of 312 TFLOP/s; N without embedding, 6.44 + 0.21 billion.
+    flops = 6 * (32 * 12 * 4096**2 + 50257 * 4096) + 6 * 32 * 4096 * (1 << 20)
+    assert report["mfu_causal"] == pytest.approx(flops * report["tokens_per_s"] / (8 * 312e12))
+    assert report["step_s"] == pytest.approx(report["simulated_step_s"], rel=1e-6)
+    assert report["status"] == "optimal"
+
+
+def test_the_same_request_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    assert main([*PAPER, "-o", str(again)]) == ExitCode.OK
+    assert again.read_bytes() == plan_path.read_bytes()
+
+
+def test_what_fits_is_declined_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "a800", "--gpus", "8", "--tp", "8"]
+    report = of_json(capsys, short)
+    assert report["status"] == "declined"
+    assert main(short) == ExitCode.OK
+    assert "declined: fits in" in capsys.readouterr().out
+
+
+def test_infeasible_says_what_would_fit_and_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [word if word != "80GiB" else "40GiB" for word in PAPER]
+    assert main(small) == ExitCode.INFEASIBLE
+    words = assert_one_line(capsys)
+    assert "the device lacks" in words
+    least = words.split("the smallest device budget that fits is ")[1].split(" bytes")[0]
+    enough = [word if word != "40GiB" else str(int(least) + (1 << 20)) for word in small]
+    assert main(enough) == ExitCode.OK
+
+
+def test_disks_and_their_wear(capsys: pytest.CaptureFixture[str]) -> None:
+    less_host = [word if word != "2TiB" else "512GiB" for word in PAPER] + ["--nvme", "8TiB"]
+    free = of_json(capsys, less_host)
+    assert free["stages"][0]["disk_written_bytes"] > 0
+    assert main(less_host) == ExitCode.OK
+    assert "TB a day at this rate" in capsys.readouterr().out
+    a_day = 8 * free["stages"][0]["disk_written_bytes"] / free["step_s"] * 86400
+    bounded = of_json(capsys, [*less_host, "--wear", str(a_day / 2e12)])
+    written = 8 * bounded["stages"][0]["disk_written_bytes"] / bounded["step_s"] * 86400
+    assert 0.4 * a_day < written <= a_day / 2 * (1 + 1e-9)
+
+
+def test_pipelines_share_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(
+        capsys,
+        ["plan", "--model", "7b", "--seq", "64k", "--gpu", "a800", "--gpus", "8", "--tp", "2", "--pp", "4", "--accumulate", "8", "--device", "48GiB", "--host", "1TiB"],
+    )
+    host = [stage["peak_host_bytes"] for stage in report["stages"]]
+    assert len(host) == 4
+    assert host[0] > host[3]
+    assert 2 * sum(host) <= 1 << 40
+
+
+def test_a_sweep_over_lengths_shows_where_swap_and_recompute_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = of_json(capsys, [*PAPER, "--sweep", "seq"])
+    points = report["points"]
+    assert [point["tokens"] for point in points] == [8192 << power for power in range(8)]
+    assert points[0]["declined"]
+    assert points[0]["kept"] == 1.0
+    assert points[-1]["host"] > 0.4
+    assert [point["step_s"] for point in points] == sorted(point["step_s"] for point in points)
+    assert 100_000 < report["full_swap_is_free_from_tokens"] < 250_000
+    plot = tmp_path / "sweep.svg"
+    assert main([*PAPER, "--sweep", "seq", "--plot", str(plot)]) == ExitCode.OK
+    assert "full swap hides behind compute from" in capsys.readouterr().out
+    assert "</svg>" in plot.read_text()
+
+
+def test_a_sweep_over_device_budgets_never_gets_slower_with_more(capsys: pytest.CaptureFixture[str]) -> None:
+    report = of_json(capsys, [*PAPER, "--sweep", "device"])
+    times = [point["step_s"] for point in report["points"]]
+    assert len(times) == 12
+    assert times == sorted(times, reverse=True)
+    for point in report["points"]:
+        assert point["peak_device_bytes"] <= point["device_budget_bytes"]
+
+
+def test_a_profile_and_a_machine_from_files_give_the_presets_plan(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, machine = tmp_path / "profile.json", tmp_path / "machine.json"
+    profile.write_text(profile_to_json(read_activation_plan(plan_path).problem.profile))
+    machine.write_text(hardware_to_json(PRESETS["a800"]))
+    again = tmp_path / "again.json"
+    arguments = ["plan", "--profile", str(profile), "--gpu", str(machine), "--gpus", "8", "--host", "2TiB"]
+    assert main([*arguments, "--device", "80GiB", "-o", str(again)]) == ExitCode.OK
+    assert again.read_bytes() == plan_path.read_bytes()
+
+
+DOCTOR = {
+    "gpus": [
+        {
+            "memory_total_bytes": 85 << 30,
+            "link": {
+                "d2h_bytes_per_s": 1e9 * (2 + gpu),
+                "h2d_bytes_per_s": 3e9,
+                "d2h_together_bytes_per_s": 1.5e9,
+                "h2d_together_bytes_per_s": 1.5e9,
+            },
+        }
+        for gpu in range(8)
+    ],
+    "host": {"memory_available_bytes": 1 << 41},
+    "disks": [{"rates": {"write_bytes_per_s": 7e9, "read_bytes_per_s": 8e9}}, {"rates": None}],
+    "striped": None,
+}
+
+
+def test_a_doctors_report_replaces_the_presets_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, plan = tmp_path / "doctor.json", tmp_path / "plan.json"
+    report.write_text(json.dumps(DOCTOR))
+    assert main([*PAPER, "--doctor", str(report), "-o", str(plan)]) == ExitCode.OK
+    machine = read_activation_plan(plan).problem.hardware
+    assert (machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, machine.duplex_bytes_per_s) == (2e9, 3e9, 3e9)
+    assert (machine.device_bytes, machine.host_bytes) == (85 << 30, 1 << 41)
+    assert (machine.disk_write_bytes_per_s, machine.disk_read_bytes_per_s) == (7e9, 8e9)
+    assert machine.peak_flops == PRESETS["a800"].peak_flops
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "no list of gpus"),
+        ('{"gpus": [{"link": {"d2h_bytes_per_s": "fast"}}], "disks": []}', "is no rate"),
+        ('{"gpus": [], "disks": [{"rates": {"write_bytes_per_s": -1}}]}', "is no rate"),
+        ("[", "not JSON"),
+    ],
+)
+def test_a_report_that_is_none_is_one_line(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "doctor.json"
+    report.write_text(text)
+    assert main([*PAPER, "--doctor", str(report)]) == ExitCode.FAILURE
+    assert words in assert_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--gpu", "a800"], ExitCode.USAGE, "either --model"),
+        (["--gpu", "a800", "--model", "7b"], ExitCode.USAGE, "--seq"),
+        (["--gpu", "a900", "--model", "7b", "--seq", "8k"], ExitCode.USAGE, "unknown GPU"),
+        (["--gpu", "a800", "--model", "8b", "--seq", "8k"], ExitCode.USAGE, "unknown model"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--tp", "2"], ExitCode.USAGE, "no multiple"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--gpus", "0"], ExitCode.USAGE, "gpus is 0"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--host", "8 gigs"], ExitCode.USAGE, "cannot read"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--accumulate", "0"], ExitCode.USAGE, "at least one"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--wear", "-1"], ExitCode.USAGE, "--wear"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--plot", "x.png"], ExitCode.USAGE, "--sweep"),
+        (["--gpu", "missing.json", "--model", "7b", "--seq", "8k"], ExitCode.FAILURE, "cannot read"),
+        (["--gpu", "a800", "--profile", "missing.json"], ExitCode.FAILURE, "cannot read"),
+        (
+            ["--gpu", "a800", "--model", "7b", "--seq", "8k", "--sweep", "seq", "--plot", "x.bmp"],
+            ExitCode.USAGE,
+            ".png",
+        ),
+        (
+            ["--gpu", "a800", "--model", "7b", "--seq", "8k", "--sweep", "seq", "-o", "x.json"],
+            ExitCode.USAGE,
+            "one plan",
+        ),
+    ],
+)
+def test_exit_codes(
+    arguments: list[str],
+    code: ExitCode,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments]) == code
+    assert words in assert_one_line(capsys)
+
+
+def test_existing_files_are_kept_without_force(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    before = plan_path.read_bytes()
+    assert main([*PAPER, "-o", str(plan_path)]) == ExitCode.FAILURE
+    assert "exists" in assert_one_line(capsys)
+    assert plan_path.read_bytes() == before
+    assert main([*PAPER, "-o", str(plan_path), "-f"]) == ExitCode.OK
+
+
+def test_a_plan_that_was_edited_is_invalid_and_shown_as_such(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = json.loads(plan_path.read_text())
+    root["layers"][5] |= {"kept": 1.0, "host": 0.0}
+    plan_path.write_text(json.dumps(root))
+    capsys.readouterr()
+    assert main(["check", str(plan_path)]) == ExitCode.PLAN_INVALID
+    assert "rule device" in assert_one_line(capsys)
+    assert main(["check", str(plan_path), "--json"]) == ExitCode.PLAN_INVALID
+    assert json.loads(capsys.readouterr().out)["rule"] == "device"
+    assert main(["show", str(plan_path)]) == ExitCode.OK
+    assert "INVALID: rule device" in capsys.readouterr().out
+
+
+def test_names_from_files_reach_the_terminal_escaped(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = json.loads(plan_path.read_text())
+    root["problem"]["profile"]["signature"]["model"] = "\x1b[31mred"
+    root["problem"]["hardware"]["name"] = "\x1b]0;title\x07"
+    plan_path.write_text(json.dumps(root))
+    capsys.readouterr()
+    assert main(["show", str(plan_path)]) == ExitCode.OK
+    assert "\x1b" not in capsys.readouterr().out
