@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", help="another profile than the plan's own, as `memo profile` writes it"
     )
     parser.add_argument(
-        "--hardware", metavar="NAME|FILE", help=f"the links of another machine: {', '.join(PRESETS)}, or a description in JSON"
+        "--hardware", metavar="NAME|FILE", help=f"another machine's links: {', '.join(PRESETS)}, or a JSON file"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the timeline; of several stages, into this directory"
