@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 NO_GPU = 3
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name still holds for torch 2.8 and before
 ARMS = {"torch": None, "expandable segments": "expandable_segments:True", "planned": None}
-LEARNING = 8
+LEARNING = 5
 """Steps before the measured ones: warm-up, recording, and plans that learn how late copies let go of memory."""
 
 
