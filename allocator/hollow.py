@@ -147,7 +147,7 @@ class Hollow(TorchDispatchMode):
 
     def _fake_of(self, tensor: torch.Tensor) -> FakeTensor:
         elem = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-        return FakeTensor(self._fake, elem, _CPU)  # type: ignore[no-untyped-call]
+        return FakeTensor(self._fake, elem, _CPU)
 
 
 class _Kind(enum.Enum):

@@ -151,7 +151,7 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
         return super().__new__(cls, storage, callback)
 
     def __init__(self, storage: torch.UntypedStorage, callback: Any, life: Life) -> None:
-        super().__init__(storage, callback)
+        super().__init__(storage, callback)  # type: ignore[call-arg]
         self.life = life
 
     __hash__ = object.__hash__

@@ -95,7 +95,7 @@ class _Nowhere:
     name = TierName.HOST
     lane_out = Lane.D2H
     lane_in = Lane.H2D
-    budget = None
+    budget: int | None = None
 
     def __init__(self) -> None:
         self.used = 0

@@ -81,9 +81,10 @@ class Places:
         ]
 
     def _name(self, node: Node, reached: Where) -> None:
-        if _NAMED in node.metadata:
+        notes: dict[str, Any] = node.metadata  # type: ignore[assignment]  # declared as the method it is not
+        if _NAMED in notes:
             return  # the output of an inner module, which says more
-        node.metadata[_NAMED] = reached.module
+        notes[_NAMED] = reached.module
 
         def reach(_: object) -> None:
             self._recorder.where = reached

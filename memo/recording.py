@@ -112,7 +112,7 @@ def load_step(name: str) -> Callable[..., Step]:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{name}: {error}") from None
 
@@ -305,7 +305,7 @@ def _checkpoint(layers: list[Layer]) -> None:
     for layer in layers:
         # The state of the generators lies in host memory on a GPU machine; without a dropout nobody asks for it.
         whole = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, preserve_rng_state=False)
-        layer.module.forward = whole  # type: ignore[method-assign]
+        layer.module.forward = whole
 
 
 def _adam(model: nn.Module) -> torch.optim.AdamW:
