@@ -3,6 +3,9 @@
 Owns the files and who has which bytes, not their transfer. Several directories are striped block by block: byte L of the
 space is in file (L / block) mod n. Space is allocated on the file system before it is given out, so a full disk shows at
 construction or at `reserve`, hardly ever in a write.
+
+From the second step on extents lie where a plan of the first step's lives puts them, without holes; a step is over when
+nothing is held. The plan is advice (memo.swap.layout): what does not follow it is served by first fit.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 from memo.errors import ScratchFull, SwapError
 from memo.swap.diskop import DiskExtent, Piece
 from memo.swap.freelist import FreeList
+from memo.swap.layout import StepRecorder
 from memo.swap.rawfile import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
 from memo.units import format_bytes
 
@@ -56,6 +60,8 @@ class ScratchSpace:
         self._growing = capacity is None
         self._spare_bytes = spare_bytes
         self._free = FreeList(0, align=BLOCK_ALIGN)
+        self._recorder = StepRecorder()
+        self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, and the step
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -79,11 +85,27 @@ class ScratchSpace:
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
         """A range of at least `nbytes`, or None when the budget, or the file system, is used up."""
+        if nbytes <= 0:
+            raise ValueError(f"cannot reserve {nbytes} bytes")
         with self._lock:
+            if not self._claims:
+                self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
+            number, planned = self._recorder.claim(nbytes)
+            offset = self._place(nbytes, planned)
+            if offset is None:
+                return None
+            self._claims[offset] = number, self._recorder.step
+        return DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN)
+
+    def _place(self, nbytes: int, planned: int | None) -> int | None:
+        if planned is not None:
+            if self._free.allocate_at(planned, nbytes):
+                return planned
+            self._recorder.missed()
+        offset = self._free.allocate(nbytes)
+        if offset is None and self._growing and self._grow(nbytes):
             offset = self._free.allocate(nbytes)
-            if offset is None and self._growing and self._grow(nbytes):
-                offset = self._free.allocate(nbytes)
-        return None if offset is None else DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN)
+        return offset
 
     def release(self, extent: DiskExtent) -> None:
         """Gives the range back.
@@ -100,6 +122,7 @@ class ScratchSpace:
                 raise SwapError(f"the extent at {extent.offset} is released twice")
             extent.released = True
             self._free.free(extent.offset)
+            self._recorder.release(*self._claims.pop(extent.offset))
 
     def close(self) -> None:
         """Closes the files. Idempotent."""
