@@ -1,8 +1,8 @@
-"""`make gpu-check`: everything that needs a GPU, in one command, within eight minutes.
+"""`make gpu-check`: everything that needs a GPU, in one command, within twelve minutes.
 
     python3 -m benchmarks.gpu_check
 
-Runs the tests marked `gpu` and a short speed table with the interpreter it is started with, installs nothing but this
+Runs the tests marked `gpu`, a short speed table, kernels and allocators with the interpreter it is started with, installs nothing but this
 package (offline), prints a summary and writes a dated JSON file. Exits 3 where there is no CUDA GPU, 1 when a test fails.
 """
 
