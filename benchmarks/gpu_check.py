@@ -2,8 +2,9 @@
 
     python3 -m benchmarks.gpu_check
 
-Runs the tests marked `gpu`, a short speed table, kernels and allocators with the interpreter it is started with, installs nothing but this
-package (offline), prints a summary and writes a dated JSON file. Exits 3 where there is no CUDA GPU, 1 when a test fails.
+Runs the tests marked `gpu`, a short speed table, kernels and allocators with the interpreter it is started with, installs
+nothing but this package (offline), prints a summary and writes a dated JSON file. Exits 3 where there is no CUDA GPU, 1 when
+a test fails or a figure is not what was promised.
 """
 
 from __future__ import annotations
