@@ -121,7 +121,7 @@ def test_timeout_crash_and_interrupt_have_codes_of_their_own(
         def run(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(ArenaSolver, "run", run)
+        monkeypatch.setattr(ArenaSolver, "portfolio", run)
 
     fail(SolverFailed("highs failed"))
     assert main(hard) == ExitCode.FAILURE
