@@ -206,7 +206,9 @@ class Manager:
             self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
-        self._saving = saved_tensors_hooks(self._tokenwise.pack, self._engine.unpack)
+        # With nothing to note, one call less for each saved tensor.
+        pack = self._engine.pack if self._tokenwise.alpha == 1.0 else self._tokenwise.pack
+        self._saving = saved_tensors_hooks(pack, self._engine.unpack)
         self._saving.__enter__()
         return self
 

@@ -86,6 +86,14 @@ def view_of_parameter(tensor: torch.Tensor) -> bool:
     return base is not None and isinstance(base, Parameter)
 
 
+def never_moves(tensor: torch.Tensor) -> bool:
+    """True for a plain strided tensor that is seen through a parameter, or is more than its bytes."""
+    base = tensor._base
+    if base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter):  # the exact type is asked first:
+        return True  # being a Parameter is decided in Python
+    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+
+
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
     """True for autocast's low-precision copy of a parameter and views of it, found by walking back to the leaf."""
     node: Any = tensor.grad_fn

@@ -26,22 +26,28 @@ import collections
 import threading
 import time
 import warnings
-import weakref
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
 from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError
-from memo.swap.capture import (
-    argument_storages,
-    cast_of_parameter,
-    has_hidden_state,
-    is_sharded,
-    local_part,
-    view_of_parameter,
-)
+from memo.swap.capture import argument_storages, cast_of_parameter, is_sharded, local_part, never_moves
+from memo.swap.identity import Identities
 from memo.swap.journal import Journal
-from memo.swap.saved import Group, Handle, Kept, SavedStorage, Sharded, State, storage_bytes
+from memo.swap.saved import (
+    AWAY,
+    BACK,
+    GONE,
+    LEAVING,
+    LIVE,
+    RETURNING,
+    Group,
+    Handle,
+    Kept,
+    SavedStorage,
+    Sharded,
+)
 from memo.swap.stats import Stats
 from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes
@@ -90,9 +96,9 @@ class Engine:
         self._changed = None if self._journal is None else self._journal.changed
         self._dropping = self._drop  # one bound method, not one for each storage
         self._device = backend.device
-        self._nothing = torch.empty(0, device=backend.device)
-        # Storage -> its life, held weakly, or _KEEP. The storage object itself is the identity: addresses are reused (R2).
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each type
+        self._known = Identities()  # storage -> its life, held weakly, or _KEEP
         self._groups: dict[int, Group] = {}
         self._next_index = 0
         self._calls: collections.Counter[int] = collections.Counter()
@@ -109,7 +115,6 @@ class Engine:
         self._lock = threading.Lock()
         # How many elements each parameter has, and of which types: a cast of one has as many, of another type.
         self._parameter_types: dict[int, set[torch.dtype]] = {}
-        self._blank: dict[torch.dtype, torch.Tensor] = {}
         self._warned: set[str] = set()
         self._closed = False
 
@@ -181,7 +186,7 @@ class Engine:
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The life of a storage that autograd saved."""
-        known = self._known.get(storage)
+        known = self._known.find(ref(storage))
         saved: SavedStorage | None = None if known is None or known is _KEEP else known()
         return None if saved is None or saved.ended else saved
 
@@ -201,7 +206,7 @@ class Engine:
             group.held = False
             for saved in group.living():
                 saved.part = parts.get(saved)
-                if saved.state is State.LIVE and saved.source is not None and not group.wait_for_next:
+                if saved.state is LIVE and saved.source is not None and not group.wait_for_next:
                     self._send(saved, saved.source)
 
     def _has_room(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> bool:
@@ -240,28 +245,29 @@ class Engine:
         if kind is not torch.Tensor or tensor.layout is not torch.strided:
             return self._pack_other(tensor)
         storage = tensor.untyped_storage()
-        known = self._known.get(storage)
-        if known is _KEEP or storage.nbytes() < self._min_bytes or tensor.device != self._device:
+        known = self._known.find(ref(storage))
+        if known is _KEEP:
             return Kept(tensor)
         with self._lock:
-            stats = self.stats
-            stats.packed += 1
-            saved = known() if known is not None else None
-            if saved is not None and saved.ended:
-                # Its last handle died while it was being copied; that copy still reads the source.
-                self._end_dropped()
-                self._clear_limbo()
-                saved = None
-            if saved is None or saved.version != tensor._version:
-                if storage in group.external or self._stays(tensor, storage):
-                    self._known[storage] = _KEEP
-                    return Kept(tensor)
-                saved = self._take(tensor, storage, group)
+            saved = None if known is None else known()
+            if saved is not None and not saved.ended and saved.version == tensor._version:
+                self.stats.deduplicated += 1
             else:
-                stats.deduplicated += 1
+                if saved is not None and saved.ended:
+                    # Its last handle died while it was being copied; that copy still reads the source.
+                    self._end_dropped()
+                    self._clear_limbo()
+                nbytes = storage.nbytes()
+                if nbytes < self._min_bytes or self._stays(tensor, storage, nbytes, group):
+                    return Kept(tensor)
+                saved = self._take(tensor, storage, nbytes, group)
+            self.stats.packed += 1
         if self._dropped:
             self._drain()
-        return Handle(tensor, saved, self._nothing)
+        nothing = self._nothing.get(tensor.dtype)
+        if nothing is None:
+            nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return Handle(tensor, saved, nothing)
 
     def _pack_other(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """Parameters, sparse tensors and most subclasses stay; of a DTensor the local part moves."""
@@ -281,41 +287,58 @@ class Engine:
 
         A recompute asks too, which says nothing of where backward is: `by_backward` is then false.
         """
-        if type(handle) is Kept:
-            return handle.get()
-        if type(handle) is Sharded:
-            return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
-        assert type(handle) is Handle
-        handle.check()
-        blank = self._blank.get(handle.dtype)
-        if blank is None:
-            blank = self._blank[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._device)
-        part = handle.saved.part
-        if part is not None and handle.saved.source is None and not part.filled:
-            self._recompute(handle.saved, part)
+        if type(handle) is not Handle:
+            return self._unpack_other(handle, by_backward)
+        if handle.guard._version != handle.version:
+            raise handle.modified()
+        saved = handle.saved
+        if saved.part is not None and saved.source is None and not saved.part.filled:
+            self._recompute(saved, saved.part)
         with self._lock:
-            tensor = handle.rebuild(self._bring(handle.saved, by_backward), blank)
+            if by_backward and saved.group is not self._reading and not self._closed:
+                self._reach(saved.group)
+            if saved.state is not BACK:
+                self._bring(saved)
+            buffer = saved.source
+            if buffer is None:
+                buffer = saved.returned
+                assert buffer is not None
+                self.backend.compute_uses(buffer)
         if self._dropped:
             self._drain()
-        return tensor
+        # Inductor asserts the exact offset, size and stride.
+        return handle.guard.new().set_(buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+
+    def _unpack_other(self, handle: Kept | Sharded, by_backward: bool) -> torch.Tensor:
+        if type(handle) is Sharded:
+            return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
+        assert type(handle) is Kept
+        if handle.tensor._version != handle.version:
+            raise handle.modified()
+        return handle.tensor
 
     # Out of the device.
 
-    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        if view_of_parameter(tensor) or has_hidden_state(tensor):
-            return True
-        types = self._parameter_types.get(storage.nbytes() // tensor.itemsize)
-        return types is not None and types != {tensor.dtype} and cast_of_parameter(tensor)
+    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> bool:
+        """Whether this storage never moves (R3); if so it is not looked at again."""
+        if not (storage in group.external or tensor.device != self._device or never_moves(tensor)):
+            types = self._parameter_types.get(nbytes // tensor.itemsize)
+            if types is None or types == {tensor.dtype} or not cast_of_parameter(tensor):
+                return False
+        self._known[storage] = _KEEP
+        return True
 
-    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: Group) -> SavedStorage:
-        source = storage_bytes(storage, self._device)
-        saved = SavedStorage(source, tensor._version, group, self._dropping, self._changed)
-        weak = weakref.ref(saved)
-        self._known[storage] = weak
+    def _take(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group
+    ) -> SavedStorage:
+        """The life of a storage begins."""
+        source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
+        saved = SavedStorage(source, nbytes, tensor._version, group, self._dropping, self._changed)
+        self._known[storage] = weak = ref(saved)
         group.saved.append(weak)
         group.alive += 1
         self.stats.live_entries += 1
-        self.stats.came_to_device(saved.nbytes)
+        self.stats.came_to_device(nbytes)
         if self._journal is not None:
             self._journal.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
@@ -326,7 +349,7 @@ class Engine:
         """Issues the copy out (E1)."""
         nbytes = saved.moving_nbytes
         if nbytes == 0:
-            saved.move_to(State.LEAVING)  # all of it will be computed again
+            saved.move_to(LEAVING)  # all of it will be computed again
             return
         place = self.tiers[0].claim(nbytes) or self._claim(saved)
         saved.place = place
@@ -334,7 +357,7 @@ class Engine:
             source = saved.part.leaving(source, self.backend)
         saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, nbytes)
-        saved.move_to(State.LEAVING)
+        saved.move_to(LEAVING)
         if self._journal is not None:
             self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
 
@@ -367,27 +390,24 @@ class Engine:
         if group is not None:
             group.wait_for_next = False
             for saved in group.living():
-                if saved.state is State.LIVE and saved.source is not None:
+                if saved.state is LIVE and saved.source is not None:
                     self._send(saved, saved.source)
 
     def _retire(self, group: Group) -> None:
         """Drops the sources of an earlier layer's storages, ordered after their copies (E2)."""
         begin = time.monotonic_ns()
         for saved in group.living():
-            if saved.state is State.LEAVING:
+            if saved.state is LEAVING:
                 try:
                     self._copied_out(saved)
                 except StoreWriteError as error:
                     self._rescue(saved, error)
-                self._give_up_source(saved)
+                saved.source = None
+                if saved.part is not None:
+                    saved.part.outgoing = None
                 self.stats.device_bytes -= saved.nbytes
-                saved.move_to(State.AWAY)
+                saved.move_to(AWAY)
         self._stalled(begin, StallCause.DRAIN, group.module)
-
-    def _give_up_source(self, saved: SavedStorage) -> None:
-        saved.source = None
-        if saved.part is not None:
-            saved.part.outgoing = None
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -395,7 +415,7 @@ class Engine:
         failed = saved.place
         assert failed is not None
         assert saved.source is not None
-        saved.move_to(State.LIVE)
+        saved.move_to(LIVE)
         saved.place = saved.out = None
         failed.release()
         if self._spill:
@@ -407,71 +427,82 @@ class Engine:
                     source = saved.source if saved.part is None else saved.part.leaving(saved.source, self.backend)
                     saved.out = place.leave(source, after=self._written())
                     self.stats.moved(tier.name, saved.moving_nbytes)
-                    saved.move_to(State.LEAVING)
+                    saved.move_to(LEAVING)
                     self._copied_out(saved)
                     return
         raise error
 
     # Back to the device.
 
-    def _bring(self, saved: SavedStorage, by_backward: bool) -> torch.Tensor:
-        self._refuse_if_closed(saved)
-        if by_backward and saved.group is not self._reading and not self._closed:
-            self._reach(saved.group)
+    def _bring(self, saved: SavedStorage) -> None:
+        """Backward asks for a storage for the first time since its forward."""
         if saved.source is not None:
             self._forward(saved)
-            return saved.source
+            return
         how = UseKind.PREFETCHED
-        if saved.state is State.AWAY:
+        if saved.state is AWAY:
+            self._refuse_if_closed(saved)
             how = UseKind.FETCHED
-            self._fetch(saved)
-        if saved.state is State.RETURNING:
-            begin = time.monotonic_ns()
-            try:
-                self._copied_back(saved)
-            except SwapError:
-                saved.returned = saved.returning = None
-                if saved.part is not None:
-                    saved.part.forget()
-                self.stats.device_bytes -= saved.nbytes
-                saved.move_to(State.AWAY)
-                raise
-            finally:
-                self._stalled(begin, StallCause.RELOAD, saved.group.module, saved.id)
+            self._fetch([saved])
+        begin = time.monotonic_ns()
+        try:
+            self._copied_back(saved)
+        except SwapError:
+            saved.returned = saved.returning = None
             if saved.part is not None:
-                assert saved.returned is not None
-                saved.part.returned(saved.returned, self.backend)
-            saved.move_to(State.BACK)
-            self._count_use(saved, how)
-        assert saved.returned is not None
-        self.backend.compute_uses(saved.returned)
-        return saved.returned
+                saved.part.forget()
+            self.stats.device_bytes -= saved.nbytes
+            saved.move_to(AWAY)
+            raise
+        finally:
+            self._stalled(begin, StallCause.RELOAD, saved.group.module, saved.id)
+        if saved.part is not None:
+            assert saved.returned is not None
+            saved.part.returned(saved.returned, self.backend)
+        saved.move_to(BACK)
+        self._count_use(saved, how)
 
     def _forward(self, saved: SavedStorage) -> None:
         """Backward came before the source was dropped: it gets the source, and a copy that has not begun is undone."""
-        if saved.state is State.LEAVING and saved.out is not None:
+        if saved.state is LEAVING and saved.out is not None:
             assert saved.place is not None
             if saved.out.cancel():
                 self.stats.cancelled += 1
                 self.stats.moved(saved.place.tier.name, -saved.moving_nbytes)
                 saved.place.release()
                 saved.place = saved.out = None
-                saved.move_to(State.LIVE)
+                saved.move_to(LIVE)
         self.stats.bytes_forwarded += saved.nbytes
         self._count_use(saved, UseKind.LIVE)
 
-    def _fetch(self, saved: SavedStorage) -> None:
-        """Allocates the buffer on the compute stream and issues the reload into it (E3)."""
-        buffer = self.backend.empty(saved.nbytes)
-        if saved.place is not None:
-            target = buffer if saved.part is None else saved.part.returning(buffer, self.backend)
-            saved.returning = saved.place.enter(target, after=self._allocated())
+    def _fetch(self, wanted: Sequence[SavedStorage]) -> None:
+        """Allocates buffers on the compute stream and issues the reloads into them, all after one event (E3).
+
+        Raises:
+            torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
+        """
+        buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for saved in wanted:
+                buffer = self.backend.empty(saved.nbytes)
+                buffers.append((buffer, buffer if saved.part is None else saved.part.returning(buffer, self.backend)))
+        finally:
+            if buffers:
+                event = self._allocated()
+                for saved, (buffer, target) in zip(wanted, buffers, strict=False):
+                    self._reload(saved, buffer, target, event)
+
+    def _reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
+        nbytes = saved.moving_nbytes
+        place = saved.place
+        if place is not None:
+            saved.returning = place.enter(target, after=event)
         saved.returned = buffer
         self.stats.came_to_device(saved.nbytes)
-        self.stats.bytes_reloaded += saved.moving_nbytes
-        saved.move_to(State.RETURNING)
-        if self._journal is not None and saved.place is not None and saved.returning is not None:
-            self._journal.copying(saved.id, saved.moving_nbytes, saved.place.tier.lane_in, saved.returning)
+        self.stats.bytes_reloaded += nbytes
+        saved.move_to(RETURNING)
+        if self._journal is not None and place is not None and saved.returning is not None:
+            self._journal.copying(saved.id, nbytes, place.tier.lane_in, saved.returning)
 
     def _recompute(self, saved: SavedStorage, part: Partial) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
@@ -479,8 +510,8 @@ class Engine:
             self._refuse_if_closed(saved)
             if saved.group is not self._reading and not self._closed:
                 self._reach(saved.group)
-            if saved.state is State.AWAY:
-                self._fetch(saved)
+            if saved.state is AWAY:
+                self._fetch([saved])
         begin = time.monotonic_ns()
         began = None if self._journal is None else self._journal.stamp()
         part.call.recompute(self._fill)
@@ -498,8 +529,8 @@ class Engine:
         with self._lock:
             if saved.source is not None or not saved.part.lacks(span.first):
                 return
-            if saved.state is State.AWAY:
-                self._fetch(saved)
+            if saved.state is AWAY:
+                self._fetch([saved])
             assert saved.returned is not None
             self.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self.backend)
 
@@ -522,7 +553,7 @@ class Engine:
             if following is None or (ahead and room is None):
                 break
             if room is not None:
-                nbytes = sum(saved.nbytes for saved in following.living() if saved.state is State.AWAY)
+                nbytes = sum(saved.nbytes for saved in following.living() if saved.state is AWAY)
                 if ahead and nbytes > room:  # one layer ahead is what overlap needs in any case
                     break
                 room -= nbytes
@@ -533,13 +564,12 @@ class Engine:
 
         What is not reloaded here is fetched when backward asks for it, when less is held than now.
         """
-        for saved in reversed(group.living()):  # backward asks in about this order
-            if saved.state is State.AWAY:
-                try:
-                    self._fetch(saved)
-                except torch.OutOfMemoryError:
-                    self._warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
-                    return False
+        away = [saved for saved in reversed(group.living()) if saved.state is AWAY]  # backward asks in about this order
+        try:
+            self._fetch(away)
+        except torch.OutOfMemoryError:
+            self._warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
+            return False
         return True
 
     def _following(self, group: Group) -> Group | None:
@@ -584,7 +614,7 @@ class Engine:
             self._groups.pop(group.index, None)
         if self._in_flight(saved) is None:
             self._free(saved)
-        elif saved.state is State.LEAVING and saved.out is not None and saved.out.cancel():
+        elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
             self.stats.cancelled += 1
             self.stats.moved(saved.place.tier.name, -saved.moving_nbytes)
@@ -617,16 +647,16 @@ class Engine:
                 self._limbo.append(saved)
 
     def _free(self, saved: SavedStorage) -> None:
-        if saved.source is not None or saved.returned is not None:
+        if saved.on_device:
             self.stats.device_bytes -= saved.nbytes
-        self._give_up_source(saved)
-        saved.returned = None
+        saved.source = saved.returned = None
         if saved.part is not None:
+            saved.part.outgoing = None
             saved.part.forget()
         if saved.place is not None:
             saved.place.release()
             saved.place = None
-        saved.move_to(State.GONE)
+        saved.move_to(GONE)
 
     # The ordering edges, one method each.
 
@@ -650,9 +680,9 @@ class Engine:
 
     def _in_flight(self, saved: SavedStorage) -> Event | None:
         """E5: the copy that may still touch the buffers of a storage whose handles are gone."""
-        if saved.state is State.LEAVING:
+        if saved.state is LEAVING:
             event = saved.out
-        elif saved.state is State.RETURNING:
+        elif saved.state is RETURNING:
             event = saved.returning
         else:
             return None

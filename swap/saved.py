@@ -26,24 +26,40 @@ if TYPE_CHECKING:
     from memo.swap.partial import Partial
     from memo.swap.tiers import Place
 
-__all__ = ["Group", "Handle", "Kept", "SavedStorage", "Sharded", "State", "storage_bytes"]
+__all__ = [
+    "AWAY",
+    "BACK",
+    "GONE",
+    "LEAVING",
+    "LIVE",
+    "RETURNING",
+    "Group",
+    "Handle",
+    "Kept",
+    "SavedStorage",
+    "Sharded",
+    "State",
+]
+
+# An attribute of an enumeration costs more to look up than all else in a transition.
+LIVE = State.LIVE
+LEAVING = State.LEAVING
+AWAY = State.AWAY
+RETURNING = State.RETURNING
+BACK = State.BACK
+GONE = State.GONE
 
 _NEXT: dict[State, frozenset[State]] = {
-    State.LIVE: frozenset({State.LEAVING, State.GONE}),
+    LIVE: frozenset({LEAVING, GONE}),
     # back to live: the copy out was cancelled, or failed with the source still held
-    State.LEAVING: frozenset({State.AWAY, State.LIVE, State.GONE}),
-    State.AWAY: frozenset({State.RETURNING, State.GONE}),
-    State.RETURNING: frozenset({State.BACK, State.AWAY, State.GONE}),
-    State.BACK: frozenset({State.GONE}),
-    State.GONE: frozenset(),
+    LEAVING: frozenset({AWAY, LIVE, GONE}),
+    AWAY: frozenset({RETURNING, GONE}),
+    RETURNING: frozenset({BACK, AWAY, GONE}),
+    BACK: frozenset({GONE}),
+    GONE: frozenset(),
 }
 
 _ids = itertools.count(1)
-
-
-def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    """All of a storage as one-dimensional uint8; shares the memory and keeps it alive."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class Group:
@@ -95,16 +111,17 @@ class SavedStorage:
     def __init__(
         self,
         source: torch.Tensor,
+        nbytes: int,
         version: int,
         group: Group,
         dropped: Callable[[SavedStorage], None],
         changed: Callable[[SavedStorage], None] | None,
     ) -> None:
         self.id = next(_ids)
-        self.nbytes = source.numel()
+        self.nbytes = nbytes
         self.version = version
         self.group = group
-        self.state = State.LIVE
+        self.state = LIVE
         self.ended = False  # no handle is left: weak references may still find it, but nobody may use it again
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
@@ -159,43 +176,32 @@ class Kept:
         self.tensor = tensor if type(tensor) is Parameter else tensor.detach()
         self.version = tensor._version
 
-    def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise _modified(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
-        return self.tensor
+    def modified(self) -> ModifiedAfterSave:
+        """What to raise when the tensor's version is no longer `version`."""
+        return _modified(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
 
 
 class Handle:
     """What pack returns for a storage that may move: its life, and the exact geometry of this tensor in it.
 
-    `guard` is an empty tensor that shares the saved tensor's version counter and holds none of its memory: the in-place
-    check that autograd loses behind hooks.
+    `guard` is an empty tensor of the same type that shares the saved tensor's version counter and holds none of its memory:
+    the in-place check that autograd loses behind hooks.
     """
 
-    __slots__ = ("dtype", "guard", "offset", "saved", "size", "stride", "version")
+    __slots__ = ("guard", "offset", "saved", "size", "stride", "version")
 
     def __init__(self, tensor: torch.Tensor, saved: SavedStorage, nothing: torch.Tensor) -> None:
         self.saved = saved
-        self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        guard = tensor.detach()
+        self.guard = guard = tensor.detach()
         self.version = guard._version
-        guard.data = nothing
-        self.guard = guard
+        guard.data = nothing  # of the same type
 
-    def check(self) -> None:
-        """Raises ModifiedAfterSave if the tensor was changed in place after it was saved."""
-        if self.guard._version != self.version:
-            raise _modified(self.size, self.dtype, self.version, self.guard._version, self.saved.module)
-
-    def rebuild(self, buffer: torch.Tensor, blank: torch.Tensor) -> torch.Tensor:
-        """The tensor with its exact offset, size and stride over `buffer`'s storage (Inductor asserts all three).
-
-        `blank` is any tensor of the same type and device: asking it for a new one is the quickest way to make one.
-        """
-        return blank.new_empty(0).set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
+    def modified(self) -> ModifiedAfterSave:
+        """What to raise when the guard's version is no longer `version`."""
+        return _modified(self.size, self.guard.dtype, self.version, self.guard._version, self.saved.module)
 
 
 class Sharded:

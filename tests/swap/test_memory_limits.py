@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,18 +23,23 @@ class LittleMemory:
 
     def __init__(self, manager: memo.Manager, limit: int) -> None:
         self.backend: Any = manager._engine.backend
-        self.stats = manager.stats
         self.limit = limit
+        self.used = 0
         self.refused = 0
         self.original = self.backend.empty
         self.backend.empty = self.empty
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        if self.stats.device_bytes + nbytes > self.limit:
+        if self.used + nbytes > self.limit:
             self.refused += 1
             raise torch.OutOfMemoryError(f"tried to allocate {nbytes} bytes")
         tensor: torch.Tensor = self.original(nbytes)
+        self.used += nbytes
+        weakref.finalize(tensor.untyped_storage(), self.freed, nbytes)
         return tensor
+
+    def freed(self, nbytes: int) -> None:
+        self.used -= nbytes
 
 
 def plain(**kwargs: Any) -> Any:

@@ -1,0 +1,39 @@
+"""What is known of each storage, by the storage object itself: addresses are reused within a step, objects are not (R2).
+
+A weakref.WeakKeyDictionary whose lookup is one call into C: it is asked for every tensor that autograd saves. Keys are held
+weakly; an entry goes with its storage, in whichever thread that dies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    import torch
+
+__all__ = ["Identities"]
+
+
+class Identities:
+    """Storage -> anything."""
+
+    __slots__ = ("_entries", "_forget", "find")
+
+    def __init__(self) -> None:
+        self._entries: dict[ref[torch.UntypedStorage], Any] = {}
+        self._forget = self._entries.pop
+        self.find: Callable[[ref[torch.UntypedStorage]], Any] = self._entries.get
+        """What is known of a storage, by a weak reference to it; None for nothing."""
+
+    def __setitem__(self, storage: torch.UntypedStorage, known: object) -> None:
+        key = ref(storage)
+        if key not in self._entries:
+            key = ref(storage, self._forget)  # only the key that stays needs to say when its storage dies
+        self._entries[key] = known
+
+    def __len__(self) -> int:
+        return len(self._entries)
