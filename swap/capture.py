@@ -89,7 +89,9 @@ def view_of_parameter(tensor: torch.Tensor) -> bool:
 def never_moves(tensor: torch.Tensor) -> bool:
     """True for a plain strided tensor that is seen through a parameter, or is more than its bytes."""
     base = tensor._base
-    if base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter):  # the exact type is asked first:
+    if (
+        base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter)
+    ):  # the exact type is asked first:
         return True  # being a Parameter is decided in Python
     return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
 

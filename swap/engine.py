@@ -42,6 +42,7 @@ from memo.swap.saved import (
     LEAVING,
     LIVE,
     RETURNING,
+    Geometry,
     Group,
     Handle,
     Kept,
@@ -65,8 +66,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work, and no event each
+SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
+MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
 _RECOMPUTE = "recompute"  # a layer's span that has a lane of its own
+_DRAIN, _RELOAD = StallCause.DRAIN, StallCause.RELOAD
+_LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 _KEEP = object()  # what the identity map holds for a storage that never moves
 
 
@@ -98,6 +102,8 @@ class Engine:
         self._device = backend.device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)
         self._nothing: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each type
+        # Layers repeat, and so do their tensors' geometries: one object each spares the garbage collector most of its work.
+        self._geometries: dict[Geometry, Geometry] = {}
         self._known = Identities()  # storage -> its life, held weakly, or _KEEP
         self._groups: dict[int, Group] = {}
         self._next_index = 0
@@ -147,6 +153,8 @@ class Engine:
             self._calls.clear()
             self._next_index = 0
             self._reading = None
+            if len(self._geometries) > MOST_GEOMETRIES:
+                self._geometries.clear()
 
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
@@ -267,7 +275,8 @@ class Engine:
         nothing = self._nothing.get(tensor.dtype)
         if nothing is None:
             nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        return Handle(tensor, saved, nothing)
+        geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return Handle(tensor, saved, self._geometries.setdefault(geometry, geometry), nothing)
 
     def _pack_other(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """Parameters, sparse tensors and most subclasses stay; of a DTensor the local part moves."""
@@ -307,7 +316,8 @@ class Engine:
         if self._dropped:
             self._drain()
         # Inductor asserts the exact offset, size and stride.
-        return handle.guard.new().set_(buffer.untyped_storage(), handle.offset, handle.size, handle.stride)
+        offset, size, stride = handle.geometry
+        return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
 
     def _unpack_other(self, handle: Kept | Sharded, by_backward: bool) -> torch.Tensor:
         if type(handle) is Sharded:
@@ -328,9 +338,7 @@ class Engine:
         self._known[storage] = _KEEP
         return True
 
-    def _take(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group
-    ) -> SavedStorage:
+    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> SavedStorage:
         """The life of a storage begins."""
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
         saved = SavedStorage(source, nbytes, tensor._version, group, self._dropping, self._changed)
@@ -407,7 +415,7 @@ class Engine:
                     saved.part.outgoing = None
                 self.stats.device_bytes -= saved.nbytes
                 saved.move_to(AWAY)
-        self._stalled(begin, StallCause.DRAIN, group.module)
+        self._waited(begin, _DRAIN, group.module)
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -439,12 +447,12 @@ class Engine:
         if saved.source is not None:
             self._forward(saved)
             return
-        how = UseKind.PREFETCHED
+        how = _PREFETCHED
         if saved.state is AWAY:
             self._refuse_if_closed(saved)
-            how = UseKind.FETCHED
+            how = _FETCHED
             self._fetch([saved])
-        begin = time.monotonic_ns()
+        asked = time.monotonic_ns()
         try:
             self._copied_back(saved)
         except SwapError:
@@ -455,7 +463,7 @@ class Engine:
             saved.move_to(AWAY)
             raise
         finally:
-            self._stalled(begin, StallCause.RELOAD, saved.group.module, saved.id)
+            self._waited(asked, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             assert saved.returned is not None
             saved.part.returned(saved.returned, self.backend)
@@ -473,7 +481,7 @@ class Engine:
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
         self.stats.bytes_forwarded += saved.nbytes
-        self._count_use(saved, UseKind.LIVE)
+        self._count_use(saved, _LIVE)
 
     def _fetch(self, wanted: Sequence[SavedStorage]) -> None:
         """Allocates buffers on the compute stream and issues the reloads into them, all after one event (E3).
@@ -481,28 +489,31 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
         """
-        buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        buffers: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         try:
             for saved in wanted:
                 buffer = self.backend.empty(saved.nbytes)
-                buffers.append((buffer, buffer if saved.part is None else saved.part.returning(buffer, self.backend)))
+                targets.append(buffer if saved.part is None else saved.part.returning(buffer, self.backend))
+                buffers.append(buffer)
         finally:
             if buffers:
                 event = self._allocated()
-                for saved, (buffer, target) in zip(wanted, buffers, strict=False):
+                for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
                     self._reload(saved, buffer, target, event)
 
     def _reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
-        nbytes = saved.moving_nbytes
+        stats = self.stats
         place = saved.place
-        if place is not None:
+        if place is not None:  # None where all of it is computed again
+            nbytes = saved.moving_nbytes
             saved.returning = place.enter(target, after=event)
+            stats.bytes_reloaded += nbytes
+            if self._journal is not None:
+                self._journal.copying(saved.id, nbytes, place.tier.lane_in, saved.returning)
         saved.returned = buffer
-        self.stats.came_to_device(saved.nbytes)
-        self.stats.bytes_reloaded += nbytes
+        stats.came_to_device(saved.nbytes)
         saved.move_to(RETURNING)
-        if self._journal is not None and place is not None and saved.returning is not None:
-            self._journal.copying(saved.id, nbytes, place.tier.lane_in, saved.returning)
 
     def _recompute(self, saved: SavedStorage, part: Partial) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
@@ -596,6 +607,7 @@ class Engine:
         self._drain()
 
     def _drain(self) -> None:
+        """Ends what was dropped, now or, where the lock is taken, when whoever has it drains."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 self._end_dropped()
@@ -634,7 +646,7 @@ class Engine:
                 except SwapError as error:
                     # Nobody needs these bytes any more; the failure itself must still be seen.
                     self._warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
-                self._stalled(begin, StallCause.DRAIN, saved.module, saved.id)
+                self._waited(begin, _DRAIN, saved.module, saved.id)
             self._free(saved)
 
     def _poll_limbo(self) -> None:
@@ -647,7 +659,7 @@ class Engine:
                 self._limbo.append(saved)
 
     def _free(self, saved: SavedStorage) -> None:
-        if saved.on_device:
+        if saved.source is not None or saved.returned is not None:
             self.stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.part is not None:
@@ -690,9 +702,11 @@ class Engine:
 
     # Waiting, counting, telling.
 
-    def _stalled(self, begin_ns: int, cause: StallCause, module: str, ident: int | None = None) -> None:
-        """Host time since `begin_ns` went into waiting for a copy."""
+    def _waited(self, begin_ns: int, cause: StallCause, module: str, ident: int | None = None) -> None:
+        """Host time since `begin_ns` may have gone into waiting for a copy."""
         duration = time.monotonic_ns() - begin_ns
+        if duration < SHORTEST_STALL_NS:
+            return
         self.stats.stalls_ns[cause] += duration
         if self._journal is not None:
             self._journal.stalled(begin_ns, duration, cause, module, ident)

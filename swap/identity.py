@@ -30,10 +30,8 @@ class Identities:
         """What is known of a storage, by a weak reference to it; None for nothing."""
 
     def __setitem__(self, storage: torch.UntypedStorage, known: object) -> None:
-        key = ref(storage)
-        if key not in self._entries:
-            key = ref(storage, self._forget)  # only the key that stays needs to say when its storage dies
-        self._entries[key] = known
+        # Where there is an entry already its key stays, and this reference dies unheard.
+        self._entries[ref(storage, self._forget)] = known
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal"]
 
-SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work, and no event each
-
 
 class Journal:
     """The events of one engine. `stamp` takes the time on the caller's compute stream."""
@@ -78,9 +76,8 @@ class Journal:
 
     def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
         """Host time has gone into waiting for a copy."""
-        if duration_ns > SHORTEST_STALL_NS:
-            t, step = self._tracer.at(begin_ns), self._tracer.step
-            self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
+        t, step = self._tracer.at(begin_ns), self._tracer.step
+        self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
         """Backward has asked for a storage."""

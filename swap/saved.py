@@ -33,6 +33,7 @@ __all__ = [
     "LEAVING",
     "LIVE",
     "RETURNING",
+    "Geometry",
     "Group",
     "Handle",
     "Kept",
@@ -58,6 +59,9 @@ _NEXT: dict[State, frozenset[State]] = {
     BACK: frozenset({GONE}),
     GONE: frozenset(),
 }
+
+# Offset, size and stride of a tensor in its storage, in elements.
+Geometry = tuple[int, torch.Size, tuple[int, ...]]
 
 _ids = itertools.count(1)
 
@@ -188,20 +192,18 @@ class Handle:
     the in-place check that autograd loses behind hooks.
     """
 
-    __slots__ = ("guard", "offset", "saved", "size", "stride", "version")
+    __slots__ = ("geometry", "guard", "saved", "version")
 
-    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, nothing: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, geometry: Geometry, nothing: torch.Tensor) -> None:
         self.saved = saved
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.geometry = geometry
         self.guard = guard = tensor.detach()
         self.version = guard._version
         guard.data = nothing  # of the same type
 
     def modified(self) -> ModifiedAfterSave:
         """What to raise when the guard's version is no longer `version`."""
-        return _modified(self.size, self.guard.dtype, self.version, self.guard._version, self.saved.module)
+        return _modified(self.geometry[1], self.guard.dtype, self.version, self.guard._version, self.saved.module)
 
 
 class Sharded:

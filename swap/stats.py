@@ -8,6 +8,8 @@ from memo.trace.events import StallCause, Tier, UseKind
 
 __all__ = ["Stats"]
 
+_HOST = Tier.HOST
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Stats:
@@ -53,7 +55,7 @@ class Stats:
 
     def moved(self, tier: Tier, nbytes: int) -> None:
         """Counts bytes that left the device for `tier`."""
-        if tier is Tier.HOST:
+        if tier is _HOST:
             self.bytes_host += nbytes
         else:
             self.bytes_disk += nbytes
