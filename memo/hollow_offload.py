@@ -141,6 +141,9 @@ class _Lanes:
     def compute_wait(self, event: Event) -> None:
         return None
 
+    def host_waits(self, event: Event) -> bool:
+        return False
+
     def compute_uses(self, buffer: torch.Tensor) -> None:
         return None
 

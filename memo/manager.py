@@ -207,7 +207,7 @@ class Manager:
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         # With nothing to note, one call less for each saved tensor.
-        pack = self._engine.pack if self._tokenwise.alpha == 1.0 else self._tokenwise.pack
+        pack = self._engine.pack if self._tokenwise.is_idle else self._tokenwise.pack
         self._saving = saved_tensors_hooks(pack, self._engine.unpack)
         self._saving.__enter__()
         return self

@@ -121,6 +121,8 @@ class Report:
     tiers: tuple[TierUse, ...]
     saved_tensors: int
     deduplicated: int
+    kept_bytes: int
+    """Bytes that stayed on the device because the plan says so."""
     reloaded_bytes: int
     uses: dict[UseKind, int]
     cancelled: int
@@ -156,6 +158,7 @@ class Report:
             ),
             saved_tensors=stats.packed,
             deduplicated=stats.deduplicated,
+            kept_bytes=stats.bytes_kept,
             reloaded_bytes=stats.bytes_reloaded,
             uses=dict(stats.uses),
             cancelled=stats.cancelled,
@@ -201,6 +204,8 @@ class Report:
             + f", forwarded {self.uses[UseKind.LIVE]}, cancelled {self.cancelled}, spilled {self.spilled}",
             f"stalls: {stalls or 'none'}",
         ]
+        if self.kept_bytes:
+            lines.append(f"kept by plan: {format_bytes(self.kept_bytes)}")
         if self.disk is not None and self.disk.written_bytes:
             overlap = self.overlap
             lines.append(

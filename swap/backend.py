@@ -102,6 +102,12 @@ class Backend(Protocol):
     def compute_wait(self, event: Event) -> None:
         """Work issued later on the caller's compute stream runs after `event`; raises if its operation failed."""
 
+    def host_waits(self, event: Event) -> bool:
+        """True where `compute_wait(event)` would stop the calling thread now, which could issue other work meanwhile.
+
+        False where a device orders itself, and where the calling thread is the compute stream: it must wait in any case.
+        """
+
     def compute_uses(self, buffer: torch.Tensor) -> None:
         """Says that the caller's compute stream has just used `buffer` or is about to: its memory must outlive that."""
 

@@ -119,17 +119,17 @@ class Past:
 
 class _CheckingStream:
     def __init__(self, backend: CheckingBackend, name: str) -> None:
-        self._lane = _Lane(backend, name)
+        self.lane = _Lane(backend, name)
 
     def wait(self, event: Event) -> None:
-        _wait(self._lane, event)
+        _wait(self.lane, event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _LaneEvent:
-        return self._lane.backend.issue_copy(self._lane, target, source)
+        return self.lane.backend.issue_copy(self.lane, target, source)
 
     def synchronize(self) -> None:
-        self._lane.run_until(self._lane.issued)
-        self._lane.backend.compute.clock |= self._lane.clock
+        self.lane.run_until(self.lane.issued)
+        self.lane.backend.compute.clock |= self.lane.clock
 
 
 def _wait(lane: _Lane, event: Event) -> None:
@@ -142,10 +142,14 @@ def _wait(lane: _Lane, event: Event) -> None:
 class CheckingBackend:
     """One CPU "device" under a schedule.
 
-    `races` collects what is found while memory is freed, where nothing can be raised; look at it at the end.
+    `races` collects what is found while memory is freed, where nothing can be raised; look at it at the end. With
+    `hosted_disk` the disk's operations are threads of the host, as behind a GPU: the device cannot wait for them, the host
+    can, and `host_stops` counts how often it had to.
     """
 
-    def __init__(self, policy: Policy = "lazy", *, seed: int = 0) -> None:
+    def __init__(self, policy: Policy = "lazy", *, seed: int = 0, hosted_disk: bool = False) -> None:
+        self.host_stops = 0
+        self._hosted_disk = hosted_disk
         self.device = torch.device("cpu")
         self.races: list[str] = []
         self.compute = _Lane(self, "compute")
@@ -198,7 +202,12 @@ class CheckingBackend:
 
     def compute_wait(self, event: Event) -> None:
         assert isinstance(event, (_LaneEvent, Past))
+        self.host_stops += self.host_waits(event)
         event.synchronize()
+
+    def host_waits(self, event: Event) -> bool:
+        is_disk = isinstance(event, _LaneEvent) and event.lane not in (self.d2h.lane, self.h2d.lane)
+        return self._hosted_disk and is_disk and not event.query()
 
     def compute_uses(self, buffer: torch.Tensor) -> None:
         self.compute.tick()

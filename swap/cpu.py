@@ -163,6 +163,9 @@ class CpuBackend:
     def compute_wait(self, event: Event) -> None:
         event.synchronize()
 
+    def host_waits(self, event: Event) -> bool:
+        return False  # the host is the compute stream
+
     def compute_uses(self, buffer: torch.Tensor) -> None:
         return None
 

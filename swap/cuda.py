@@ -141,6 +141,9 @@ class CudaBackend:
     def compute_wait(self, event: Event) -> None:
         _order(event, torch.cuda.current_stream(self.device))
 
+    def host_waits(self, event: Event) -> bool:
+        return not isinstance(event, _CudaEvent) and not event.query()
+
     def compute_uses(self, buffer: torch.Tensor) -> None:
         current = torch.cuda.current_stream(self.device)
         home = self._home.get(buffer.untyped_storage())

@@ -31,10 +31,11 @@ from weakref import ref
 
 import torch
 
-from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError
+from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError, UsageError
 from memo.swap.capture import argument_storages, cast_of_parameter, is_sharded, local_part, never_moves
 from memo.swap.identity import Identities
 from memo.swap.journal import Journal
+from memo.swap.placement import Placement, Quota
 from memo.swap.saved import (
     AWAY,
     BACK,
@@ -69,7 +70,7 @@ __all__ = ["Engine"]
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
 _RECOMPUTE = "recompute"  # a layer's span that has a lane of its own
-_DRAIN, _RELOAD = StallCause.DRAIN, StallCause.RELOAD
+_DRAIN, _DISK_QUEUE, _RELOAD = StallCause.DRAIN, StallCause.DISK_QUEUE, StallCause.RELOAD
 _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 _KEEP = object()  # what the identity map holds for a storage that never moves
 
@@ -77,7 +78,9 @@ _KEEP = object()  # what the identity map holds for a storage that never moves
 class Engine:
     """One device's saved tensors.
 
-    `tiers` are tried in order. `prefetch_bytes` bounds how much may be reloaded ahead of backward; None means one layer.
+    `tiers` are tried in order; a layer named in `placements` first tries the one that its placement says. `prefetch_bytes`
+    bounds how much may be reloaded ahead of backward; None means one layer. `late_bytes` bounds how much may stay on the
+    device beyond its time because its copy out is late and only a host thread could wait for it; None means one layer.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Engine:
         min_bytes: int,
         spill: bool = True,
         prefetch_bytes: int | None = None,
+        late_bytes: int | None = None,
+        placements: Mapping[int, Placement] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.backend = backend
@@ -96,6 +101,7 @@ class Engine:
         self._min_bytes = min_bytes
         self._spill = spill
         self._prefetch_bytes = prefetch_bytes
+        self._late_bytes = late_bytes
         self._journal = None if tracer is None else Journal(tracer, backend.stamp)
         self._changed = None if self._journal is None else self._journal.changed
         self._dropping = self._drop  # one bound method, not one for each storage
@@ -111,6 +117,7 @@ class Engine:
         self._open: Group | None = None
         self._held: Group | None = None  # the group whose copies wait until another layer follows
         self._unretired: collections.deque[Group] = collections.deque()
+        self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
         self._reading: Group | None = None
         self._order_before: dict[tuple[int, int], tuple[int, int]] = {}
         self._order_now: list[tuple[int, int]] = []
@@ -123,6 +130,11 @@ class Engine:
         self._parameter_types: dict[int, set[torch.dtype]] = {}
         self._warned: set[str] = set()
         self._closed = False
+        # For each tier, all of them in order but this one first: the others stand by for when it is full.
+        self._beginning_with = {first.name: [first, *(tier for tier in tiers if tier is not first)] for first in tiers}
+        self._placements: dict[int, Placement] = {}
+        self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
+        self.place(placements or {})
 
     # Layers. The manager calls these around each layer's forward.
 
@@ -137,6 +149,21 @@ class Engine:
             local = local_part(tensor)
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
                 self._known[local.untyped_storage()] = _KEEP
+
+    def place(self, placements: Mapping[int, Placement]) -> None:
+        """Says where the layers' bytes go, by layer, from their next calls on; other layers use the tiers in order.
+
+        Raises:
+            UsageError: a placement sends bytes to a tier that is not there; nothing changes.
+        """
+        present = {Tier.DEVICE, *(tier.name for tier in self.tiers)}
+        for layer, placement in placements.items():
+            for tier, fraction in placement.fractions.items():
+                if fraction > 0 and tier not in present:
+                    raise UsageError(
+                        f"placement: layer {layer} sends {fraction:.0%} of its bytes to {tier}, which is off"
+                    )
+        self._placements = dict(placements)
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -167,6 +194,9 @@ class Engine:
             self._next_index += 1
             self._groups[group.index] = group
             group.external = argument_storages(args, kwargs)
+            placement = self._placements.get(layer)
+            if placement is not None:
+                group.quota = Quota(placement, expected_nbytes=self._saved_nbytes.get(layer, 0))
             self._open = group
             if self._journal is not None:
                 self._journal.backward_left()
@@ -188,8 +218,8 @@ class Engine:
                 self._held = group
             self._unretired.append(group)
             while len(self._unretired) > 1:
-                self._retire(self._unretired.popleft())
-            self._clear_limbo()
+                self._late.append(self._unretired.popleft())
+            self._retire(self._room_for_late(group))
         self._drain()
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
@@ -222,10 +252,13 @@ class Engine:
         with self._lock:
             self._clear_limbo()
             places: list[Place] = []
+            quota = None if group.quota is None else group.quota.copy()
             try:
                 for saved in group.living():
                     part = parts.get(saved)
                     nbytes = saved.nbytes if part is None else part.head_nbytes
+                    if nbytes and quota is not None and quota.choose(nbytes) is Tier.DEVICE:
+                        continue
                     claims = (tier.claim(nbytes) for tier in self.tiers)
                     place = next((place for place in claims if place is not None), None) if nbytes else None
                     if nbytes and place is None:
@@ -359,7 +392,16 @@ class Engine:
         if nbytes == 0:
             saved.move_to(LEAVING)  # all of it will be computed again
             return
-        place = self.tiers[0].claim(nbytes) or self._claim(saved)
+        quota = saved.group.quota
+        if quota is None:
+            place = self._claim(saved, self.tiers)
+        else:
+            chosen = quota.choose(nbytes)
+            self._saved_nbytes[saved.group.key[0]] = quota.nbytes
+            if chosen is Tier.DEVICE:
+                self.stats.bytes_kept += saved.nbytes
+                return
+            place = self._claim(saved, self._beginning_with[chosen])
         saved.place = place
         if saved.part is not None:
             source = saved.part.leaving(source, self.backend)
@@ -369,18 +411,22 @@ class Engine:
         if self._journal is not None:
             self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
 
-    def _claim(self, saved: SavedStorage) -> Place:
-        """Room in any tier, the first being full: a dropped storage may still hold some there."""
+    def _claim(self, saved: SavedStorage, tiers: Sequence[TierRoom]) -> Place:
+        """Room in the first tier that has it; where one is full, a dropped storage may still hold some there."""
+        nbytes = saved.moving_nbytes
+        place = tiers[0].claim(nbytes)
+        if place is not None:
+            return place
         self._clear_limbo()
-        for position, tier in enumerate(self.tiers if self._spill else self.tiers[:1]):
-            place = tier.claim(saved.moving_nbytes)
+        for position, tier in enumerate(tiers if self._spill else tiers[:1]):
+            place = tier.claim(nbytes)
             if place is not None:
                 self.stats.spilled += position > 0
                 return place
-        raise self._no_room(saved)
+        raise self._no_room(saved, tiers)
 
-    def _no_room(self, saved: SavedStorage) -> SwapError:
-        tiers = self.tiers if self._spill else self.tiers[:1]
+    def _no_room(self, saved: SavedStorage, tiers: Sequence[TierRoom]) -> SwapError:
+        tiers = tiers if self._spill else tiers[:1]
         state = ", ".join(
             f"{tier.name} {format_bytes(tier.used)} used"
             + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
@@ -401,21 +447,45 @@ class Engine:
                 if saved.state is LIVE and saved.source is not None:
                     self._send(saved, saved.source)
 
-    def _retire(self, group: Group) -> None:
-        """Drops the sources of an earlier layer's storages, ordered after their copies (E2)."""
-        begin = time.monotonic_ns()
-        for saved in group.living():
-            if saved.state is LEAVING:
-                try:
-                    self._copied_out(saved)
-                except StoreWriteError as error:
-                    self._rescue(saved, error)
-                saved.source = None
-                if saved.part is not None:
-                    saved.part.outgoing = None
-                self.stats.device_bytes -= saved.nbytes
-                saved.move_to(AWAY)
-        self._waited(begin, _DRAIN, group.module)
+    def _room_for_late(self, group: Group) -> int:
+        """Bytes that may stay longer than the layer after theirs, when `group` has ended."""
+        if self._late_bytes is not None:
+            return self._late_bytes
+        return sum(saved.nbytes for saved in group.living())
+
+    def _retire(self, room: int) -> None:
+        """Drops the sources of earlier layers' storages, ordered after their copies (E2), oldest first.
+
+        No host thread waits for a copy, but for what is beyond `room`: such copies are late, and their sources stay.
+        """
+        late = 0
+        for _ in range(len(self._late)):
+            group = self._late.popleft()
+            begin, cause, before = time.monotonic_ns(), _DRAIN, late
+            for saved in group.living():
+                if saved.state is not LEAVING:
+                    continue
+                if saved.out is not None and self.backend.host_waits(saved.out):
+                    if late + saved.nbytes <= room:
+                        late += saved.nbytes
+                        continue
+                    cause = _DISK_QUEUE
+                self._drop_source(saved)
+            self._waited(begin, cause, group.module)
+            if late > before:
+                self._late.append(group)
+        self._clear_limbo(leave=room - late)
+
+    def _drop_source(self, saved: SavedStorage) -> None:
+        try:
+            self._copied_out(saved)
+        except StoreWriteError as error:
+            self._rescue(saved, error)
+        saved.source = None
+        if saved.part is not None:
+            saved.part.outgoing = None
+        self.stats.device_bytes -= saved.nbytes
+        saved.move_to(AWAY)
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
@@ -634,12 +704,19 @@ class Engine:
         else:
             self._limbo.append(saved)  # E5
 
-    def _clear_limbo(self) -> None:
-        """Frees what a copy had kept back. The compute stream waits rather than the host, as in E2."""
-        while self._limbo:
+    def _clear_limbo(self, *, leave: int = 0) -> None:
+        """Frees what a copy had kept back. The compute stream waits rather than the host, as in E2.
+
+        Where only the host could wait, up to `leave` bytes stay.
+        """
+        for _ in range(len(self._limbo)):
             saved = self._limbo.popleft()
             event = self._in_flight(saved)
             if event is not None:
+                if saved.nbytes <= leave and self.backend.host_waits(event):
+                    leave -= saved.nbytes
+                    self._limbo.append(saved)
+                    continue
                 begin = time.monotonic_ns()
                 try:
                     self.backend.compute_wait(event)

@@ -10,7 +10,7 @@ everything back; nothing else ends a life, so a graph that is never backwarded f
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.nn import Parameter
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from memo.swap.backend import Stamp, Timed
     from memo.swap.partial import Partial
+    from memo.swap.placement import Quota
     from memo.swap.tiers import Place
 
 __all__ = [
@@ -61,7 +62,7 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 # Offset, size and stride of a tensor in its storage, in elements.
-Geometry = tuple[int, torch.Size, tuple[int, ...]]
+Geometry = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 _ids = itertools.count(1)
 
@@ -69,7 +70,7 @@ _ids = itertools.count(1)
 class Group:
     """What one call of one layer saved."""
 
-    __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "saved", "wait_for_next")
+    __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "quota", "saved", "wait_for_next")
 
     def __init__(self, index: int, key: tuple[int, int], module: str, *, wait_for_next: bool) -> None:
         self.index = index  # position in the forward order since the engine was last empty
@@ -80,6 +81,7 @@ class Group:
         self.saved: list[weakref.ref[SavedStorage]] = []
         self.alive = 0  # how many of these are
         self.external: set[torch.UntypedStorage] = set()
+        self.quota: Quota | None = None  # where its storages go; without one, to the first tier with room
         self.began: Stamp | None = None  # when its forward began; taken only for a trace
 
     def living(self) -> list[SavedStorage]:
@@ -185,6 +187,7 @@ class Kept:
         return _modified(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
 
 
+@final
 class Handle:
     """What pack returns for a storage that may move: its life, and the exact geometry of this tensor in it.
 

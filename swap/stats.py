@@ -25,6 +25,8 @@ class Stats:
     """Bytes copied from the device to the host arena."""
     bytes_disk: int = 0
     """Bytes written from the device to disk."""
+    bytes_kept: int = 0
+    """Bytes that stayed on the device because a placement says so."""
     bytes_reloaded: int = 0
     """Bytes copied back to the device."""
     bytes_forwarded: int = 0

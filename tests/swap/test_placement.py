@@ -1,0 +1,221 @@
+"""Where a layer's bytes go by plan: within one storage of the fractions, kept ones untouched, gradients equal."""
+
+from __future__ import annotations
+
+import collections
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import Stack, assert_equal, ids, stack, train
+
+from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
+from memo.manager import Manager
+from memo.swap.checking import CheckingBackend, CheckingDisk
+from memo.swap.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.placement import Placement, Quota
+from memo.swap.saved import LIVE, SavedStorage
+from memo.swap.tiers import DiskTier, HostTier
+from memo.trace.events import Tier, UseKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOM = 1 << 24
+MIXED = {
+    0: Placement(kept=1.0),
+    1: Placement(kept=0.25, host=0.5, disk=0.25),
+    2: Placement(host=0.3, disk=0.7),
+    3: Placement(disk=1.0),
+}
+
+
+def managed(
+    model: Stack,
+    placements: Mapping[int, Placement],
+    *,
+    policy: Any = "lazy",
+    seed: int = 0,
+    host: int = ROOM,
+    spill: bool = True,
+) -> Manager:
+    backend = CheckingBackend(policy, seed=seed)
+    tiers = [HostTier(backend, host, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
+    engine = Engine(backend, tiers, min_bytes=512, placements=placements, spill=spill)
+    return Manager(model, find_layers(model), engine)
+
+
+def living(manager: Manager) -> dict[int, list[SavedStorage]]:
+    """What each layer has saved."""
+    return {group.key[0]: group.living() for group in manager._engine._groups.values()}
+
+
+def tier_of(saved: SavedStorage) -> Tier:
+    return Tier.DEVICE if saved.place is None else saved.place.tier.name
+
+
+def plain(model: Stack) -> Any:
+    return train(model, lambda step: model(ids(step)))
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_gradients_are_equal_under_every_schedule_with_layers_placed_apart(policy: str) -> None:
+    model = stack(layers=5)
+    manager = managed(model, MIXED, policy=policy)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(stack(layers=5)))
+    assert manager._engine.backend.races == []  # type: ignore[attr-defined]
+    manager.close()
+    assert manager.stats.live_entries == 0
+    assert manager.stats.device_bytes == 0
+    assert all(tier.used == 0 for tier in manager._engine.tiers)
+    assert min(manager.stats.bytes_kept, manager.stats.bytes_host, manager.stats.bytes_disk) > 0
+
+
+def test_each_layers_bytes_are_within_one_storage_of_its_fractions() -> None:
+    model = stack(layers=5)
+    manager = managed(model, MIXED)
+    for step in range(3):
+        with manager:
+            loss = model(ids(step))
+        if step:  # the first call cannot know how much is still to come
+            for layer, placement in MIXED.items():
+                sizes: collections.Counter[Tier] = collections.Counter()
+                for saved in living(manager)[layer]:
+                    sizes[tier_of(saved)] += saved.nbytes
+                largest = max(saved.nbytes for saved in living(manager)[layer])
+                for tier, fraction in placement.fractions.items():
+                    assert abs(sizes[tier] - fraction * sizes.total()) <= largest, (layer, tier)
+        loss.backward()
+    manager.close()
+
+
+def test_a_kept_layer_is_never_copied_and_counted_as_kept() -> None:
+    model = stack(layers=3)
+    manager = managed(model, dict.fromkeys(range(3), Placement(kept=1.0)))
+    with manager:
+        loss = model(ids())
+    kept = [saved for group in living(manager).values() for saved in group]
+    # The last layer's copies wait for another layer to follow; none does, so nobody asked where they should go.
+    placed = [saved for layer in (0, 1) for saved in living(manager)[layer]]
+    assert {saved.state for saved in kept} == {LIVE}
+    assert {saved.out for saved in kept} == {None}
+    assert manager.stats.bytes_kept == sum(saved.nbytes for saved in placed) > 0
+    del kept, placed
+    loss.backward()
+    stats = manager.stats
+    assert (stats.bytes_host, stats.bytes_disk, stats.bytes_reloaded) == (0, 0, 0)
+    assert stats.uses[UseKind.LIVE] == sum(stats.uses.values()) > 0
+    assert "kept by plan" in str(manager.report())
+    manager.close()
+
+
+def test_a_kept_tensor_changed_in_place_is_an_error() -> None:
+    class Squares(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1.0
+            z = y * y
+            y.add_(1.0)
+            return z
+
+    model = stack(layers=2, make=Squares)
+    manager = managed(model, {0: Placement(kept=1.0)})
+    with manager:
+        loss = model(ids())
+    assert manager.stats.bytes_kept > 0
+    with pytest.raises(ModifiedAfterSave):
+        loss.backward()
+    manager.close()
+
+
+def test_what_the_chosen_tier_has_no_room_for_goes_to_another_and_is_counted() -> None:
+    model = stack(layers=4)
+    manager = managed(model, dict.fromkeys(range(4), Placement(host=1.0)), host=100_000)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(stack(layers=4)))
+    assert manager.stats.spilled > 0
+    assert manager.stats.bytes_disk > 0
+    assert manager._engine.tiers[0].peak <= 100_000
+    manager.close()
+
+
+def test_without_spilling_a_full_tier_is_an_error_although_another_has_room() -> None:
+    model = stack(layers=4)
+    manager = managed(model, dict.fromkeys(range(4), Placement(host=1.0)), host=50_000, spill=False)
+    with pytest.raises(HostBudgetExceeded, match="no room"), manager:
+        model(ids())
+    gc.collect()
+    manager.close()
+
+
+def test_placements_change_from_one_step_to_the_next() -> None:
+    model = stack(layers=3)
+    manager = managed(model, {})
+    engine, stats = manager._engine, manager.stats
+    moved = []
+    for placement in (None, Placement(disk=1.0), Placement(kept=1.0), None):
+        before = stats.bytes_host, stats.bytes_disk, stats.bytes_kept
+        engine.place({} if placement is None else dict.fromkeys(range(3), placement))
+        train(model, lambda step: model(ids(step)), manager, steps=1)
+        after = stats.bytes_host, stats.bytes_disk, stats.bytes_kept
+        moved.append(tuple(now > then for now, then in zip(after, before, strict=True)))
+    assert moved == [(True, False, False), (False, True, False), (False, False, True), (True, False, False)]
+    manager.close()
+
+
+def test_a_placement_into_a_tier_that_is_off_is_refused() -> None:
+    backend = CheckingBackend()
+    engine = Engine(backend, [HostTier(backend, ROOM)], min_bytes=512)
+    with pytest.raises(UsageError, match="layer 7 sends 25% of its bytes to disk"):
+        engine.place({7: Placement(kept=0.75, disk=0.25)})
+
+
+@pytest.mark.parametrize(
+    "fractions", [{"kept": 0.5}, {"kept": 1.5, "host": -0.5}, {"host": float("nan")}, {"host": 0.7, "disk": 0.7}]
+)
+def test_a_placement_that_is_no_division_is_refused(fractions: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="placement"):
+        Placement(**fractions)
+
+
+def test_a_quota_serves_who_misses_most_and_equals_in_order() -> None:
+    quota = Quota(Placement(kept=0.5, host=0.25, disk=0.25), expected_nbytes=100)
+    assert [quota.choose(nbytes) for nbytes in (30, 10, 25, 15, 20)] == [
+        Tier.DEVICE,
+        Tier.HOST,
+        Tier.DISK,
+        Tier.DEVICE,
+        Tier.HOST,
+    ]
+
+
+weights = st.tuples(*[st.integers(0, 10)] * 3).filter(any)
+
+
+@given(weights, st.lists(st.integers(1, 1000), min_size=1, max_size=40))
+def test_a_quota_that_knows_the_total_ends_within_the_largest_storage(
+    shares: tuple[int, ...], sizes: list[int]
+) -> None:
+    fractions = [share / sum(shares) for share in shares]
+    placement = Placement(kept=fractions[0], host=fractions[1], disk=fractions[2])
+    quota = Quota(placement, expected_nbytes=sum(sizes))
+    got: collections.Counter[Tier] = collections.Counter()
+    for nbytes in sizes:
+        got[quota.choose(nbytes)] += nbytes
+    for tier, fraction in placement.fractions.items():
+        assert abs(got[tier] - fraction * sum(sizes)) <= max(sizes) + 1e-3
+        assert fraction or not got[tier]
+
+
+@given(weights, st.lists(st.integers(1, 1000), min_size=30, max_size=60))
+def test_a_quota_that_knows_nothing_keeps_the_proportion(shares: tuple[int, ...], sizes: list[int]) -> None:
+    fractions = [share / sum(shares) for share in shares]
+    placement = Placement(kept=fractions[0], host=fractions[1], disk=fractions[2])
+    quota = Quota(placement)
+    got: collections.Counter[Tier] = collections.Counter()
+    for nbytes in sizes:
+        got[quota.choose(nbytes)] += nbytes
+    for tier, fraction in placement.fractions.items():
+        assert abs(got[tier] - fraction * sum(sizes)) <= 2 * max(sizes)
