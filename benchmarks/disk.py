@@ -4,6 +4,10 @@
 
 Rounds alternate fio and the store, since a shared disk drifts by tens of percent within a minute; both overwrite a
 file that was written once before. Each arm's median counts, and so does the median of the ratios within rounds.
+Where kvikio is installed its POSIX path is an arm too: same tensors, same number of threads, same size of a piece, O_DIRECT
+both ways. It is what a machine with kvikio but without GPUDirect Storage could use instead of the store. Its host I/O
+needs a libcuda.so.1, though no GPU.
+
 fio submits from one thread and from small pages, the store from several threads and from huge pages: above 100 % is
 possible where the processor and not the disk is the limit.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -93,15 +98,81 @@ class FioArm:
         return float(json.loads(output)["jobs"][0][direction]["bw_bytes"])
 
 
-def compare(directory: Path, nbytes: int, rounds: int, block_bytes: int, threads: int) -> dict[str, Any]:
+class KvikioArm:
+    """The store's tensors, block size and thread count through kvikio's own POSIX threads."""
+
+    def __init__(self, library: Any, path: Path, nbytes: int, block_bytes: int, threads: int) -> None:
+        self.path = path
+        path.touch()
+        os.truncate(path, nbytes)
+        # ON is the POSIX path wherever this runs; opening the driver without a GPU hangs.
+        library.defaults.set(
+            {
+                "compat_mode": library.CompatMode.ON,
+                "num_threads": threads,
+                "task_size": block_bytes,
+                "auto_direct_io_read": True,
+                "auto_direct_io_write": True,
+            }
+        )
+        self.file = library.CuFile(path, "r+")
+        self.buffers = [aligned_empty(TENSOR_BYTES).random_(0, 256) for _ in range(4)]
+        self.offsets = range(0, nbytes, TENSOR_BYTES)
+
+    def write(self) -> float:
+        return self._measure(self.file.pwrite)
+
+    def read(self) -> float:
+        return self._measure(self.file.pread)
+
+    def _measure(self, issue: Callable[..., Any]) -> float:
+        begin = time.perf_counter()
+        futures = [
+            issue(self.buffers[index % len(self.buffers)].numpy(), TENSOR_BYTES, offset)
+            for index, offset in enumerate(self.offsets)
+        ]
+        moved = sum(future.get() for future in futures)
+        assert moved == TENSOR_BYTES * len(self.offsets)
+        return moved / (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        self.file.close()
+        self.path.unlink()
+
+
+def find_kvikio(directory: Path) -> tuple[Any, str]:
+    """kvikio, if its POSIX path works here, or None and why not."""
+    try:
+        library: Any = importlib.import_module("kvikio")
+        importlib.import_module("kvikio.defaults")  # no attribute of the package before
+    except ImportError:
+        return None, "kvikio is not installed"
+    except Exception as error:  # its own, where a CUDA library is missing
+        return None, f"kvikio cannot be imported: {error}"
+    try:
+        arm = KvikioArm(library, directory / "try-kvikio", TENSOR_BYTES, TENSOR_BYTES, 1)
+        try:
+            arm.write()
+        finally:
+            arm.close()
+    except RuntimeError as error:
+        return None, f"kvikio's host I/O does not work: {str(error).strip().splitlines()[-1]}"
+    return library, f"kvikio {library.__version__}"
+
+
+def compare(
+    directory: Path, nbytes: int, rounds: int, block_bytes: int, threads: int, kvikio: Any = None
+) -> dict[str, Any]:
     """All arms at one block size and depth, interleaved."""
-    arms: dict[str, StoreArm | FioArm] = {
+    arms: dict[str, StoreArm | FioArm | KvikioArm] = {
         "memo": StoreArm(directory, nbytes, block_bytes, threads, aligned=True, verify=False),
         "memo_unaligned": StoreArm(directory, nbytes, block_bytes, threads, aligned=False, verify=False),
         "memo_verify": StoreArm(directory, nbytes, block_bytes, threads, aligned=True, verify=True),
     }
     if shutil.which("fio"):
         arms["fio"] = FioArm(directory / "fio", nbytes, block_bytes, threads)
+    if kvikio is not None:
+        arms["kvikio"] = KvikioArm(kvikio, directory / "kvikio", nbytes, block_bytes, threads)
     try:
         for arm in arms.values():
             arm.write()  # the first write into reserved blocks costs the file system more
@@ -116,6 +187,8 @@ def compare(directory: Path, nbytes: int, rounds: int, block_bytes: int, threads
         for arm in arms.values():
             if isinstance(arm, StoreArm):
                 arm.store.close()
+            elif isinstance(arm, KvikioArm):
+                arm.close()
             else:
                 arm.path.unlink(missing_ok=True)
     return _summary(rates, block_bytes, threads)
@@ -131,13 +204,17 @@ def _summary(rates: dict[str, list[float]], block_bytes: int, threads: int) -> d
         if peer and not name.startswith("fio"):
             result[f"{name}_over_fio"] = statistics.median(values) / statistics.median(peer)
             result[f"{name}_over_fio_paired"] = statistics.median(a / b for a, b in zip(values, peer, strict=True))
+    for direction in ("write", "read"):
+        if f"kvikio_{direction}" in rates:
+            pairs = zip(rates[f"memo_{direction}"], rates[f"kvikio_{direction}"], strict=True)
+            result[f"memo_over_kvikio_{direction}_paired"] = statistics.median(a / b for a, b in pairs)
     return result
 
 
 def _print(result: dict[str, Any]) -> None:
     print(f"\nblock {format_bytes(result['block_bytes'])}, depth {result['depth']}")
     for direction in ("write", "read"):
-        for arm in ("fio", "memo", "memo_unaligned", "memo_verify"):
+        for arm in ("fio", "memo", "memo_unaligned", "memo_verify", "kvikio"):
             rate = result.get(f"{arm}_{direction}_bytes_per_s")
             if rate is not None:
                 ratio = result.get(f"{arm}_{direction}_over_fio")
@@ -174,9 +251,11 @@ def main() -> None:
     results = []
     with _scratch(args.dir) as directory:
         file_system = _file_system(directory)
+        kvikio, told = find_kvikio(directory)
+        print(told)
         for block in args.block or ["4MiB"]:
             for threads in args.threads or [4]:
-                results.append(compare(directory, nbytes, args.rounds, parse_bytes(block), threads))
+                results.append(compare(directory, nbytes, args.rounds, parse_bytes(block), threads, kvikio))
                 _print(results[-1])
     load = os.getloadavg()[1]  # other work on the machine disturbs every arm
     body = {
@@ -184,6 +263,7 @@ def main() -> None:
         "file_system": file_system,
         "bytes_per_round": nbytes,
         "goal_over_fio": GOAL,
+        "kvikio": told,
         "settings": results,
     }
     print(f"\nWrote {write_result('disk', body)}")

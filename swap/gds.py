@@ -256,6 +256,7 @@ class GdsDisk:
 
 def _import_kvikio() -> Any:
     try:
+        importlib.import_module("kvikio.defaults")  # no attribute of the package until it is imported itself
         return importlib.import_module("kvikio")
     except Exception as error:  # beside ImportError, kvikio raises its own where a CUDA library is missing
         raise ScratchUnusable(f"GPUDirect Storage needs kvikio, which cannot be imported: {error}") from error

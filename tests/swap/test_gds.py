@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -278,6 +279,25 @@ def test_a_machine_without_kvikio_is_told_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(__import__("sys").modules, "kvikio", None)
     with pytest.raises(ScratchUnusable, match="needs kvikio"):
         GdsDisk([tmp_path], 4096, new_stream=Stream)
+
+
+def test_kvikios_defaults_are_found_though_the_package_does_not_import_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvikio 26.10 is made: `import kvikio` alone has no `kvikio.defaults`."""
+    package = tmp_path / "kvikio"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "defaults.py").write_text("def is_compat_mode_preferred():\n    return True\n")
+    for name in ("kvikio", "kvikio.defaults"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(ScratchUnusable, match="would not use GPUDirect"):
+            GdsDisk([tmp_path], 4096, new_stream=Stream)
+    finally:
+        for name in ("kvikio", "kvikio.defaults"):
+            sys.modules.pop(name, None)
 
 
 def test_a_file_that_cannot_be_registered_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
