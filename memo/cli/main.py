@@ -25,6 +25,7 @@ COMMANDS = {
     "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),
+    "profile": ("memo.cli.profile", "measure what each layer saves, computes and repeats"),
     "plan": ("memo.cli.plan", "decide what is kept, moved and recomputed, before anything runs"),
     "simulate": ("memo.cli.simulate", "play a step under an activation plan, with no GPU"),
     "trace": ("memo.cli.trace", "statistics and pictures of a trace"),

@@ -1,0 +1,241 @@
+"""Measures a profile: what each layer of a model saves at each level and how long it takes, in steps that run for real.
+
+Three things are run: a few steps under `memo.offload` with a third of the tokens at each level, which is the configuration
+with the least on the device and tells bytes and recompute times; a few plain steps under a clock; and one step without
+memory, which tells what stands on the device besides what is saved. Needs room for one plain step.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memo.errors import UsageError
+from memo.layer_clock import StepTimes, time_step
+from memo.layer_flops import Flops, forward_flops, repeated_flops
+from memo.manager import offload
+from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.recording import Step
+from memo.saved_bytes import saved_bytes
+from memo.swap.layers import Layer, find_layers
+from memo.swap.levels import LayerCosts
+from memo.swap.levels import Level as SwapLevel
+from memo.transients import Transients, transients_of
+
+__all__ = ["measure_profile"]
+
+LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
+THIRDS = (1 / 3, 1 / 3, 1 / 3)
+
+
+def measure_profile(
+    build: Callable[[], Step],
+    *,
+    name: str,
+    batch: int,
+    tokens: int,
+    repeats: int = 3,
+    disk: str | Path | None = None,
+    device: torch.device | None = None,
+) -> Profile:
+    """The profile of one microbatch on this machine.
+
+    Args:
+        build: makes the step, on the CPU where memory counts it without any.
+        name: what the profile calls the model.
+        batch, tokens: the step's shape; attention is taken to be causal.
+        repeats: steps of each kind; the shortest times count.
+        disk: directory for what moves while levels are measured; the system's temporary one by default.
+
+    Raises:
+        UsageError: layers that run more than once a step, or not at all.
+    """
+    transients = transients_of(build)
+    step = build()
+    layers = find_layers(step.model)
+    where = next(step.model.parameters()).device if device is None else device
+    costs = _costs(step, tokens=tokens, repeats=repeats, disk=disk)
+    again = repeated_flops(step, disk=disk)
+    modules = [layer.module for layer in layers]
+    step.loss().backward()  # the first plain step is slower than those that follow
+    try:
+        times = StepTimes.least([time_step(step.loss, modules, where) for _ in range(repeats)])
+    except KeyError as error:
+        raise UsageError(f"profile: {error} is missing: every layer has to run exactly once a step") from None
+    flops, whole = forward_flops(step, layers)
+    optimizer_s, state_bytes = _optimizer(step, where)
+    # The last layer's backward follows its forward at once, and it repeats nothing.
+    share = again / (sum(flop.whole - flop.attention for flop in flops[:-1]) or 1.0)
+    found = _Found(costs, times, flops, transients, state_bytes, share)
+    classes, names = _classes(layers, found)
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    outside = sum(_bytes(parameter) for parameter in step.model.parameters() if parameter not in inside)
+    a_token = whole.whole / (batch * tokens)
+    dtype = str(next(step.model.parameters()).dtype).removeprefix("torch.")
+    return Profile(
+        signature=Signature(model=name, batch=batch, tokens=tokens, dtype=dtype),
+        role=Role.MEASURED,
+        classes=classes,
+        layers=names,
+        embedding=EndProfile(
+            forward_s=max(times.before_forward_s, 0.0),
+            backward_s=max(times.before_backward_s, 0.0),
+            saved_bytes=transients.saved_outside,
+        ),
+        head=EndProfile(
+            forward_s=max(times.behind_forward_s, 0.0),
+            backward_s=max(times.behind_backward_s, 0.0),
+            forward_flops=max(whole.whole - sum(flop.whole for flop in flops), 0.0),
+            transient_bytes=transients.outside,
+            static_bytes=round(outside * state_bytes),
+        ),
+        optimizer_s=optimizer_s,
+        model_flops_causal_per_token=3 * a_token,
+        model_flops_full_per_token=3 * (a_token + whole.attention / (batch * tokens)),
+    )
+
+
+# What runs.
+
+
+def _costs(step: Step, *, tokens: int, repeats: int, disk: str | Path | None) -> list[LayerCosts]:
+    """Bytes and recompute times of each layer, from steps under the engine.
+
+    Where a layer cannot repeat a part of its tokens, all that is known is what it saves.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # layers that move whole say so; here the profile tells
+        manager = offload(step.model, alpha=THIRDS, min_bytes=0, disk=disk)
+        try:
+            for _ in range(repeats + 1):
+                with manager:
+                    loss = step.loss()
+                loss.backward()
+                manager.step_done()
+            known = {cost.layer: cost for cost in manager.levels_profile()}
+        finally:
+            manager.close()
+    whole = saved_bytes(step.loss, manager.layers)
+    return [known.get(layer.name) or _only_whole(layer.name, whole[layer.name], tokens) for layer in manager.layers]
+
+
+def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
+    return LayerCosts(
+        layer=layer,
+        tokens=tokens,
+        input_bytes=0,
+        always_bytes=0,
+        bytes_per_token={SwapLevel.ALL: nbytes / tokens},
+        recompute_s_per_token={},
+    )
+
+
+def _optimizer(step: Step, device: torch.device) -> tuple[float, float]:
+    """Seconds of AdamW's second step, and bytes of weight, gradient and state for each byte of weight."""
+    adam = torch.optim.AdamW(step.model.parameters(), lr=0.0, weight_decay=0.0)
+    took = 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        adam.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - begin
+    weights = sum(_bytes(parameter) for parameter in step.model.parameters())
+    state = sum(
+        _bytes(value)
+        for entry in adam.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
+    step.model.zero_grad(set_to_none=True)
+    return took, 2.0 + state / weights
+
+
+# From numbers to a profile.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """All that was measured."""
+
+    costs: Sequence[LayerCosts]
+    times: StepTimes
+    flops: Sequence[Flops]
+    transients: Transients
+    state_bytes: float
+    """Of weight, gradient and optimizer, for a byte of weight."""
+    repeated: float
+    """Of forward's matrix products, the part that level ATTENTION repeats."""
+
+
+def _classes(layers: Sequence[Layer], found: _Found) -> tuple[tuple[LayerProfile, ...], tuple[str, ...]]:
+    """Layers that are of one Python class and save the same are alike; their times are the median of theirs."""
+    by_name = {cost.layer: cost for cost in found.costs}
+    missing = [layer.name for layer in layers if layer.name not in by_name]
+    if missing:
+        raise UsageError(
+            f"profile: layer {missing[0]!r} saved nothing in a step; is it run, and does it need gradients?"
+        )
+    members: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
+    for number, layer in enumerate(layers):
+        cost = by_name[layer.name]
+        kind = (type(layer.module).__name__, cost.always_bytes, *sorted(cost.bytes_per_token.values()))
+        members[kind].append(number)
+    classes, names = [], [""] * len(layers)
+    for kind, numbers in members.items():
+        known = sum(one.name.split("#")[0] == kind[0] for one in classes)
+        name = kind[0] if not known else f"{kind[0]}#{known + 1}"
+        alike = [by_name[layers[number].name] for number in numbers]
+        classes.append(_class(name, numbers, [layers[number] for number in numbers], alike, found))
+        for number in numbers:
+            names[number] = name
+    return tuple(classes), tuple(names)
+
+
+def _class(
+    name: str, numbers: Sequence[int], layers: Sequence[Layer], alike: Sequence[LayerCosts], found: _Found
+) -> LayerProfile:
+    first, flop, transients = alike[0], found.flops[numbers[0]], found.transients
+    forward_s = statistics.median(found.times.forward_s[number] for number in numbers)
+    levels = []
+    for level, known in LEVELS.items():
+        if known not in first.bytes_per_token:
+            continue
+        seen = [cost.recompute_s_per_token[known] for cost in alike if known in cost.recompute_s_per_token]
+        if level is not Level.ALL and not seen:
+            continue  # never run: nothing is known of what it costs
+        levels.append(
+            LevelProfile(
+                level=level,
+                saved_bytes=round(first.bytes_per_token[known] * first.tokens),
+                recompute_s=0.0 if level is Level.ALL else statistics.median(seen) * first.tokens,
+                recompute_flops=(flop.whole - flop.attention) * found.repeated if level is Level.ATTENTION else 0.0,
+            )
+        )
+    weights = sum(_bytes(parameter) for parameter in layers[0].module.parameters())
+    return LayerProfile(
+        name=name,
+        always_bytes=first.always_bytes,
+        levels=tuple(levels),
+        forward_s=forward_s,
+        backward_s=statistics.median(found.times.backward_s[number] for number in numbers),
+        forward_flops=flop.whole,
+        backward_flops=2 * flop.whole,
+        attention_flops=flop.attention,
+        attention_s=forward_s * flop.attention / flop.whole if flop.whole else 0.0,
+        forward_transient_bytes=max(transients.forward.get(layer.name, 0) for layer in layers),
+        backward_transient_bytes=max(transients.backward.get(layer.name, 0) for layer in layers),
+        static_bytes=round(weights * found.state_bytes),
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
