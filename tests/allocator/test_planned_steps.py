@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from standin_runtime import Call, Driver, Standin, open_standin
@@ -122,11 +124,13 @@ def test_each_signature_has_a_plan_of_its_own_in_one_arena(
 
 
 def test_the_least_recently_used_signature_is_forgotten(allocator: PlannedAllocator, driver: Driver) -> None:
-    names = [f"{n}" for n in range(planned.KEPT_SIGNATURES + 1)]
-    for name in names:
+    first, second, *others, last = [f"{n}" for n in range(planned.KEPT_SIGNATURES + 1)]
+    for name in (first, second, *others):
         trained(allocator, driver, layers(2, 512), signature=name)
-    assert allocator.stage(names[0]) is Stage.WARM_UP
-    assert all(allocator.stage(name) is Stage.REPLAY for name in names[1:])
+    run(allocator, driver, layers(2, 512), signature=first)
+    trained(allocator, driver, layers(2, 512), signature=last)
+    assert allocator.stage(second) is Stage.WARM_UP
+    assert all(allocator.stage(name) is Stage.REPLAY for name in (first, *others, last))
 
 
 def test_frees_that_come_later_than_known_are_learned(allocator: PlannedAllocator, driver: Driver) -> None:
@@ -151,8 +155,8 @@ def test_another_step_is_planned_anew_when_it_comes_twice(allocator: PlannedAllo
     once = layers(6, 12 * KIB)
     with pytest.warns(UserWarning, match="another size"):
         run(allocator, driver, once)
-    run(allocator, driver, STEP)
     allocator.wait()
+    run(allocator, driver, STEP)
     assert allocator.last is not None
     assert allocator.last.first is None  # it has kept the plan
     run(allocator, driver, once)
@@ -363,12 +367,16 @@ def test_the_background_plan_is_checked_and_says_why_it_failed() -> None:
         Planning(impossible, time_limit_s=5.0).result()
 
 
-def test_a_planning_that_is_dropped_ends_its_process() -> None:
-    problem = Problem(buffers=(Buffer(id="a", start=0, end=1, nbytes=512),), alignment=512)
-    planning = Planning(problem, time_limit_s=60.0)
+def test_a_planning_that_is_dropped_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(planner.sys, "executable", str(slow))
+    planning = Planning(Problem(buffers=()), time_limit_s=60.0)
+    assert not planning.done()
     process = planning._process
     del planning
-    assert process.returncode is not None
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_the_background_planner_imports_no_torch_and_no_second_solver() -> None:
