@@ -189,10 +189,11 @@ def _classes(layers: Sequence[Layer], found: _Found) -> tuple[tuple[LayerProfile
         cost = by_name[layer.name]
         kind = (type(layer.module).__name__, cost.always_bytes, *sorted(cost.bytes_per_token.values()))
         members[kind].append(number)
-    classes, names = [], [""] * len(layers)
-    for kind, numbers in members.items():
-        known = sum(one.name.split("#")[0] == kind[0] for one in classes)
-        name = kind[0] if not known else f"{kind[0]}#{known + 1}"
+    classes: list[LayerProfile] = []
+    names = [""] * len(layers)
+    for (python_class, *_), numbers in members.items():
+        known = sum(one.name.split("#")[0] == python_class for one in classes)
+        name = python_class if not known else f"{python_class}#{known + 1}"
         alike = [by_name[layers[number].name] for number in numbers]
         classes.append(_class(name, numbers, [layers[number] for number in numbers], alike, found))
         for number in numbers:

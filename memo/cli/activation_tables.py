@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from memo.cli.plans import printable, table
@@ -89,21 +90,21 @@ def _tiers(plan: ActivationPlan) -> str:
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
     ranks, together = budgets.ranks_per_node // pipeline.stages_per_node, pipeline.stages_per_node
 
-    def of_node(figure: str) -> int:
-        per_rank = [getattr(stage, figure) for stage in plan.stages]
+    def of_node(figure: Callable[[StagePrediction], int]) -> int:
+        per_rank = [figure(stage) for stage in plan.stages]
         nodes = [per_rank[first : first + together] for first in range(0, len(per_rank), together)]
         return ranks * max(sum(node) for node in nodes)
 
     rows = [("device, a GPU", budgets.device_bytes, max(stage.peak_device_bytes for stage in plan.stages))]
-    rows.append(("host, a node", budgets.host_bytes, of_node("peak_host_bytes")))
-    rows.append(("disk, a node", budgets.disk_bytes, of_node("peak_disk_bytes")))
+    rows.append(("host, a node", budgets.host_bytes, of_node(lambda stage: stage.peak_host_bytes)))
+    rows.append(("disk, a node", budgets.disk_bytes, of_node(lambda stage: stage.peak_disk_bytes)))
     lines = [
         (name, format_bytes(budget), format_bytes(peak), f"{100 * (1 - peak / budget):.1f} %" if budget else "-")
         for name, budget, peak in rows
         if budget
     ]
     shown = table(("tier", "budget", "peak", "headroom"), lines)
-    written = of_node("disk_written_bytes")
+    written = of_node(lambda stage: stage.disk_written_bytes)
     if written:
         a_day = written / plan.step_s * 86400 / 1e12
         limit = budgets.disk_wear_bytes_per_day

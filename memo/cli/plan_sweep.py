@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from memo.units import format_bytes, format_duration, format_tokens
 if TYPE_CHECKING:
     from memo.cli.plan import Request
 
-__all__ = ["Point", "run_sweep"]
+__all__ = ["Fit", "Point", "Shares", "run_sweep"]
 
 SHORTEST_TOKENS = 8 << 10
 DEVICE_POINTS = 12
@@ -31,29 +31,65 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Means over a plan's layers, weighted by what each saves at most."""
+
+    alpha: float
+    """Of the tokens, at level `all`: the paper's letter. The next two are the other levels."""
+    matmuls: float
+    attention: float
+    kept: float
+    """Of all bytes that autograd saves; what kept, host and disk lack of 1 is recomputed."""
+    host: float
+    disk: float
+
+    @classmethod
+    def of(cls, plan: ActivationPlan) -> Shares:
+        """A plan's."""
+        layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
+        whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
+        token_wise = float(sum(layer.levels[0].saved_bytes for layer, _ in layers)) or 1.0
+
+        def of_tokens(number: int) -> float:
+            return sum(layer.levels[0].saved_bytes * own.token_fractions[number] for layer, own in layers) / token_wise
+
+        def of_bytes(share: Callable[[LayerPlan], float]) -> float:
+            return sum(own.saved_bytes(layer) * share(own) for layer, own in layers) / whole
+
+        return cls(
+            alpha=of_tokens(0),
+            matmuls=of_tokens(1),
+            attention=of_tokens(2),
+            kept=of_bytes(lambda own: own.kept),
+            host=of_bytes(lambda own: own.host),
+            disk=of_bytes(lambda own: own.disk),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What a plan comes to."""
+
+    declined: bool
+    step_s: float
+    tokens_per_s: float
+    mfu_causal: float
+    added: float
+    """Recompute and stalls, as a share of the computation."""
+    peak_device_bytes: int
+    peak_host_bytes: int
+    peak_disk_bytes: int
+    shares: Shares
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One plan of a sweep; the fractions are means over the layers, weighted by what each saves at most."""
+    """One question of a sweep, and its answer."""
 
     tokens: int
     device_budget_bytes: int
     infeasible: str | None = None
-    declined: bool = False
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    mfu_causal: float | None = None
-    alpha: float | None = None
-    """Of the tokens, at level `all`; the paper's letter. The next two are the other levels."""
-    matmuls: float | None = None
-    attention: float | None = None
-    kept: float | None = None
-    """Of all bytes that autograd saves; what the four lack of 1 is recomputed."""
-    host: float | None = None
-    disk: float | None = None
-    added: float | None = None
-    """Recompute and stalls, as a share of the computation."""
-    peak_device_bytes: int | None = None
-    peak_host_bytes: int | None = None
-    peak_disk_bytes: int | None = None
+    fit: Fit | None = None
 
     @classmethod
     def of(cls, request: Request) -> Point:
@@ -66,9 +102,7 @@ class Point:
         prove(plan)
         figures = utilisation(plan)
         stage = max(plan.stages, key=lambda stage: stage.microbatch_s)
-        return cls(
-            tokens=tokens,
-            device_budget_bytes=device,
+        fit = Fit(
             declined=plan.declined is not None,
             step_s=plan.step_s,
             tokens_per_s=figures["tokens_per_s"],
@@ -77,8 +111,9 @@ class Point:
             peak_device_bytes=max(stage.peak_device_bytes for stage in plan.stages),
             peak_host_bytes=max(stage.peak_host_bytes for stage in plan.stages),
             peak_disk_bytes=max(stage.peak_disk_bytes for stage in plan.stages),
-            **_means(plan),
+            shares=Shares.of(plan),
         )
+        return cls(tokens=tokens, device_budget_bytes=device, fit=fit)
 
 
 def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
@@ -127,25 +162,6 @@ def _devices(request: Request) -> list[Request]:
     return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, device_bytes=n)) for n in sizes]
 
 
-def _means(plan: ActivationPlan) -> dict[str, float]:
-    layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
-    whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
-    token_wise = float(sum(layer.levels[0].saved_bytes for layer, _ in layers)) or 1.0
-
-    def of_tokens(number: int) -> float:
-        return sum(layer.levels[0].saved_bytes * own.token_fractions[number] for layer, own in layers) / token_wise
-
-    def of_bytes(tier: str) -> float:
-        return sum(own.saved_bytes(layer) * getattr(own, tier) for layer, own in layers) / whole
-
-    return {
-        "alpha": of_tokens(0),
-        "matmuls": of_tokens(1),
-        "attention": of_tokens(2),
-        **{tier: of_bytes(tier) for tier in ("kept", "host", "disk")},
-    }
-
-
 def _table(points: Sequence[Point], *, by: str) -> str:
     header = (
         by,
@@ -166,19 +182,19 @@ def _table(points: Sequence[Point], *, by: str) -> str:
 
 def _row(point: Point, *, by: str) -> tuple[str, ...]:
     name = format_tokens(point.tokens) if by == "seq" else format_bytes(point.device_budget_bytes)
-    if point.step_s is None:
+    fit = point.fit
+    if fit is None:
         return (name, *["-"] * 10, "does not fit")
-    step = f"{point.step_s:,.1f} s" if point.step_s >= 100 else format_duration(point.step_s)
-    shares = (point.alpha, point.matmuls, point.kept, point.host, point.disk)
+    shares = (fit.shares.alpha, fit.shares.matmuls, fit.shares.kept, fit.shares.host, fit.shares.disk)
     return (
         name,
-        step,
-        f"{point.tokens_per_s:,.0f}",
-        f"{100 * (point.mfu_causal or 0.0):.1f} %",
-        f"{100 * (point.added or 0.0):.2f} %",
-        *(f"{100 * (share or 0.0):.0f} %" for share in shares),
-        format_bytes(point.peak_device_bytes or 0),
-        "declined: fits" if point.declined else "",
+        f"{fit.step_s:,.1f} s" if fit.step_s >= 100 else format_duration(fit.step_s),
+        f"{fit.tokens_per_s:,.0f}",
+        f"{100 * fit.mfu_causal:.1f} %",
+        f"{100 * fit.added:.2f} %",
+        *(f"{100 * share:.0f} %" for share in shares),
+        format_bytes(fit.peak_device_bytes),
+        "declined: fits" if fit.declined else "",
     )
 
 
@@ -190,16 +206,17 @@ def _draw(points: Sequence[Point], path: Path, *, by: str, crossover: int | None
     except ImportError:
         raise MemoError("pictures need matplotlib: pip install 'memo-train[plot]'") from None
     rcParams["svg.hashsalt"] = "memo"  # the same sweep gives the same file
-    fitting = [point for point in points if point.step_s is not None]
-    where = [point.tokens if by == "seq" else point.device_budget_bytes / (1 << 30) for point in fitting]
+    answered = [(point, point.fit) for point in points if point.fit is not None]
+    where = [point.tokens if by == "seq" else point.device_budget_bytes / (1 << 30) for point, _ in answered]
+    fits = [fit for _, fit in answered]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(where, [100 * (point.mfu_causal or 0.0) for point in fitting], marker="o", color="#0072b2")
+    above.plot(where, [100 * fit.mfu_causal for fit in fits], marker="o", color="#0072b2")
     above.set_ylabel("mfu_causal, %")
     added = above.twinx()
-    added.plot(where, [100 * (point.added or 0.0) for point in fitting], marker="s", color="#d55e00")
+    added.plot(where, [100 * fit.added for fit in fits], marker="s", color="#d55e00")
     added.set_ylabel("recompute and stalls, % of compute", color="#d55e00")
-    _stack(below, where, fitting)
+    _stack(below, where, [fit.shares for fit in fits])
     below.set_xlabel("tokens of a sequence" if by == "seq" else "device budget, GiB")
     if by == "seq":
         below.set_xscale("log", base=2)
@@ -210,17 +227,16 @@ def _draw(points: Sequence[Point], path: Path, *, by: str, crossover: int | None
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _stack(axes: Any, where: Sequence[float], points: Sequence[Point]) -> None:
+def _stack(axes: Any, where: Sequence[float], shares: Sequence[Shares]) -> None:
     parts = {
-        "kept": ([point.kept or 0.0 for point in points], "#0072b2"),
-        "host": ([point.host or 0.0 for point in points], "#009e73"),
-        "disk": ([point.disk or 0.0 for point in points], "#b07d12"),
+        "kept": ([share.kept for share in shares], "#0072b2"),
+        "host": ([share.host for share in shares], "#009e73"),
+        "disk": ([share.disk for share in shares], "#b07d12"),
+        "recomputed": ([max(1.0 - share.kept - share.host - share.disk, 0.0) for share in shares], "#cc79a7"),
     }
-    saved = [sum(shares) for shares in zip(*(part for part, _ in parts.values()), strict=True)]
-    parts["recomputed"] = ([max(1.0 - share, 0.0) for share in saved], "#cc79a7")
     axes.stackplot(
         where,
-        *([100 * share for share in shares] for shares, _ in parts.values()),
+        *([100 * part for part in heights] for heights, _ in parts.values()),
         labels=list(parts),
         colors=[colour for _, colour in parts.values()],
     )

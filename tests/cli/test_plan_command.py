@@ -120,10 +120,11 @@ def test_a_sweep_over_lengths_shows_where_swap_and_recompute_begin(
     report = of_json(capsys, [*PAPER, "--sweep", "seq"])
     points = report["points"]
     assert [point["tokens"] for point in points] == [8192 << power for power in range(8)]
-    assert points[0]["declined"]
-    assert points[0]["kept"] == 1.0
-    assert points[-1]["host"] > 0.4
-    assert [point["step_s"] for point in points] == sorted(point["step_s"] for point in points)
+    assert points[0]["fit"]["declined"]
+    assert points[0]["fit"]["shares"]["kept"] == 1.0
+    assert points[-1]["fit"]["shares"]["host"] > 0.4
+    times = [point["fit"]["step_s"] for point in points]
+    assert times == sorted(times)
     assert 100_000 < report["full_swap_is_free_from_tokens"] < 250_000
     plot = tmp_path / "sweep.svg"
     assert main([*PAPER, "--sweep", "seq", "--plot", str(plot)]) == ExitCode.OK
@@ -133,11 +134,11 @@ def test_a_sweep_over_lengths_shows_where_swap_and_recompute_begin(
 
 def test_a_sweep_over_device_budgets_never_gets_slower_with_more(capsys: pytest.CaptureFixture[str]) -> None:
     report = of_json(capsys, [*PAPER, "--sweep", "device"])
-    times = [point["step_s"] for point in report["points"]]
+    times = [point["fit"]["step_s"] for point in report["points"]]
     assert len(times) == 12
     assert times == sorted(times, reverse=True)
     for point in report["points"]:
-        assert point["peak_device_bytes"] <= point["device_budget_bytes"]
+        assert point["fit"]["peak_device_bytes"] <= point["device_budget_bytes"]
 
 
 def test_a_profile_and_a_machine_from_files_give_the_presets_plan(
