@@ -49,7 +49,7 @@ class Arguments:
             if value is _HIDDEN:
                 return hidden
             if isinstance(value, _Cache):
-                return value.kind()
+                return value.fresh()
             if not isinstance(value, _Held):
                 return value
             return value.whole() if span is None else value.cut(*span)
@@ -110,9 +110,18 @@ class _Cache:
 
     kind: type
 
+    def fresh(self) -> Any:
+        """An empty one. That of an encoder-decoder is two: of the layer's own keys and of the encoder's."""
+        if self.kind.__name__ == "DynamicCache":
+            return self.kind()
+        from transformers import DynamicCache
+
+        return self.kind(DynamicCache(), DynamicCache())
+
 
 def _is_cache(value: object) -> bool:
-    return type(value).__name__ == "DynamicCache" and type(value).__module__.startswith("transformers.")
+    kind = type(value)
+    return kind.__name__ in ("DynamicCache", "EncoderDecoderCache") and kind.__module__.startswith("transformers.")
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:

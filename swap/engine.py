@@ -55,7 +55,7 @@ from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from memo.swap.backend import Backend, Event
@@ -228,18 +228,8 @@ class Engine:
         saved: SavedStorage | None = None if known is None or known is _KEEP else known()
         return None if saved is None or saved.ended else saved
 
-    def settle(
-        self,
-        group: Group,
-        parts: Mapping[SavedStorage, Partial],
-        otherwise: Callable[[], Mapping[SavedStorage, Partial]] | None = None,
-    ) -> None:
-        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others.
-
-        `otherwise` makes other parts, with less to move, and is asked where no tier has room for these.
-        """
-        if otherwise is not None and not self._has_room(group, parts):
-            parts = otherwise()
+    def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
+        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others."""
         with self._lock:
             group.held = False
             for saved in group.living():
@@ -247,28 +237,26 @@ class Engine:
                 if saved.state is LIVE and saved.source is not None and not group.wait_for_next:
                     self._send(saved, saved.source)
 
-    def _has_room(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> bool:
-        """Whether all that a held group is to move fits into the tiers now. What it takes to know is given back."""
+    def has_room(self, group: Group, parts: Mapping[SavedStorage, Partial], *, besides: Sequence[int]) -> bool:
+        """Whether all that a held group is to move, and blocks of as many bytes as `besides` says, fit into the tiers now.
+
+        What it takes to know is given back at once.
+        """
         with self._lock:
             self._clear_limbo()
-            places: list[Place] = []
-            quota = None if group.quota is None else group.quota.copy()
-            try:
-                for saved in group.living():
-                    part = parts.get(saved)
-                    nbytes = saved.nbytes if part is None else part.head_nbytes
-                    if nbytes and quota is not None and quota.choose(nbytes) is Tier.DEVICE:
-                        continue
-                    claims = (tier.claim(nbytes) for tier in self.tiers)
-                    place = next((place for place in claims if place is not None), None) if nbytes else None
-                    if nbytes and place is None:
-                        return False
-                    if place is not None:
-                        places.append(place)
-                return True
-            finally:
-                for place in places:
+            sizes = [saved.nbytes if saved not in parts else parts[saved].head_nbytes for saved in group.living()]
+            if group.quota is not None:
+                quota = group.quota.copy()
+                sizes = [nbytes for nbytes in sizes if nbytes and quota.choose(nbytes) is not Tier.DEVICE]
+            places = [self._place_for(nbytes) for nbytes in (*sizes, *besides) if nbytes]
+            for place in places:
+                if place is not None:
                     place.release()
+            return None not in places
+
+    def _place_for(self, nbytes: int) -> Place | None:
+        claims = (tier.claim(nbytes) for tier in self.tiers)
+        return next((place for place in claims if place is not None), None)
 
     def end_forwards(self) -> None:
         """After a forward: nothing that is saved later moves."""

@@ -70,6 +70,7 @@ class TokenWise:
         self._fallback = fallback
         self._repeats_when_full = repeats_when_full
         self._open: Watch | None = None
+        self._position: dict[str, int] = {}
         self._unsuited: set[str] = set()
         self._verdicts: dict[tuple[Any, ...], str] = {}  # kinds of calls that must not be treated so, and why
         self._trials: dict[tuple[Any, ...], float] = {}  # kinds of calls that were tried out, and what was found
@@ -121,6 +122,7 @@ class TokenWise:
         """Before a forward: what modules are made of decides already. Inside a compiled layer it could not be said."""
         if self.is_idle:
             return
+        self._position = {layer.name: position for position, layer in enumerate(layers)}
         self._unsuited.clear()
         for layer in layers:
             reason = _unsuited(layer.module)
@@ -203,11 +205,14 @@ class TokenWise:
                 parts = self._decide(watch, output)
                 can_repeat = self._repeats_when_full and watch.saves is not None
         finally:
+            if can_repeat and not self._engine.has_room(group, parts, besides=self._inputs_after(watch)):
+                parts = self._repeat(watch, output, "no tier has room for it") or parts
+            self._engine.settle(group, parts)
 
-            def otherwise() -> _Parts:
-                return self._repeat(watch, output, "no tier has room for it") or parts
-
-            self._engine.settle(group, parts, otherwise if can_repeat else None)
+    def _inputs_after(self, watch: Watch) -> list[int]:
+        """Bytes that layers after this one need at the least: their inputs are as large as its own."""
+        after = len(self._position) - 1 - self._position[watch.layer.name]
+        return [watch.hidden.untyped_storage().nbytes()] * after
 
     def _decide(self, watch: Watch, output: Any) -> _Parts:
         name = watch.layer.name
@@ -238,6 +243,7 @@ class TokenWise:
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
             return None
         if parts:
+            watch.noting = None  # what a division kept for its own recompute is not needed
             self.repeated[name] = why
             self.deviation.pop(name, None)
             self.refused.pop(name, None)

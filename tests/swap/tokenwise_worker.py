@@ -38,7 +38,7 @@ class Stage(nn.Module):
         return x
 
 
-def sharded(kind: str, scratch: str, alpha: float | None) -> list[Any]:
+def sharded(kind: str, scratch: str, alpha: Any) -> list[Any]:
     model = build(kind)
     layers: Any = list(model.layers)  # type: ignore[arg-type]
     manager = None if alpha is None else memo.offload(model, disk=scratch, min_bytes=256, layers=layers, alpha=alpha)
@@ -51,7 +51,7 @@ def sharded(kind: str, scratch: str, alpha: float | None) -> list[Any]:
     return flat
 
 
-def pipelined(kind: str, scratch: str, alpha: float | None) -> list[Any]:
+def pipelined(kind: str, scratch: str, alpha: Any) -> list[Any]:
     """Two steps of a schedule; backward runs inside it, so memo does too."""
     rank = dist.get_rank()
     several = kind not in ("GPipe", "1F1B")
@@ -104,7 +104,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     run = sharded if kind in ("fsdp", "fsdp-bf16", "tensor") else pipelined
     want = run(kind, scratch, None)
-    for alpha in (0.0, 0.5):
+    for alpha in (0.0, 0.5, (0.25, 0.5, 0.25)):
         got = run(kind, scratch, alpha)
         assert len(got) == len(want)
         for position, (a, b) in enumerate(zip(got, want, strict=True)):

@@ -1,0 +1,174 @@
+"""Layers that do what no division by tokens may repeat, and why each is refused."""
+
+from __future__ import annotations
+
+import torch
+from small_models import SEQ
+from torch import nn
+from torch.nn import functional as F
+
+
+class Layer(nn.Module):
+    """An MLP with a hook for what a subclass does to its input. What it does is gated, and the gate starts closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.gate = nn.Parameter(torch.zeros(32))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.gate * self.strange(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MeanOverTokens(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1, keepdim=True)
+
+
+class Rolls(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(x, 1, 1)
+
+
+class Flips(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(1)
+
+
+class Shifts(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :1], x[:, :-1]], 1)
+
+
+class Scans(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class Convolves(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class CountsPositions(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.size(1)).view(-1, 1)
+
+
+class LearnsPositions(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(SEQ, 32))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.positions[: x.size(1)])
+
+
+class DividesByLength(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / x.size(1))
+
+
+class NormalisesOverTheBatch(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(32)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Counts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)  # type: ignore[operator, union-attr]
+        return x.sin()
+
+
+class CountsInPython(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x.sin()
+
+
+class ChangesItsInput(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(1.5).sin()
+
+
+class Asks(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if x.max() > 0 else x.cos()
+
+
+class PicksExperts(Layer):
+    """Each token goes to one of two experts; tokens are gathered by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+        self.experts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        choice = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(flat[rows]))
+        return out.view_as(x)
+
+
+class DrawsNoise(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+class AttendsByHand(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
+
+
+class Swaps(Layer):
+    """Batch and tokens change places: with two sequences of two tokens nothing but the axis tells them apart."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1).reshape(x.shape).sin()
+
+
+STRANGE: dict[type[Layer], str] = {
+    MeanOverTokens: "aten.mean mixes tokens",
+    Rolls: "not known",
+    Flips: "not known",
+    Shifts: "aten.slice mixes tokens",
+    Scans: "not known",
+    Convolves: "not known",
+    CountsPositions: "aten.mul mixes tokens",
+    LearnsPositions: "aten.add mixes tokens",
+    DividesByLength: "differs from what it saved",
+    NormalisesOverTheBatch: "from outside the layer in place|not known",
+    Counts: "from outside the layer in place",
+    ChangesItsInput: "from outside the layer in place",
+    Asks: "not known",
+    PicksExperts: "not known",
+    DrawsNoise: "cannot be repeated",
+    AttendsByHand: "aten.bmm mixes tokens",
+    Swaps: "mixes tokens",
+    CountsInPython: "its forward changes attribute 'calls'",
+}
