@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import memo
-from memo.errors import UsageError
+from memo.errors import SwapError, UsageError
 from memo.swap.levels import Level, TokenLevels, setting_of
+from memo.swap.products import Product
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +109,26 @@ def test_a_second_backward_and_a_second_order(tmp_path: Path) -> None:
     for _ in range(2):
         loss.backward(retain_graph=True)
         want.backward(retain_graph=True)
+    for ours_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours_.grad, theirs.grad)  # type: ignore[arg-type]
+    manager.close()
+
+
+def test_a_recompute_that_failed_between_two_ranges_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = gpt("gpt"), gpt("gpt")
+    reference.load_state_dict(model.state_dict())
+    manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
+    with manager:
+        loss = ours(2)(model, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(Product, "give", lambda self, engine: (_ for _ in ()).throw(SwapError("a read failed")))
+        with pytest.raises(SwapError, match="a read failed"):
+            loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    ours(2)(reference, 0).backward()
     for ours_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours_.grad, theirs.grad)  # type: ignore[arg-type]
     manager.close()

@@ -171,6 +171,19 @@ def test_layers_that_no_tier_has_room_for_run_again_whole(alpha: Any) -> None:
     assert made.backend.races == []
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5, (0.25, 0.5, 0.25)])
+def test_with_room_for_inputs_alone_nothing_else_moves(alpha: Any) -> None:
+    """Not what a division would have kept for its own recompute either: results of products, masks."""
+    model, reference = stack(layers=6), stack(layers=6)
+    entry = 2 * 48 * 32 * 4
+    made = checked(model, budget=6 * entry, alpha=alpha, repeats_when_full=True)
+    with pytest.warns(RuntimeWarning, match="runs again whole in backward, attention too: no tier has room"):
+        got = train(model, seeded(model), made.manager)
+    assert_equal(got, train(reference, seeded(reference)))
+    assert made.manager.stats.bytes_host == 3 * 5 * entry  # the last layer's stay: its backward comes next
+    made.manager.close()
+
+
 def test_without_that_it_is_a_clear_error() -> None:
     model = stack(layers=6)
     made = checked(model, budget=int(2.5 * LAYER), alpha=1.0)
