@@ -39,6 +39,7 @@ _ATTENTION = frozenset(
 )
 
 
+@functools.cache
 def is_attention(func: torch._ops.OpOverload) -> bool:
     """True for the fused attention operators of torch and of the flash_attn package."""
     return func.overloadpacket in _ATTENTION or (
@@ -46,6 +47,7 @@ def is_attention(func: torch._ops.OpOverload) -> bool:
     )
 
 
+@functools.cache
 def is_random(func: torch._ops.OpOverload) -> bool:
     """True for operators that draw from a generator."""
     return torch.Tag.nondeterministic_seeded in func.tags

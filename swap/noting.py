@@ -9,6 +9,7 @@ calls on, and `reason` says why.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,23 +69,28 @@ class Noting(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.reason is not None or self._paused or self.asleep:
             return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
         changed: list[torch.Tensor] = []
         try:
-            changed = self._before(func, args, kwargs)
+            changed = self._before(func, args, kwargs, given)
         except Unproven as unproven:
             self.reason = str(unproven)
         out = func(*args, **kwargs)
         if self.reason is None:
             try:
-                self._after(Call(func=func, args=args, kwargs=kwargs, out=out, tokens=self.tokens), changed)
+                self._after(
+                    Call(func=func, args=args, kwargs=kwargs, out=out, tokens=self.tokens, given=given), changed
+                )
             except Unproven as unproven:
                 self.reason = str(unproven)
         return out
 
-    def _before(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def _before(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """The tensors that the call will change in place. Raises Unproven for what a recompute must not do again."""
         self.operators.append(func)
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in given:
             if not _is_understood(tensor):
                 raise Unproven(f"{func.overloadpacket} works on a {type(tensor).__name__}")
             if self.is_outside(tensor):
@@ -92,10 +98,8 @@ class Noting(TorchDispatchMode):
         if func.namespace not in ("aten", "prim", "prims") and not is_attention(func):
             raise Unproven(f"{func.overloadpacket} is not known to work token by token")
         changed = []
-        for position, declared in enumerate(func._schema.arguments):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(declared.name)
-                changed += tensors_in(given)
+        for position, name in _written(func):
+            changed += tensors_in(args[position] if position < len(args) else kwargs.get(name))
         for tensor in changed:
             storage = tensor.untyped_storage()
             if tensor not in self.tokens or storage in self._inputs:
@@ -115,7 +119,7 @@ class Noting(TorchDispatchMode):
             self.answers.append(RandomAnswer.of(call, first=self.ends[0]))
             meaning = call.meaning(call.args[0])
         else:
-            before = {call.tokens.of(tensor) for tensor in tensors_in((call.args, call.kwargs))}
+            before = {call.tokens.of(tensor) for tensor in call.given}
             meaning = meaning_of(call)
             if meaning is Mark.MIXED and Mark.MIXED not in before and self._mixed_by is None:
                 self._mixed_by = str(call.func.overloadpacket)
@@ -125,9 +129,9 @@ class Noting(TorchDispatchMode):
             if self.tokens.of(tensor) != meaning:
                 self.tokens.spoil(tensor)
                 return
-        given = {tensor.untyped_storage() for tensor in tensors_in((call.args, call.kwargs))}
+        storages = {tensor.untyped_storage() for tensor in call.given}
         for tensor in tensors_in(call.out):
-            outside = tensor.untyped_storage() in given and tensor not in self.tokens  # a view of a parameter
+            outside = tensor.untyped_storage() in storages and tensor not in self.tokens  # a view of a parameter
             if not outside:
                 self.tokens.put(tensor, meaning)
 
@@ -137,7 +141,7 @@ class Noting(TorchDispatchMode):
         self.products.append(Product(call.out, axis, position=position, span=self.ends, tokens=tokens))
 
     def _attention(self, call: Call) -> None:
-        tensors, results = tensors_in((call.args, call.kwargs)), tensors_in(call.out)
+        tensors, results = call.given, tensors_in(call.out)
         axis = call.meaning(tensors[0])
         if not isinstance(axis, Axis) or results[0].size(axis.dim) != axis.length(self.tokens.tokens):
             raise Unproven(f"{call.func.overloadpacket} is given queries that do not run over the tokens")
@@ -195,6 +199,16 @@ class Noting(TorchDispatchMode):
     @property
     def mixes(self) -> str:
         return f"{self._mixed_by or 'an operator'} mixes tokens"
+
+
+@functools.cache
+def _written(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operator changes in place."""
+    return [
+        (position, declared.name)
+        for position, declared in enumerate(func._schema.arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    ]
 
 
 def _is_understood(tensor: torch.Tensor) -> bool:

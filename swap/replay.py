@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.errors import SwapError
 from memo.swap.answers import Answer, is_attention, is_random
+from memo.swap.aside import Aside
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.products import Product, is_product
@@ -212,14 +213,14 @@ class _Answering(TorchDispatchMode):
         self._collecting = collecting
         self._answers = iter(call.answers)
         self._products = iter(call.products) if span.level is Level.MATMULS else None
-        self._asleep = False
+        self.asleep = False
         # What may be used: what the forward used, what a replay is given, and what it makes.
         self._known = weakref.WeakSet([*(call.outside or ()), *(t.untyped_storage() for t in given)])
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._asleep:
+        if self.asleep:
             return func(*args, **(kwargs or {}))
         if is_attention(func) or is_random(func):
             out = self._answer(func, args)
@@ -241,11 +242,8 @@ class _Answering(TorchDispatchMode):
         """A marked function: its arguments are as good as saved, its results are known."""
         for tensor in tensors_in((args, kwargs)):
             self.save(tensor)
-        self._asleep, out = True, None
-        try:
+        with Aside(self):
             out = self._answer(function, args)
-        finally:
-            self._asleep = False
         self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
         return out
 
@@ -265,8 +263,5 @@ class _Answering(TorchDispatchMode):
 
     def save(self, tensor: torch.Tensor) -> None:
         """Autograd saves `tensor`."""
-        self._asleep = True  # what is done with it here is no part of the layer
-        try:
+        with Aside(self):
             self._collecting.save(tensor)
-        finally:
-            self._asleep = False

@@ -45,6 +45,8 @@ class Call:
     kwargs: dict[str, Any]
     out: Any
     tokens: TokenMap
+    given: Sequence[torch.Tensor]
+    """The tensors among the arguments."""
 
     def argument(self, name: str) -> Any:
         """The argument of that name, or its default."""
@@ -60,9 +62,8 @@ class Call:
 
     def only_first(self) -> Axis | None:
         """The axis of the first argument, when no other tensor argument has one."""
-        tensors = tensors_in([self.args, self.kwargs])
-        axis = self.meaning(tensors[0])
-        rest = [self.meaning(tensor) for tensor in tensors[1:]]
+        axis = self.meaning(self.given[0])
+        rest = [self.meaning(tensor) for tensor in self.given[1:]]
         return axis if isinstance(axis, Axis) and all(other is Mark.SAME for other in rest) else None
 
 
@@ -75,7 +76,7 @@ def meaning_of(call: Call) -> Meaning:
     Raises:
         Unproven: no rule says how the operator treats tokens.
     """
-    meanings = {call.tokens.of(tensor) for tensor in tensors_in([call.args, call.kwargs])}
+    meanings = {call.tokens.of(tensor) for tensor in call.given}
     if meanings <= {Mark.SAME}:
         return Mark.SAME
     rule = _RULES.get(call.func.overloadpacket)
@@ -92,8 +93,7 @@ def _pointwise(call: Call) -> Meaning:
     """Broadcasting from the right; what does not run over the tokens must be of size one there."""
     shape = tensors_in(call.out)[0].shape
     found: Axis | None = None
-    tensors = tensors_in([call.args, call.kwargs])
-    for tensor in tensors:
+    for tensor in call.given:
         axis = call.meaning(tensor)
         if isinstance(axis, Axis):
             here = axis.at(axis.dim - tensor.ndim + len(shape))
@@ -101,7 +101,7 @@ def _pointwise(call: Call) -> Meaning:
                 return Mark.MIXED
             found = here
     assert found is not None
-    for tensor in tensors:
+    for tensor in call.given:
         dim = found.dim - len(shape) + tensor.ndim
         if call.meaning(tensor) is Mark.SAME and dim >= 0 and tensor.size(dim) != 1:
             return Mark.MIXED

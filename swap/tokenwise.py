@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import check_arguments, describe, token_input
+from memo.swap.aside import Aside
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
@@ -86,12 +87,9 @@ class TokenWise:
             if noting is None:
                 watch.saved(tensor)
                 return engine_pack(tensor)
-            noting.asleep = True
-            try:
+            with Aside(noting):
                 watch.saved(tensor)
                 return engine_pack(tensor)
-            finally:
-                noting.asleep = False
 
         self.pack = pack
 
