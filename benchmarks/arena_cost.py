@@ -95,7 +95,10 @@ def measure(native: Native, trace: AllocationTrace, rounds: int) -> dict[str, An
         "fallbacks": after.fallbacks - before.fallbacks,
         "arena_nbytes": layout.nbytes,
         "lower_bound_nbytes": layout.lower_bound_nbytes,
-        "ns_a_pair": {name: {"min": min(each), "median": statistics.median(each)} for name, each in times.items()},
+        "ns_a_pair": {
+            name: {"min": round(min(each), 1), "median": round(statistics.median(each), 1)}
+            for name, each in times.items()
+        },
     }
 
 

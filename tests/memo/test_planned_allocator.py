@@ -21,7 +21,8 @@ from memo import allocation
 from memo.allocation import ModelSteps, memory_stats, use_planned_allocator
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned import PlannedAllocator, Stage
-from memo.errors import AllocatorError, UsageError
+from memo.cli.main import main
+from memo.errors import AllocatorError, ExitCode, UsageError
 from memo.mip.compiled import build
 
 KIB = 1024
@@ -326,3 +327,30 @@ def test_a_model_on_the_cpu_has_no_steps_to_plan(installed: SimpleNamespace) -> 
     use_planned_allocator()
     assert allocation.model_steps(stack(), torch.device("cpu")) is None
     assert allocation.model_steps(stack(), torch.device("cuda", 0)) is not None
+
+
+# memo train.
+
+
+def test_train_refuses_what_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--planned-allocator", "--device", "cpu"]) == ExitCode.USAGE
+    assert "no meaning with --device cpu" in capsys.readouterr().err
+
+
+def test_train_brackets_its_steps_and_evaluations(
+    planned: PlannedAllocator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    signatures = began(planned, monkeypatch)
+    asked = []
+    monkeypatch.setattr("memo.gpt.run.use_planned_allocator", lambda: asked.append("before CUDA"))
+    monkeypatch.setattr("memo.gpt.run.planned_allocator", lambda: planned)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    data = tmp_path / "text.txt"
+    data.write_text("all work and no play " * 2000)
+    command = (
+        "train --planned-allocator --model tiny --layers 1 --seq 64 --steps 3 --eval-every 2 --eval-steps 1 --data"
+    )
+    assert main([*command.split(), str(data)]) == ExitCode.OK
+    assert asked == ["before CUDA"]
+    assert signatures == ["train", "train", "eval", "train", "eval"]
+    assert not planned.in_step
