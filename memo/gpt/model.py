@@ -8,8 +8,6 @@ parameters.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,14 +15,13 @@ from torch import nn
 from memo.errors import UsageError
 from memo.gpt.attention import attend, attend_within
 from memo.gpt.config import GPTConfig
+from memo.gpt.initial import initialise
 from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.spans import Spans
 from memo.gpt.tiled_mlp import tiled_mlp
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
-
-INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -49,6 +46,7 @@ class Attention(nn.Module):
         self.head_dim, self.group = config.head_dim, config.group
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
+        self.attend = attend  # context parallelism puts its own here
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
@@ -57,7 +55,7 @@ class Attention(nn.Module):
             # Rotation makes new queries and keys; copying the values as well frees the projection, of which attention
             # would otherwise keep all for the sake of its smallest part.
             query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
-        mixed = attend(query, key, value) if spans is None else attend_within(query, key, value, spans)
+        mixed = self.attend(query, key, value) if spans is None else attend_within(query, key, value, spans)
         return self.out(mixed.flatten(2))  # type: ignore[no-any-return]
 
 
@@ -150,16 +148,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: normal, residual projections scaled down by the root of their number."""
-        residual = INIT_STD / math.sqrt(2 * self.config.layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                ends_residual = name.endswith((".out", ".down"))
-                module.weight.normal_(std=residual if ends_residual else INIT_STD)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
+        """GPT-2's initialisation, from one draw of torch's global generator."""
+        initialise(self, self.config, int(torch.randint(1 << 62, ())))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (batch, tokens, vocabulary), or the mean loss over targets that are not -100.

@@ -12,13 +12,24 @@ _DECAY_FROM_DIM = 2
 
 
 def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """One fused AdamW; fused keeps no temporary copies of the parameters during the step, on CPU as on CUDA."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= _DECAY_FROM_DIM], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < _DECAY_FROM_DIM], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    """One fused AdamW; fused keeps no temporary copies of the parameters during the step, on CPU as on CUDA.
+
+    Parameters that are sharded over different meshes stand in groups of their own: one fused call takes one mesh.
+    """
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            key = (parameter.dim() >= _DECAY_FROM_DIM, getattr(parameter, "device_mesh", None))
+            groups.setdefault(key, []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+            for (decays, _), parameters in groups.items()
+        ],
+        lr=lr,
+        betas=betas,
+        fused=True,
+    )
 
 
 def empty_state(optimizer: torch.optim.AdamW) -> None:

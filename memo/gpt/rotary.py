@@ -17,18 +17,21 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]
 TABLE_CHUNK = 1 << 16
 
 
-def rotary_tables(seq: int, head_dim: int, theta: float, *, device: torch.device, dtype: torch.dtype) -> RotaryTables:
-    """cos and sin of position times theta^(-2i/d), in `dtype` but at least float32."""
+def rotary_tables(
+    seq: int, head_dim: int, theta: float, *, device: torch.device, dtype: torch.dtype, first: int = 0
+) -> RotaryTables:
+    """cos and sin of position times theta^(-2i/d), in `dtype` but at least float32, for `seq` positions from `first`."""
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     frequency = theta**-exponent
     cos = torch.empty(seq, 1, head_dim // 2, device=device, dtype=wide)
     sin = torch.empty_like(cos)
-    for first in range(0, seq, TABLE_CHUNK):
-        last = min(first + TABLE_CHUNK, seq)
-        angle = torch.arange(first, last, device=device, dtype=torch.float64)[:, None, None] * frequency
-        cos[first:last] = angle.cos()
-        sin[first:last] = angle.sin()
+    for begin in range(0, seq, TABLE_CHUNK):
+        end = min(begin + TABLE_CHUNK, seq)
+        position = torch.arange(first + begin, first + end, device=device, dtype=torch.float64)
+        angle = position[:, None, None] * frequency
+        cos[begin:end] = angle.cos()
+        sin[begin:end] = angle.sin()
     return cos, sin
 
 

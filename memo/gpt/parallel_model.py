@@ -1,0 +1,106 @@
+"""Builds a rank's part of a GPT: chosen on the meta device, divided, sharded, and only then given memory and numbers.
+
+    meta GPT -> stages -> tensor parallel, context parallel -> fully_shard -> to_empty -> initialise
+
+So no rank ever holds more than its part, and one whole parameter at a time while it is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from memo.gpt.config import GPTConfig
+from memo.gpt.initial import initialise
+from memo.gpt.model import GPT, Attention
+from memo.gpt.stage import Stage, TokenRange
+from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
+from memo.parallel.ulysses import Ulysses
+from memo.parallel.world import World
+
+__all__ = ["build_stages"]
+
+
+def build_stages(
+    shape: GPTConfig,
+    world: World,
+    *,
+    seq: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    autocast: torch.dtype | None = None,
+) -> list[Stage]:
+    """This rank's stages of the pipeline, in the order of the layers."""
+    layout = world.layout
+    own = TokenRange.shard(seq, world.token_shard, layout.token_shards)
+    attended = TokenRange.shard(seq, world.cp, layout.cp)
+    stages = []
+    for index in layout.stages_of(world.pp):
+        stage = Stage(
+            GPT(shape, device="meta", dtype=dtype),
+            layers=layout.layers_of(index, shape.layers),
+            own=own,
+            attended=attended,
+            # Tensor-parallel ranks add their gradients up, each having the mean over its own tokens.
+            loss_weight=1 / layout.tp if layout.shards_tokens else 1.0,
+            autocast=autocast,
+        )
+        _divide(stage, world)
+        _shard(stage, world)
+        stage.to_empty(device=device)
+        initialise(stage, shape, seed)
+        stages.append(stage)
+    return stages
+
+
+def _divide(stage: Stage, world: World) -> None:
+    """Tensor and context parallelism of each layer."""
+    layout = world.layout
+    sequence = layout.shards_tokens
+    for layer in stage.layers.values():
+        if layout.cp > 1:
+            attention = cast("Attention", layer.attention)
+            attention.attend = Ulysses(attention.attend, world.group("cp"))
+        if layout.tp > 1:
+            column, row = ColumnParallel(sequence=sequence), RowParallel(sequence=sequence)
+            entry, norm = Entry(sequence=sequence), Replicated(sequence=sequence)
+            plan = {
+                "norm*": norm,
+                "attention": entry,
+                "attention.qkv": column,
+                "attention.out": row,
+                "mlp": entry,
+                "mlp.up": column,
+                "mlp.down": row,
+            }
+            if hasattr(layer.mlp, "gate"):
+                plan["mlp.gate"] = column
+            parallelize_module(layer, world.mesh["tp"], plan)  # type: ignore[arg-type]
+
+
+def _shard(stage: Stage, world: World) -> None:
+    """Data parallelism: layers over the ranks that hold the same matrices, the rest over all that hold other tokens.
+
+    In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each
+    of many microbatches would cost more than it saves.
+    """
+    reshard = world.layout.pp == 1
+    inside: set[nn.Parameter] = set()
+    for layer in stage.layers.values():
+        if world.replicas.size() > 1:
+            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
+        else:
+            inside |= set(layer.parameters())
+    if world.token_ranks.size() > 1:
+        fully_shard(stage, mesh=world.token_ranks, reshard_after_forward=False, ignored_params=inside)
+        if world.token_ranks.size() > world.replicas.size():
+            # The loss is weighted for tensor parallelism already: of its ranks the gradients are added, not averaged.
+            # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
+            root = cast("FSDPModule", stage)
+            root.set_gradient_divide_factor(world.replicas.size())
+            root.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,1 @@
+"""One model on many devices: layouts, collectives, tensor-parallel layers, pipelines."""

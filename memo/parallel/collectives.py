@@ -1,0 +1,187 @@
+"""Collectives that autograd sees through: each is a linear map, and its backward is the transposed one.
+
+    copy_in     x on every rank            <->  sum of the gradients
+    sum_out     sum of the partial x       <->  the gradient on every rank
+    gather      shards to the whole        <->  sum of the gradients, a shard each
+    scatter_sum partial wholes to a shard  <->  gradient shards to the whole
+    split       the whole to a shard       <->  gradient shards to the whole, each rank having used all of it alike
+    join        shards to the whole        <->  the gradient's shard, each rank having used all of it alike
+    exchange    heads for tokens           <->  tokens for heads
+
+None of them saves a tensor. They wait for the collective, so what they give is ordinary memory, never one that is still to
+arrive.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "all_gathered",
+    "copy_in",
+    "exchange",
+    "gather",
+    "join",
+    "own_shard",
+    "scatter_sum",
+    "split",
+    "sum_out",
+]
+
+Group = dist.ProcessGroup
+
+
+def copy_in(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`x` itself; its gradient is the sum over the group."""
+    return cast("torch.Tensor", _CopyIn.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def sum_out(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over the group, on every rank."""
+    return cast("torch.Tensor", _SumOut.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The ranks' shards joined along `dim`; each rank uses the whole in its own way."""
+    return cast("torch.Tensor", _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+def scatter_sum(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's shard, along `dim`, of the sum over the group."""
+    return cast("torch.Tensor", _ScatterSum.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+def split(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's shard of what every rank has."""
+    return cast("torch.Tensor", _Split.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+def join(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The shards joined; every rank goes on with the whole in the same way."""
+    return cast("torch.Tensor", _Join.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+def exchange(x: torch.Tensor, group: Group, *, scatter: int, gather: int) -> torch.Tensor:
+    """All to all: a part of dimension `scatter` goes to each rank, and dimension `gather` becomes whole."""
+    return cast("torch.Tensor", _Exchange.apply(x, group, scatter, gather))  # type: ignore[no-untyped-call]
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gathered(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _reduce_scattered(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _reduce_scattered(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_shard(x, group, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gathered(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return own_shard(grad, ctx.group, ctx.dim).contiguous(), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
+        ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
+        return _exchanged(x, group, scatter, gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, ctx.group, ctx.gather, ctx.scatter), None, None, None
+
+
+def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's part of `x`, a view."""
+    part = x.size(dim) // group.size()
+    return x.narrow(dim, group.rank() * part, part)
+
+
+def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The ranks' shards joined along `dim`, contiguous. Outside of autograd."""
+    parts = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    # Where nothing but ones stands before `dim` the parts lie in order already, and this copies nothing.
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    result = parts.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(result.view(-1), parts.view(-1), group=group)
+    return result
+
+
+def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=group)
+    return result
+
+
+def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
+    parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received.view(-1), parts.view(-1), group=group)
+    return received.movedim(0, gather).flatten(gather, gather + 1).contiguous()

@@ -1,0 +1,273 @@
+"""Tensor- and sequence-parallel layers: what a rank saves for backward is its share, 16 / tp units of b·s·h.
+
+Owns how one module's parameters are divided over a tensor-parallel group and how it computes with its part. Does not own
+which modules those are (plans). Parameters become DTensors, so that sharding for data parallelism and checkpoints know
+what they are; activations stay ordinary tensors.
+
+    between layers   (b, s/tp, h)         with sequence parallelism; (b, s, h) on every rank without
+    Entry            gathers tokens       saves nothing
+    ColumnParallel   (b, s, .../tp)       saves the *shard* of what Entry gathered, and gathers it again in backward,
+                                          once for all projections of one input
+    RowParallel      sums over the group  saves its input, which is divided already
+
+torch's own ColwiseParallel saves the gathered input once for each projection.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from memo.parallel.collectives import all_gathered, copy_in, gather, scatter_sum, sum_out
+
+__all__ = ["ColumnParallel", "Entry", "Replicated", "RowParallel", "token_dim"]
+
+Group = dist.ProcessGroup
+
+
+def token_dim(x: torch.Tensor) -> int:
+    """(batch, tokens, hidden), or tokens of all rows one after another."""
+    return x.ndim - 2
+
+
+class _Gathering:
+    """One gathered input and the projections that use it; in backward they share one more gather."""
+
+    def __init__(self, group: Group, dim: int) -> None:
+        self.group = group
+        self.dim = dim
+        self.consumers = 0
+        self._waiting = 0
+        self._again: torch.Tensor | None = None
+
+    def again(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole input once more; it is dropped when every projection has had it."""
+        if self._again is None:
+            self._again, self._waiting = all_gathered(shard, self.group, self.dim), self.consumers
+        whole = self._again
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._again = None
+        return whole
+
+
+# Gathered storage -> how, and of what. Weak, since nothing that is saved may hold the gathered tensor.
+_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[_Gathering, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
+    """What the projections of one input read: all its tokens."""
+    if not sequence:
+        return copy_in(x, group)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # before the gather: it moves, and the projections save, half the bytes
+        x = x.to(torch.get_autocast_dtype(kind))
+    whole = gather(x, group, token_dim(x))
+    _gathered[whole.untyped_storage()] = (_Gathering(group, token_dim(x)), x.detach())
+    return whole
+
+
+class _LinearOfGathered(torch.autograd.Function):
+    """whole @ weight.T + bias, saving the shard that `whole` was gathered from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: torch.Tensor,
+        shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gathering: _Gathering,
+    ) -> torch.Tensor:
+        ctx.gathering = gathering
+        ctx.save_for_backward(shard, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        shard, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        # A pipeline's split backward asks for the input's gradient first and for the weight's later.
+        of_input = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = rows.T @ ctx.gathering.again(shard).flatten(0, -2)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return of_input, None, of_weight, of_bias, None
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    found = _gathered.get(x.untyped_storage())
+    if found is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    gathering, shard = found
+    gathering.consumers += weight.requires_grad
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        weight, bias = weight.to(low), None if bias is None else bias.to(low)
+    with torch.autocast(kind, enabled=False):
+        result = _LinearOfGathered.apply(x, shard, weight, bias, gathering)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", result)
+
+
+class _Divided(nn.Module):
+    """Mixed into a module's class by the styles below."""
+
+    _tp_group: Group
+    _tp_sequence: bool
+    _tp_transposed: bool
+
+    def _part(self, name: str) -> torch.Tensor | None:
+        parameter = getattr(self, name, None)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def _matrix(self) -> torch.Tensor:
+        """This rank's (outputs, inputs)."""
+        part = self._part("weight")
+        assert part is not None
+        return part.t() if self._tp_transposed else part
+
+
+class _ColumnParallel(_Divided):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _linear(x, self._matrix(), self._part("bias"))
+
+
+class _RowParallel(_Divided):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = F.linear(x, self._matrix())
+        bias, group = self._part("bias"), self._tp_group
+        if self._tp_sequence:
+            summed = scatter_sum(partial, group, token_dim(partial))
+            return summed if bias is None else summed + copy_in(bias, group)
+        summed = sum_out(partial, group)
+        return summed if bias is None else summed + bias
+
+
+class _Replicated(_Divided):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._parameters
+        parts = {name: self._part(name) for name in held}
+        if self._tp_sequence:
+            parts = {name: None if part is None else copy_in(part, self._tp_group) for name, part in parts.items()}
+        self._parameters = cast("Any", parts)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters = held
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _turn(module: nn.Module, kind: type[_Divided], mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Gives the module's class the forward of `kind`; it stays an instance of its own class."""
+    cls = type(module)
+    if (kind, cls) not in _classes:
+        _classes[kind, cls] = type(f"{kind.__name__.lstrip('_')}{cls.__name__}", (kind, cls), {})
+    module.__class__ = _classes[kind, cls]
+    divided = cast("_Divided", module)
+    divided._tp_group = mesh.get_group()
+    divided._tp_sequence = sequence
+    divided._tp_transposed = cls.__name__ == "Conv1D"  # Hugging Face's GPT-2: (inputs, outputs)
+
+
+def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, pieces: int = 1) -> None:
+    """Replaces a parameter by this rank's part of it, without asking the others for anything."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return
+    local = parameter.detach()
+    if isinstance(placement, Shard):
+        dim, ranks = placement.dim, mesh.size()
+        blocks = local.unflatten(dim, (pieces, ranks, -1))
+        local = blocks.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1).clone()  # a view would hold the whole
+        if pieces > 1:
+            placement = _in_pieces(dim, pieces)
+    whole = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _in_pieces(dim: int, pieces: int) -> Placement:
+    """Each of `pieces` blocks divided over the ranks: the fused q, k, v of GPT-2."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
+
+
+class ColumnParallel(ParallelStyle):
+    """Divides a linear layer's outputs. `pieces` > 1: it is that many projections fused one after another."""
+
+    def __init__(self, *, sequence: bool, pieces: int = 1) -> None:
+        self.sequence, self.pieces = sequence, pieces
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _turn(module, _ColumnParallel, device_mesh, sequence=self.sequence)
+        outputs = 1 if cast("_Divided", module)._tp_transposed else 0
+        _divide(module, "weight", device_mesh, Shard(outputs), self.pieces)
+        _divide(module, "bias", device_mesh, Shard(0), self.pieces)
+        return module
+
+
+class RowParallel(ParallelStyle):
+    """Divides a linear layer's inputs, as a ColumnParallel before it left them."""
+
+    def __init__(self, *, sequence: bool) -> None:
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _turn(module, _RowParallel, device_mesh, sequence=self.sequence)
+        inputs = 0 if cast("_Divided", module)._tp_transposed else 1
+        _divide(module, "weight", device_mesh, Shard(inputs))
+        _divide(module, "bias", device_mesh, Replicate())
+        return module
+
+
+class Replicated(ParallelStyle):
+    """Every rank has all parameters. With sequence parallelism it sees some of the tokens, so gradients are summed."""
+
+    def __init__(self, *, sequence: bool) -> None:
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _turn(module, _Replicated, device_mesh, sequence=self.sequence)
+        for name in list(module._parameters):
+            _divide(module, name, device_mesh, Replicate())
+        return module
+
+
+class Entry(ParallelStyle):
+    """Gives a module all tokens of its first argument, or of `hidden_states`."""
+
+    def __init__(self, *, sequence: bool) -> None:
+        self.sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(_entering(device_mesh.get_group(), self.sequence), with_kwargs=True)
+        return module
+
+
+def _entering(group: Group, sequence: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": _enter(kwargs["hidden_states"], group, sequence=sequence)}
+        return (_enter(args[0], group, sequence=sequence), *args[1:]), kwargs
+
+    return enter

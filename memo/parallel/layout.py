@@ -1,0 +1,127 @@
+"""How a model is laid out over ranks: four sizes, a pipeline schedule, and every check that needs no process group.
+
+    rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp        tp varies fastest: its ranks talk the most
+
+Needs no torch, so that a layout that cannot be is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from memo.errors import UsageError
+from memo.gpt.config import GPTConfig
+
+__all__ = ["Layout", "PipelineSchedule"]
+
+
+class PipelineSchedule(enum.StrEnum):
+    """The order of forwards and backwards in a pipeline."""
+
+    GPIPE = "gpipe"  # Huang et al. 2019
+    ONE_F_ONE_B = "1f1b"  # Narayanan et al. 2019, PipeDream
+    INTERLEAVED = "interleaved-1f1b"  # Narayanan et al. 2021
+    ZERO_BUBBLE = "interleaved-zero-bubble"  # Qi et al. 2023
+    ZERO_BUBBLE_V = "zbv"  # the same, stages in a V
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh (pp, dp, cp, tp)."""
+
+    dp: int = 1
+    """Replicas that share the rows of a batch; parameters are sharded over them."""
+    tp: int = 1
+    """Ranks that share each layer's matrices."""
+    pp: int = 1
+    """Ranks that share the layers."""
+    cp: int = 1
+    """Ranks that share the tokens of a sequence also in attention, by exchanging heads for tokens (Ulysses)."""
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    sequence_parallel: bool = True
+    """Tensor-parallel ranks share the tokens between the matrices too."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} {getattr(self, name)} is less than 1")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.schedule.stages_per_rank if self.pp > 1 else 1
+
+    @property
+    def shards_tokens(self) -> bool:
+        """Whether tensor-parallel ranks hold different tokens between the matrices."""
+        return self.tp > 1 and self.sequence_parallel
+
+    @property
+    def token_shards(self) -> int:
+        """Ranks that a sequence is divided over outside of attention and the matrices."""
+        return self.cp * (self.tp if self.shards_tokens else 1)
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Stages of one rank of the pipeline, in the order of the layers."""
+        if self.stages_per_rank == 1:
+            return [pp_rank]
+        if self.schedule is PipelineSchedule.ZERO_BUBBLE_V:
+            return [pp_rank, self.stages - 1 - pp_rank]
+        return [pp_rank, pp_rank + self.pp]
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Positions of a stage's layers."""
+        count = layers // self.stages
+        return range(stage * count, (stage + 1) * count)
+
+    def check(self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int) -> None:
+        """Raises UsageError for whatever does not divide, naming the flag and the numbers that would."""
+        heads = self.tp * self.cp
+        if shape.heads % heads or shape.kv_heads % heads:
+            short = "heads" if shape.heads % heads else "key/value heads"
+            count = shape.heads if shape.heads % heads else shape.kv_heads
+            raise UsageError(
+                f"--tp {self.tp} times --cp {self.cp} does not divide the model's {count} {short}; a rank needs whole ones"
+            )
+        if shape.ffn % self.tp:
+            raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")
+        if seq % self.token_shards:
+            raise UsageError(f"--seq {seq} does not divide over {self.token_shards} ranks; use a multiple")
+        if batch % self.dp:
+            raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
+        if shape.layers % self.stages:
+            raise UsageError(
+                f"{shape.layers} layers do not divide over {self.stages} pipeline stages (--pp {self.pp}, {self.schedule})"
+            )
+        if self.pp > 1:
+            self._check_microbatches(microbatches)
+
+    def _check_microbatches(self, count: int) -> None:
+        if self.schedule is PipelineSchedule.GPIPE:
+            return
+        least = self.stages if self.schedule is PipelineSchedule.ZERO_BUBBLE_V else self.pp
+        if count < least:
+            raise UsageError(f"--accumulate {count} is too few for {self.schedule} on --pp {self.pp}; at least {least}")
+        if self.stages_per_rank > 1 and count % max(1, count // self.pp):
+            raise UsageError(f"--accumulate {count} does not divide into rounds of --pp {self.pp}; use a multiple of it")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises UsageError unless exactly as many processes were started as the layout has."""
+        if ranks != self.ranks:
+            raise UsageError(
+                f"--dp {self.dp} --tp {self.tp} --pp {self.pp} --cp {self.cp} is a layout of {self.ranks} ranks, but "
+                f"{ranks} {'was' if ranks == 1 else 'were'} started; start it with torchrun on as many"
+            )

@@ -1,0 +1,99 @@
+"""Pipelines: a rank's stages under one of torch's schedules, and how many microbatches each stage has in flight.
+
+Stages are told the shapes that pass between them, so no schedule makes a dry run to find them out, and no activation is
+saved that no step asked for.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from memo.parallel.layout import Layout, PipelineSchedule
+
+__all__ = ["in_flight", "make_schedule", "microbatches_in_flight"]
+
+_NAMES = {
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
+    PipelineSchedule.ZERO_BUBBLE: "InterleavedZeroBubble",
+    PipelineSchedule.ZERO_BUBBLE_V: "ZBVZeroBubble",
+}
+
+
+def make_schedule(
+    layout: Layout,
+    modules: Mapping[int, nn.Module],
+    group: dist.ProcessGroup,
+    *,
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    microbatches: int,
+    device: torch.device,
+) -> Any:
+    """torch's schedule over `modules`, by stage.
+
+    `tokens` and `hidden` are examples, without memory, of a microbatch at the first stage and between stages. The last
+    stage's module gives the loss itself: the weights it is made with may be sharded, and are whole only inside.
+    """
+    loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            layout.stages,
+            device,
+            input_args=(tokens if index == 0 else hidden,),
+            output_args=(loss if index == layout.stages - 1 else hidden,),
+            group=group,
+        )
+        for index, module in modules.items()
+    ]
+    kind: Any = get_schedule_class(_NAMES[layout.schedule])
+    return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+
+
+def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def in_flight(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
+    """The most microbatches that each stage holds activations of at a time, from a schedule's `pipeline_order`.
+
+    An activation is held from its forward to the end of its backward: of the second part, where backward is split.
+    """
+    now: collections.Counter[int] = collections.Counter()
+    most: collections.Counter[int] = collections.Counter()
+    for actions in order.values():
+        for action in actions:
+            if action is None:
+                continue
+            stage, kind = action.stage_index, action.computation_type.name
+            if kind == "FORWARD":
+                now[stage] += 1
+                most[stage] = max(most[stage], now[stage])
+            elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+                now[stage] -= 1
+            elif kind != "BACKWARD_INPUT":
+                raise AssertionError(f"no rule for {kind} of a pipeline's order")
+    return dict(most)
+
+
+def microbatches_in_flight(layout: Layout, stage: int, microbatches: int) -> int:
+    """The same for the schedules with one stage a rank, in closed form.
+
+    GPipe runs all forwards first; under 1F1B stage s of p begins its first backward after p - s forwards.
+    """
+    if layout.schedule is PipelineSchedule.GPIPE:
+        return microbatches
+    if layout.schedule is PipelineSchedule.ONE_F_ONE_B:
+        return min(microbatches, layout.pp - stage)
+    raise ValueError(f"{layout.schedule} has no closed form; ask in_flight for its order")

@@ -1,0 +1,79 @@
+"""The processes of a run: joins them, arranges them as a mesh, and knows this one's place in it.
+
+Owns the process group and the names of the mesh's dimensions. Does not own what is done on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from memo.parallel.layout import Layout
+
+__all__ = ["World", "join", "started_ranks"]
+
+# A rank that waits this long for another gives up. A peer that died is seen at once, by its closed connection (gloo) or by
+# torchrun; this is for one that hangs.
+TIMEOUT = datetime.timedelta(minutes=10)
+
+_NAMES = ("pp", "dp", "cp", "tp")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One rank's view of all of them."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    replicas: DeviceMesh
+    """dp and cp in one dimension: ranks that hold the same layers' matrices and other tokens."""
+    token_ranks: DeviceMesh
+    """And tp too, where its ranks hold other tokens: what stands outside of the layers is sharded over these."""
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    @classmethod
+    def of(cls, layout: Layout, device_type: str) -> World:
+        """A collective call: every rank makes it."""
+        sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
+        replicas = mesh["dp", "cp"]._flatten("dp_cp")
+        token_ranks = mesh["dp", "cp", "tp"]._flatten("dp_cp_tp") if layout.shards_tokens else replicas
+        place = {name: mesh.get_local_rank(name) for name in _NAMES}
+        return cls(
+            layout=layout, mesh=mesh, replicas=replicas, token_ranks=token_ranks, rank=dist.get_rank(), **place
+        )
+
+    def group(self, dimension: str) -> dist.ProcessGroup:
+        return self.mesh.get_group(dimension)
+
+    @property
+    def token_shard(self) -> int:
+        """Which of the layout's token shards this rank holds, in the order of the sequence."""
+        return self.cp * self.layout.tp + self.tp if self.layout.shards_tokens else self.cp
+
+
+def started_ranks() -> int:
+    """Processes that torchrun, or whoever set its variables, has started; 1 without."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def join(device: torch.device) -> Iterator[None]:
+    """The process group, for as long as the block runs."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
