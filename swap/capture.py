@@ -50,6 +50,9 @@ _SEEN_THROUGH = frozenset(
         "UnsafeViewBackward0",
         "UnsqueezeBackward0",
         "ViewBackward0",
+        # What a rank holds of a sharded parameter: torch's DTensor.to_local, and memo.parallel's copy_in after it.
+        "_CopyInBackward",
+        "_ToTorchTensorBackward",
     }
 )
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -97,7 +100,10 @@ def never_moves(tensor: torch.Tensor) -> bool:
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for autocast's low-precision copy of a parameter and views of it, found by walking back to the leaf."""
+    """True for autocast's low-precision copy of a parameter, for a rank's part of it, and for views of either.
+
+    Found by walking back to the leaf.
+    """
     node: Any = tensor.grad_fn
     for _ in range(_MAX_HOPS):
         if node is None:

@@ -128,6 +128,8 @@ class Engine:
         self._lock = threading.Lock()
         # How many elements each parameter has, and of which types: a cast of one has as many, of another type.
         self._parameter_types: dict[int, set[torch.dtype]] = {}
+        # Some are DTensors. What a layer makes of one has a size of its own, and data parallelism frees its memory under us.
+        self._sharded = False
         self._warned: set[str] = set()
         self._closed = False
         # For each tier, all of them in order but this one first: the others stand by for when it is full.
@@ -146,6 +148,7 @@ class Engine:
         for tensor in (*parameters, *buffers):
             if isinstance(tensor, torch.nn.Parameter):
                 self._parameter_types.setdefault(tensor.numel(), set()).add(tensor.dtype)
+                self._sharded = self._sharded or is_sharded(tensor)
             local = local_part(tensor)
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
                 self._known[local.untyped_storage()] = _KEEP
@@ -354,7 +357,8 @@ class Engine:
         """Whether this storage never moves (R3); if so it is not looked at again."""
         if not (storage in group.external or tensor.device != self._device or never_moves(tensor)):
             types = self._parameter_types.get(nbytes // tensor.itemsize)
-            if types is None or types == {tensor.dtype} or not cast_of_parameter(tensor):
+            seldom = types is None or types == {tensor.dtype}
+            if (seldom and not self._sharded) or not cast_of_parameter(tensor):
                 return False
         self._known[storage] = _KEEP
         return True
