@@ -20,6 +20,7 @@ __all__ = [
     "MemoError",
     "ModifiedAfterSave",
     "NoRepeatedLayers",
+    "PeerLost",
     "PlanError",
     "PlanInvalid",
     "RecordError",
@@ -70,6 +71,10 @@ class CheckpointError(MemoError):
 
 class TrainingDiverged(MemoError):
     """The loss or a gradient is not finite; the weights are those before the step."""
+
+
+class PeerLost(MemoError):
+    """Another rank of the run has ended; the message has its error, where it left one."""
 
 
 class DeviceOutOfMemory(MemoError):

@@ -13,6 +13,7 @@ from memo.gpt.config import PRESETS
 from memo.gpt.run_config import OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
+from memo.parallel.layout import Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["configure", "run"]
@@ -21,6 +22,8 @@ _EPILOG = """\
 example:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk-dir /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
+
+  torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 2 ...
 
 Ctrl-C finishes the step, saves and exits with 130; --resume goes on from there, to the same losses bit for bit.
 """
@@ -37,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _model_flags(parser.add_argument_group("model"))
     _data_flags(parser.add_argument_group("data"))
     _training_flags(parser.add_argument_group("training"))
+    _layout_flags(parser.add_argument_group("layout, one process a rank (start with torchrun)"))
     _offload_flags(parser.add_argument_group("activations"))
     _output_flags(parser.add_argument_group("output"))
     _device_flags(parser.add_argument_group("device"))
@@ -97,6 +101,26 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="0 is never (default)")
     group.add_argument("--eval-steps", type=int, default=8, metavar="N", help="batches of an evaluation (default 8)")
+
+
+def _layout_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dp", type=int, default=1, metavar="N", help="ranks that share the rows of a batch")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer's matrices")
+    group.add_argument("--pp", type=int, default=1, metavar="N", help="ranks that share the layers")
+    group.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each sequence in attention")
+    group.add_argument(
+        "--schedule",
+        type=_argument(_one_of(PipelineSchedule)),
+        default=PipelineSchedule.ONE_F_ONE_B,
+        metavar="{" + ",".join(PipelineSchedule) + "}",
+        help="of the pipeline; its microbatches are those of --accumulate (default 1f1b)",
+    )
+    group.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="with --tp, keep all tokens on every rank between the matrices",
+    )
 
 
 def _offload_flags(group: argparse._ArgumentGroup) -> None:
@@ -165,9 +189,11 @@ def _config(args: argparse.Namespace) -> RunConfig:
     )
     tiers = ("host_budget", "disk_dir", "disk_budget", "alpha", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    sizes = ("dp", "tp", "pp", "cp", "schedule", "sequence_parallel")
+    layout = Layout(**{name: flags.pop(name) for name in sizes})
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
-    return RunConfig(training=training, offload=offload, **flags)
+    return RunConfig(training=training, offload=offload, layout=layout, **flags)
 
 
 def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> Schedule:

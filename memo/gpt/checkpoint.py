@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memo.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointDir"]
+__all__ = ["Checkpoint", "CheckpointDir", "cause_of"]
 
 _FORMAT = "memo-checkpoint"
 _VERSION = 1
@@ -132,27 +132,56 @@ class CheckpointDir:
         Raises:
             CheckpointError: it could not be written; the partial directory is gone and older checkpoints are untouched.
         """
-        target = self.path / f"step-{step:08d}"
+        partial = self.begin(step)
+        if partial is not None:
+            failure = None
+            try:
+                _write(partial, {**state, "random": _random_state()})
+            except CheckpointException as error:
+                failure = _first_failure(error)
+            except (OSError, RuntimeError) as error:
+                failure = _cause(error)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            self.publish(step, settings, failure)
+        return Checkpoint(path=self._target(step), step=step, settings=settings)
+
+    def begin(self, step: int) -> Path | None:
+        """Where to write the files of `step`; None when its checkpoint is there already, and whole."""
+        target = self._target(step)
         if target.exists():
             try:
-                return Checkpoint.at(target)  # resumed and stopped again without a step between
+                Checkpoint.at(target)  # resumed and stopped again without a step between
+                return None
             except CheckpointError:
                 shutil.rmtree(target, ignore_errors=True)  # damaged: it was passed over, and is now made anew
-        partial = self.path / f".{target.name}.partial"
+        partial = self._partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        return partial
+
+    def publish(self, step: int, settings: dict[str, Any], failure: str | None = None) -> None:
+        """Makes a checkpoint of the files that stand where `begin` said, then removes the oldest beyond `keep`.
+
+        `failure` is why they are not all there.
+
+        Raises:
+            CheckpointError: the failure, or one of its own; the files are gone and older checkpoints are untouched.
+        """
+        target, partial = self._target(step), self._partial(step)
         try:
-            _write(partial, step, {**state, "random": _random_state()}, settings)
+            if failure is not None:
+                raise CheckpointError(f"cannot write {target}: {failure}")
+            _seal(partial, step, settings)
             os.rename(partial, target)
             os.fsync(self._lock)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, CheckpointException):
-                raise CheckpointError(f"cannot write {target}: {_first_failure(error)}") from None
-            if isinstance(error, (OSError, RuntimeError)):
+            if isinstance(error, OSError):
                 raise CheckpointError(f"cannot write {target}: {_cause(error)}") from error
             raise
         for old in self._paths()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
-        return Checkpoint(path=target, step=step, settings=settings)
 
     def close(self) -> None:
         """Gives the lock back; a directory that this run made and wrote nothing to is removed. Idempotent."""
@@ -185,16 +214,25 @@ class CheckpointDir:
             if _PARTIAL.fullmatch(path.name):  # the writer was killed; the lock says that it is gone
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _target(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def _partial(self, step: int) -> Path:
+        return self.path / f".step-{step:08d}.partial"
+
     def _paths(self) -> list[Path]:
         steps = {int(match[1]): path for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))}
         return [steps[step] for step in sorted(steps)]
 
 
-def _write(partial: Path, step: int, state: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Everything under the partial name, forced to disk."""
-    shutil.rmtree(partial, ignore_errors=True)
+def _write(partial: Path, state: dict[str, Any]) -> None:
+    """The tensors under the partial name, forced to disk."""
     with _single_process():
         dcp_save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
+
+
+def _seal(partial: Path, step: int, settings: dict[str, Any]) -> None:
+    """Adds what says that the files are all there, forced to disk."""
     meta = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -226,6 +264,11 @@ def _single_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
+
+
+def cause_of(error: BaseException) -> str:
+    """One line on why torch.distributed.checkpoint failed."""
+    return _first_failure(error) if isinstance(error, CheckpointException) else _cause(error)
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -33,7 +33,9 @@ def initialise(model: nn.Module, config: GPTConfig, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            std = INIT_STD / math.sqrt(2 * config.layers) if name.endswith((".out.weight", ".down.weight")) else INIT_STD
+            std = (
+                INIT_STD / math.sqrt(2 * config.layers) if name.endswith((".out.weight", ".down.weight")) else INIT_STD
+            )
             _fill(parameter, _drawn(parameter, std, seed_of(seed, name)))
         else:
             _fill(parameter, 0.0 if name.endswith(".bias") else 1.0)
@@ -61,7 +63,5 @@ def _own_part(parameter: torch.Tensor) -> tuple[slice, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(parameter, DTensor)
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))

@@ -12,13 +12,18 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Whether somebody asked the run to end. Handlers are in place only inside `listening`."""
+    """Whether somebody asked the run to end. Handlers are in place only inside `listening`.
 
-    def __init__(self) -> None:
-        self._asked = False
+    `forwarded`: a launcher stands between, and makes a SIGTERM of the Ctrl-C that the terminal sent here as well; only the
+    same signal again is a second request.
+    """
+
+    def __init__(self, *, forwarded: bool = False) -> None:
+        self._forwarded = forwarded
+        self._asked: int | None = None
 
     def __bool__(self) -> bool:
-        return self._asked
+        return self._asked is not None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -31,7 +36,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked is not None:
+            if self._forwarded and number != self._asked:
+                return
             raise KeyboardInterrupt
-        self._asked = True
+        self._asked = number
         print("memo train: stopping after this step; once more stops at once", file=sys.stderr, flush=True)

@@ -32,11 +32,14 @@ class Observer:
         peak: float | None,
         manager: Manager | None,
         alpha: float | None = None,
+        devices: int = 1,
     ) -> None:
+        """`peak` is of one device; the run's tokens are the work of all `devices`."""
         self._shape = shape
         self._seq = seq
         self._device = device
-        self._peak = peak if peak is not None else _known_peak(device, precision)
+        one = peak if peak is not None else _known_peak(device, precision)
+        self._peak = None if one is None else one * devices
         self._manager = manager
         self._alpha = alpha
         self._last = _Counters.of(manager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from memo.manager import Manager, offload
 __all__ = ["open_manager"]
 
 
-def open_manager(config: OffloadConfig, model: nn.Module, device: torch.device) -> Manager | None:
-    """The manager, which the caller closes; None for mode none."""
+def open_manager(
+    config: OffloadConfig, model: nn.Module, device: torch.device, *, layers: Sequence[nn.Module] | None = None
+) -> Manager | None:
+    """The manager, which the caller closes; None for mode none. `layers` where the model does not show them itself."""
     if config.mode is OffloadMode.NONE:
         return None
     return offload(
-        model, alpha=config.alpha, disk_budget=config.disk_budget, trace=config.trace, **_tiers(config, device)
+        model,
+        alpha=config.alpha,
+        disk_budget=config.disk_budget,
+        layers=layers,
+        trace=config.trace,
+        **_tiers(config, device),
     )
 
 

@@ -6,7 +6,6 @@ over ranks. The rest of a step is the Trainer's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -64,9 +63,7 @@ class ParallelTrainer(Trainer):
         self.world = world
         self.seed = seed
         ours = RankBatches(batches, world, stages[0])
-        super().__init__(
-            nn.ModuleList(stages), ours, config, device=device, around_forward=around_forward
-        )
+        super().__init__(nn.ModuleList(stages), ours, config, device=device, around_forward=around_forward)
         self._schedule = self._make_schedule(rows // world.layout.dp) if world.layout.pp > 1 else None
         self._tied = _TiedEmbedding(stages, world)
 

@@ -11,12 +11,12 @@ __all__ = ["Reporter"]
 
 
 class Reporter:
-    """Prints lines; between `with` and its end a terminal also shows how far the run is."""
+    """Prints lines; between `with` and its end a terminal also shows how far the run is. `quiet`: nothing at all."""
 
-    def __init__(self, *, done: int, steps: int) -> None:
-        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, *, done: int, steps: int, quiet: bool = False) -> None:
+        self._console = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
         self._bar: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("training"),
                 BarColumn(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,13 @@ from memo.gpt.run_config import RunConfig
 from memo.gpt.tokens import TokenFile, open_tokens
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.gpt.training import StepResult, Trainer, weight_dtype
+from memo.parallel.layout import Layout
 from memo.units import format_tokens
+
+if TYPE_CHECKING:
+    from memo.gpt.shared_checkpoint import SharedCheckpointDir
+    from memo.manager import Manager
+    from memo.parallel.world import World
 
 __all__ = ["train"]
 
@@ -42,10 +48,12 @@ def train(config: RunConfig) -> ExitCode:
     Raises:
         MemoError: whatever the leaf says; the newest checkpoint, if any, is whole.
     """
+    ranks = _check_layout(config)
     device = _prepare(config)
     try:
         with ExitStack() as stack:
-            return _Run(config, device, stack).go()
+            world = _join(config, device, stack) if ranks > 1 else None
+            return _Run(config, device, stack, world).go()
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
@@ -62,18 +70,20 @@ _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a 
 class _Run:
     """The parts of one run, opened in an order in which a refusal leaves nothing behind."""
 
-    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
         self.config = config
-        self.stop = StopRequest()
-        self.checkpoints = _open_checkpoints(config, stack)
+        self.world = world
+        leads = world is None or world.rank == 0
+        self.stop = StopRequest(forwarded=world is not None)
+        self.checkpoints = _open_checkpoints(config, stack, world)
         start, notes = _starting_point(config, self.checkpoints)
         self.done = start.step if start is not None else 0
         self.metrics = None
-        if config.metrics is not None:
+        if config.metrics is not None and leads:
             self.metrics = stack.enter_context(
                 MetricsFile(config.metrics, after_step=None if config.resume is None else self.done)
             )
-        tokens = open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
+        tokens = _open_tokens(config, world)
         shape = _shape(config, tokens)
         training = _training(config, device)
         self.settings = _settings(config, shape, training)
@@ -82,15 +92,11 @@ class _Run:
         self.eval_batches = None
         if config.eval_every:
             self.eval_batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="eval")
-        torch.manual_seed(config.seed)
-        model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
-        self.manager = open_manager(config.offload, model, device)
+        self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
-            stack.enter_context(closing(self.manager))
             self.manager.step = self.done + 1
-        self.trainer = Trainer(model, batches, training, device=device, around_forward=self.manager)
         if start is not None:
-            start.load(self.trainer.state())
+            _load(start, self.trainer.state(), world)
         self.observer = Observer(
             shape,
             seq=config.seq,
@@ -99,28 +105,32 @@ class _Run:
             peak=config.peak_flops,
             manager=self.manager,
             alpha=config.offload.alpha,
+            devices=config.layout.ranks,
         )
-        self.reporter = stack.enter_context(Reporter(done=self.done, steps=config.training.schedule.steps))
+        steps = config.training.schedule.steps
+        self.reporter = stack.enter_context(Reporter(done=self.done, steps=steps, quiet=not leads))
         for line in (*notes, *self._banner(shape, device, tokens)):
             self.reporter.line(line)
 
     def go(self) -> ExitCode:
         """The loop."""
+        stopped = False
         with self.stop.listening():
-            while self.done < self.config.training.schedule.steps and not self.stop:
+            while self.done < self.config.training.schedule.steps and not stopped:
                 with _planned_step("train"):
                     result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+                stopped = result is None  # this rank, or another, was asked to
                 if result is None:
                     break
                 self.done = result.step
                 self._observe(result)
                 if self._due(self.config.checkpoint_every):
-                    self._save()
+                    self._save(wait=False)
             if self.done:
-                self._save()
+                self._save(wait=True)
         if self.manager is not None:
             self.reporter.line(str(self.manager.report()))
-        if self.stop and self.done < self.config.training.schedule.steps:
+        if stopped:
             kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
             self.reporter.line(f"stopped after step {self.done}{kept}")
             return ExitCode.INTERRUPTED
@@ -142,9 +152,12 @@ class _Run:
     def _due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
 
-    def _save(self) -> None:
-        if self.checkpoints is not None:
+    def _save(self, *, wait: bool) -> None:
+        """`wait`: until it is on disk. Many ranks write theirs while they train on."""
+        if isinstance(self.checkpoints, CheckpointDir):
             self.checkpoints.save(self.done, self.trainer.state(), self.settings)
+        elif self.checkpoints is not None:
+            self.checkpoints.save(self.done, self.trainer.state(), self.settings, wait=wait)
 
     def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile) -> list[str]:
         config = self.config
@@ -153,7 +166,7 @@ class _Run:
         )
         return [
             f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
-            f"of {shape.hidden}, {self.trainer.config.precision} on {where}",
+            f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
             f"attention {self._attention(shape, device)}",
@@ -180,6 +193,8 @@ def _prepare(config: RunConfig) -> torch.device:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory it has not written
     if has_gpu and config.device != "cpu":
+        if config.layout.ranks > 1:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
     return_freed_memory()
     return torch.device("cpu")
@@ -191,13 +206,89 @@ def _planned_step(kind: str) -> AbstractContextManager[None]:
     return nullcontext() if allocator is None else allocator.step(kind, device=torch.cuda.current_device())
 
 
-def _open_checkpoints(config: RunConfig, stack: ExitStack) -> CheckpointDir | None:
+def _check_layout(config: RunConfig) -> int:
+    """The number of ranks. Raises UsageError, before any process group, for a layout that cannot be."""
+    layout = config.layout
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    layout.check_ranks(ranks)
+    if ranks > 1:
+        layout.check(_shape(config), seq=config.seq, batch=config.batch, microbatches=config.training.accumulate)
+    return ranks
+
+
+def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
+    """The other ranks. Whatever ends this one from now on ends all, soon and with the first cause named."""
+    from memo.parallel.failure import ended_by_signal, first_cause
+    from memo.parallel.world import World, join
+
+    stack.enter_context(first_cause(int(os.environ["RANK"])))
+    stack.enter_context(ended_by_signal())
+    stack.enter_context(join(device))
+    return World.of(config.layout, device.type)
+
+
+def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
+    def opened() -> TokenFile:
+        return open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
+
+    if world is None:
+        return opened()
+    from memo.gpt.parallel_run import local_rank_first
+
+    return local_rank_first(opened)
+
+
+def _open_trainer(
+    config: RunConfig,
+    shape: GPTConfig,
+    training: TrainConfig,
+    batches: Batches,
+    world: World | None,
+    device: torch.device,
+    stack: ExitStack,
+) -> tuple[Trainer, Manager | None]:
+    if world is not None:
+        from memo.gpt.parallel_run import open_trainer
+
+        return open_trainer(config, shape, training, batches, world, device, stack)
+    torch.manual_seed(config.seed)
+    model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
+    manager = open_manager(config.offload, model, device)
+    if manager is not None:
+        stack.enter_context(closing(manager))
+    return Trainer(model, batches, training, device=device, around_forward=manager), manager
+
+
+def _load(start: Checkpoint, state: dict[str, Any], world: World | None) -> None:
+    if world is None:
+        start.load(state)
+        return
+    from memo.gpt.shared_checkpoint import load_shared
+
+    load_shared(start, state)
+
+
+def _ranks(layout: Layout) -> str:
+    if layout.ranks == 1:
+        return ""
+    return f"{layout.ranks} ranks (dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}) of "
+
+
+def _open_checkpoints(
+    config: RunConfig, stack: ExitStack, world: World | None
+) -> CheckpointDir | SharedCheckpointDir | None:
     if config.checkpoint_dir is None:
         return None
+    if world is not None:
+        from memo.gpt.shared_checkpoint import SharedCheckpointDir
+
+        return stack.enter_context(SharedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
     return stack.enter_context(CheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
 
 
-def _starting_point(config: RunConfig, checkpoints: CheckpointDir | None) -> tuple[Checkpoint | None, list[str]]:
+def _starting_point(
+    config: RunConfig, checkpoints: CheckpointDir | SharedCheckpointDir | None
+) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, and what to tell about the choice."""
     if config.resume is None:
         if checkpoints is not None and not checkpoints.is_empty():
@@ -219,11 +310,11 @@ def _starting_point(config: RunConfig, checkpoints: CheckpointDir | None) -> tup
     return newest, [*notes, f"resume   {newest.path}"]
 
 
-def _shape(config: RunConfig, tokens: TokenFile) -> GPTConfig:
+def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
     return preset(
         config.model,
         variant=config.variant,
-        vocab_size=tokens.vocab_size,
+        vocab_size=None if tokens is None else tokens.vocab_size,
         max_seq=config.seq,
         layers=config.layers,
         hidden=config.hidden,

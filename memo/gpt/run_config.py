@@ -11,6 +11,7 @@ from typing import Literal
 from memo.errors import UsageError
 from memo.gpt.config import PRESETS, Variant
 from memo.gpt.train_config import Precision, TrainConfig
+from memo.parallel.layout import Layout
 
 __all__ = ["OffloadConfig", "OffloadMode", "RunConfig"]
 
@@ -96,6 +97,8 @@ class RunConfig:
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     planned_allocator: bool = False
     """Steps get their device memory at planned addresses of one arena."""
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    """How many ranks share the model, and how."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
@@ -112,5 +115,7 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
             raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
+        if self.layout.pp > 1 and self.eval_every:
+            raise UsageError("--eval-every cannot be used with --pp; evaluate a checkpoint without it")
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")

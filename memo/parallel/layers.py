@@ -196,7 +196,9 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
     if isinstance(placement, Shard):
         dim, ranks = placement.dim, mesh.size()
         blocks = local.unflatten(dim, (pieces, ranks, -1))
-        local = blocks.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1).clone()  # a view would hold the whole
+        local = (
+            blocks.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1).clone()
+        )  # a view would hold the whole
         if pieces > 1:
             placement = _in_pieces(dim, pieces)
     whole = DTensor.from_local(

@@ -116,7 +116,9 @@ class Layout:
         if count < least:
             raise UsageError(f"--accumulate {count} is too few for {self.schedule} on --pp {self.pp}; at least {least}")
         if self.stages_per_rank > 1 and count % max(1, count // self.pp):
-            raise UsageError(f"--accumulate {count} does not divide into rounds of --pp {self.pp}; use a multiple of it")
+            raise UsageError(
+                f"--accumulate {count} does not divide into rounds of --pp {self.pp}; use a multiple of it"
+            )
 
     def check_ranks(self, ranks: int) -> None:
         """Raises UsageError unless exactly as many processes were started as the layout has."""

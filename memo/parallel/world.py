@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import os
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memo.parallel.layout import Layout
 
-__all__ = ["World", "join", "started_ranks"]
+__all__ = ["World", "join"]
 
 # A rank that waits this long for another gives up. A peer that died is seen at once, by its closed connection (gloo) or by
 # torchrun; this is for one that hangs.
@@ -50,9 +49,7 @@ class World:
         replicas = mesh["dp", "cp"]._flatten("dp_cp")
         token_ranks = mesh["dp", "cp", "tp"]._flatten("dp_cp_tp") if layout.shards_tokens else replicas
         place = {name: mesh.get_local_rank(name) for name in _NAMES}
-        return cls(
-            layout=layout, mesh=mesh, replicas=replicas, token_ranks=token_ranks, rank=dist.get_rank(), **place
-        )
+        return cls(layout=layout, mesh=mesh, replicas=replicas, token_ranks=token_ranks, rank=dist.get_rank(), **place)
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         return self.mesh.get_group(dimension)
@@ -63,17 +60,11 @@ class World:
         return self.cp * self.layout.tp + self.tp if self.layout.shards_tokens else self.cp
 
 
-def started_ranks() -> int:
-    """Processes that torchrun, or whoever set its variables, has started; 1 without."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[None]:
     """The process group, for as long as the block runs."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Not after an error: it may wait for ranks that are gone. The process ends, and its connections with it.
+    dist.destroy_process_group()
