@@ -9,7 +9,7 @@ PYTHON ?= $(BIN)/python
 ARMS ?= all
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint typecheck format bench gpu-check gpu-bench setup clean
+.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench setup clean
 
 setup: $(STAMP)
 
@@ -24,7 +24,11 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not gpu and not parallel" $(PYTEST_ARGS)
+
+# Every layout over gloo on this machine's processors, up to eight processes; under 15 minutes on two cores.
+test-parallel: setup
+	$(BIN)/pytest tests/parallel $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

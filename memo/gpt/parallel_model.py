@@ -80,7 +80,7 @@ def _divide(stage: Stage, world: World) -> None:
             }
             if hasattr(layer.mlp, "gate"):
                 plan["mlp.gate"] = column
-            parallelize_module(layer, world.mesh["tp"], plan)  # type: ignore[arg-type]
+            parallelize_module(layer, world.mesh["tp"], plan)
 
 
 def _shard(stage: Stage, world: World) -> None:

@@ -68,10 +68,12 @@ class ParallelTrainer(Trainer):
         self._tied = _TiedEmbedding(stages, world)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the whole model's names; a second copy of the embedding is left out."""
+        """Under the whole model's names, each name once."""
+        seen: set[str] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                if not (stage.repeats_embedding and name == "tokens.weight"):
+                if name not in seen:
+                    seen.add(name)
                     yield name, parameter
 
     def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
@@ -138,7 +140,10 @@ class ParallelTrainer(Trainer):
 
     def _clip(self) -> float:
         layout = self.world.layout
-        counted = [parameter for _, parameter in self.named_parameters()]
+        second = {
+            id(stage.tokens.weight) for stage in self.stages if stage.repeats_embedding and stage.tokens is not None
+        }
+        counted = [parameter for parameter in self.model.parameters() if id(parameter) not in second]
         norm = gradient_norm(counted, copies=layout.ranks // layout.pp)
         if self.config.clip is not None:
             clip_gradients(self.model.parameters(), norm, self.config.clip)
@@ -152,11 +157,19 @@ class ParallelTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         """As the Trainer's, of this rank's part."""
+        return self._state_of(dict(self.named_parameters()))
+
+    def states(self) -> list[dict[str, Any]]:
+        """What a checkpoint has to be read into: `state`, and what this rank holds a second time."""
+        seconds = dict(pair for stage in self.stages for pair in stage.named_parameters())  # the later of one name
+        return [self.state(), self._state_of(seconds)] if self._tied.twice_on_a_rank else [self.state()]
+
+    def _state_of(self, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         if not self.optimizer.state:
             empty_state(self.optimizer)
         return {
-            "model": {name: parameter.detach() for name, parameter in self.named_parameters()},
-            "optimizer": {name: dict(self.optimizer.state[parameter]) for name, parameter in self.named_parameters()},
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": {name: dict(self.optimizer.state[parameter]) for name, parameter in parameters.items()},
         }
 
 
@@ -166,11 +179,13 @@ class _TiedEmbedding:
     def __init__(self, stages: Sequence[Stage], world: World) -> None:
         self._copies: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
+        self.twice_on_a_rank = False
         config, layout = stages[0].config, world.layout
         if not config.tie_embeddings or layout.pp == 1:
             return
-        self._copies = [stage.tokens.weight for stage in stages if stage.tokens is not None]
+        self._copies = [cast("nn.Parameter", stage.tokens.weight) for stage in stages if stage.tokens is not None]
         last = next(rank for rank in range(layout.pp) if layout.stages - 1 in layout.stages_of(rank))
+        self.twice_on_a_rank = last == 0
         if last == 0:
             return
         ranks = world.mesh.mesh[[0, last]].flatten(1).T.tolist()

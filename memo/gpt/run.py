@@ -7,6 +7,7 @@ run (the last step, a stop request, an error) closes what was opened, in reverse
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class _Run:
         if self.manager is not None:
             self.manager.step = self.done + 1
         if start is not None:
-            _load(start, self.trainer.state(), world)
+            _load(start, self.trainer, world)
         self.observer = Observer(
             shape,
             seq=config.seq,
@@ -259,13 +260,14 @@ def _open_trainer(
     return Trainer(model, batches, training, device=device, around_forward=manager), manager
 
 
-def _load(start: Checkpoint, state: dict[str, Any], world: World | None) -> None:
+def _load(start: Checkpoint, trainer: Trainer, world: World | None) -> None:
     if world is None:
-        start.load(state)
+        start.load(trainer.state())
         return
     from memo.gpt.shared_checkpoint import load_shared
 
-    load_shared(start, state)
+    for state in trainer.states():  # type: ignore[attr-defined]
+        load_shared(start, state)
 
 
 def _ranks(layout: Layout) -> str:
@@ -332,7 +334,7 @@ def _training(config: RunConfig, device: torch.device) -> TrainConfig:
 
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
-    return {
+    settings = {
         # In how many tiles the model is computed is no property of it.
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
         "training": dataclasses.asdict(training),
@@ -341,6 +343,8 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "batch": config.batch,
         "seed": config.seed,
     }
+    as_read: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple comes back as a list
+    return as_read
 
 
 def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:

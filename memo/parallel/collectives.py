@@ -34,6 +34,10 @@ __all__ = [
 
 Group = dist.ProcessGroup
 
+# torch 2.13 has these two under new names, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def copy_in(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`x` itself; its gradient is the sum over the group."""
@@ -162,7 +166,7 @@ def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' shards joined along `dim`, contiguous. Outside of autograd."""
     parts = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
     # Where nothing but ones stands before `dim` the parts lie in order already, and this copies nothing.
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
@@ -170,7 +174,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 def _reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     result = parts.new_empty(parts.shape[1:])
-    dist.reduce_scatter_tensor(result.view(-1), parts.view(-1), group=group)
+    _reduce_scatter(result.view(-1), parts.view(-1), group=group)
     return result
 
 
@@ -184,4 +188,5 @@ def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torc
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received.view(-1), parts.view(-1), group=group)
-    return received.movedim(0, gather).flatten(gather, gather + 1).contiguous()
+    joined: torch.Tensor = received.movedim(0, gather).flatten(gather, gather + 1).contiguous()
+    return joined

@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,10 +84,11 @@ def _key() -> str:
     return "memo/first-failure/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _store() -> dist.TCPStore:
+def _store() -> Any:
     """The store that the ranks met at. torchrun's lives in torchrun, so it outlives the ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return kind(host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
 
 def _tell(what: str) -> None:
@@ -97,7 +99,7 @@ def _tell(what: str) -> None:
 def _told() -> str | None:
     try:
         store = _store()
-        return store.get(_key()).decode() if store.check([_key()]) else None
+        return str(store.get(_key()).decode()) if store.check([_key()]) else None
     except (RuntimeError, KeyError, ValueError):
         return None
 

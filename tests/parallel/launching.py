@@ -1,0 +1,37 @@
+"""Starts workers under torchrun and gives what they said. Shared by the tests here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["launch", "run", "torchrun"]
+
+HERE = Path(__file__).parent
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """The command, up to the script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+
+
+def launch(ranks: int, worker: str, *arguments: str, timeout_s: float = 280) -> str:
+    """What a worker of this folder printed, after all its ranks ended well."""
+    ended, said = run(ranks, worker, *arguments, timeout_s=timeout_s)
+    assert ended == 0, said
+    return said
+
+
+def run(ranks: int, worker: str, *arguments: str, timeout_s: float = 280) -> tuple[int, str]:
+    """The exit code, and all that was printed."""
+    done = subprocess.run(
+        [*torchrun(ranks), str(HERE / worker), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -1,0 +1,53 @@
+"""Every layout trains as one process does: losses, norms and gradients of three steps, and memo changes no bit of them.
+
+One launch runs all layouts of a number of ranks, since starting a process costs more than what it computes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import launch, run
+
+ALPHAS = "1,0.5"
+LAYOUTS = {
+    2: [
+        "dp2",
+        "tp2",
+        "tp2_llama",
+        "tp2_replicated",
+        "cp2",
+        "cp2_llama",
+        "pp2_gpipe",
+        "pp2_1f1b",
+        "pp2_interleaved-1f1b",
+        "pp2_interleaved-zero-bubble",
+        "pp2_zbv",
+        "pp2_zbv_llama",
+    ],
+    4: ["dp4", "tp4", "dp2_tp2", "cp2_tp2", "tp2_pp2_interleaved-zero-bubble", "dp2_pp2_zbv", "pp4"],
+    8: ["dp2_tp2_pp2", "dp2_cp2_tp2"],
+}
+
+
+@functools.cache
+def said(ranks: int) -> str:
+    """One launch, also where it fails: what it printed before that still counts."""
+    return run(ranks, "equality_worker.py", ALPHAS, *LAYOUTS[ranks])[1]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
+def test_a_layout_is_equal_to_one_process_and_to_itself_with_memo(ranks: int, name: str) -> None:
+    assert f"equal {name} within" in said(ranks)
+
+
+def test_tensor_sequence_and_data_parallel_training_is_equal_to_one_process() -> None:
+    """The part of the above that runs with every change."""
+    assert "equal dp2_tp2 within" in launch(4, "equality_worker.py", "1", "dp2_tp2")
