@@ -64,7 +64,8 @@ class ParallelTrainer(Trainer):
         self.seed = seed
         ours = RankBatches(batches, world, stages[0])
         super().__init__(nn.ModuleList(stages), ours, config, device=device, around_forward=around_forward)
-        self._schedule = self._make_schedule(rows // world.layout.dp) if world.layout.pp > 1 else None
+        self.schedule = self._make_schedule(rows // world.layout.dp) if world.layout.pp > 1 else None
+        """torch's pipeline schedule, with its order."""
         self._tied = _TiedEmbedding(stages, world)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -80,7 +81,7 @@ class ParallelTrainer(Trainer):
         if self._agree(stop()):
             return None
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
-        losses = self._one_by_one(step) if self._schedule is None else self._pipelined(step)
+        losses = self._one_by_one(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
         layout = self.world.layout
         ours = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -114,9 +115,9 @@ class ParallelTrainer(Trainer):
         losses: list[torch.Tensor] = []
         first = (inputs,) if self.stages[0].is_first else ()
         last = {"target": targets, "losses": losses, "targets": targets} if self._holds_last else {}
-        assert self._schedule is not None
+        assert self.schedule is not None
         with self._around_forward:
-            self._schedule.step(*first, **last, return_outputs=False)
+            self.schedule.step(*first, **last, return_outputs=False)
         return losses
 
     @property

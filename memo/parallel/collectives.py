@@ -173,7 +173,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 def _reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
-    result = parts.new_empty(parts.shape[1:])
+    result: torch.Tensor = parts.new_empty(parts.shape[1:])
     _reduce_scatter(result.view(-1), parts.view(-1), group=group)
     return result
 

@@ -65,6 +65,11 @@ def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
 
+# The first half of a split backward, whose second half still needs what was saved; and what only moves parameters or
+# gradients.
+_NOTHING_SAVED = frozenset({"BACKWARD_INPUT", "REDUCE_GRAD", "UNSHARD", "RESHARD"})
+
+
 def in_flight(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
     """The most microbatches that each stage holds activations of at a time, from a schedule's `pipeline_order`.
 
@@ -82,7 +87,7 @@ def in_flight(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
                 most[stage] = max(most[stage], now[stage])
             elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
                 now[stage] -= 1
-            elif kind != "BACKWARD_INPUT":
+            elif kind not in _NOTHING_SAVED:
                 raise AssertionError(f"no rule for {kind} of a pipeline's order")
     return dict(most)
 

@@ -1,0 +1,156 @@
+"""Runs under torchrun: the most bytes each pipeline stage holds saved at a time, against what the schedule says it must."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from equality_worker import CPU, SEED, SEQ, Drawn, training
+
+import memo
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.parallel_model import build_stages
+from memo.gpt.parallel_training import ParallelTrainer
+from memo.gpt.stage import Stage
+from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.pipeline import in_flight, microbatches_in_flight
+from memo.parallel.world import World, join
+
+ROWS, MICROBATCHES, LAYERS, HIDDEN, HEADS = 4, 8, 8, 32, 4
+UNIT = ROWS * SEQ * HIDDEN * 4
+# One layer: norm in 1, qkv in 1, q k v 3, attention out 1, norm in 1, up in 1, gelu in 4, down in 4.
+LAYER = 16 * UNIT
+# What is smaller is not counted: statistics of norms and attention, a few floats for each token, and the tokens themselves.
+SMALLEST = UNIT // 2 + 1
+
+
+class Held:
+    """Bytes of the storages that autograd holds for layers, each counted once while any of its handles lives."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.now = self.most = 0
+        self._inside = False
+        self._handles: collections.Counter[torch.UntypedStorage] = collections.Counter()
+        self._never = {parameter.untyped_storage() for stage in stages for parameter in stage.parameters()}
+        for stage in stages:
+            for layer in stage.layers.values():
+                layer.register_forward_pre_hook(lambda *_: self._set(True))
+                layer.register_forward_hook(lambda *_: self._set(False))
+
+    def _set(self, inside: bool) -> None:
+        self._inside = inside
+
+    def pack(self, tensor: torch.Tensor) -> _Handle | torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not self._inside or storage in self._never or storage.nbytes() < SMALLEST:
+            return tensor.detach()
+        self._handles[storage] += 1
+        if self._handles[storage] == 1:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+        return _Handle(tensor.detach(), self)
+
+    @staticmethod
+    def unpack(handle: _Handle | torch.Tensor) -> torch.Tensor:
+        return handle.tensor if isinstance(handle, _Handle) else handle
+
+    def dropped(self, storage: torch.UntypedStorage) -> None:
+        self._handles[storage] -= 1
+        if not self._handles[storage]:
+            del self._handles[storage]
+            self.now -= storage.nbytes()
+
+
+class _Handle:
+    def __init__(self, tensor: torch.Tensor, held: Held) -> None:
+        self.tensor, self._held = tensor, held
+
+    def __del__(self) -> None:
+        self._held.dropped(self.tensor.untyped_storage())
+
+
+def plain(layout: Layout, world: World) -> tuple[int, dict[int, int]]:
+    """Peak of what one rank holds, and what the schedule's own order says of every stage."""
+    stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
+    held = Held(stages)
+    around = saved_tensors_hooks(held.pack, held.unpack)
+    trainer = ParallelTrainer(
+        stages, world, Drawn(), training(MICROBATCHES), device=CPU, rows=ROWS, around_forward=around
+    )
+    for step in (1, 2):
+        assert trainer.step(step) is not None
+        assert held.now == 0
+    return held.most, in_flight(trainer.schedule.pipeline_order)
+
+
+def managed(world: World) -> tuple[int, int]:
+    """The same with everything moved: bytes saved at a time wherever they are, and of these on the device."""
+    stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
+    layers = [layer for stage in stages for layer in stage.layers.values()]
+    manager = memo.offload(nn.ModuleList(stages), host="64MiB", min_bytes=SMALLEST, layers=layers)
+    most = 0
+
+    def count(*_: object) -> None:
+        nonlocal most
+        groups = manager._engine._groups.values()
+        most = max(most, sum(saved.nbytes for group in groups for saved in group.living()))
+
+    for layer in layers:
+        layer.register_forward_hook(count)
+    trainer = ParallelTrainer(
+        stages, world, Drawn(), training(MICROBATCHES), device=CPU, rows=ROWS, around_forward=manager
+    )
+    for step in (1, 2):
+        assert trainer.step(step) is not None
+    assert manager.stats.live_entries == 0
+    device = manager.stats.peak_device_bytes
+    manager.close()
+    return most, device
+
+
+def shape() -> GPTConfig:
+    return preset("tiny", vocab_size=61, max_seq=SEQ, layers=LAYERS, hidden=HIDDEN, heads=HEADS)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with join(CPU):
+        for schedule in PipelineSchedule:
+            layout = Layout(pp=dist.get_world_size(), schedule=schedule)
+            world = World.of(layout, "cpu")
+            most, order = plain(layout, world)
+            mine = layout.stages_of(world.pp)
+            per_stage = LAYERS // layout.stages * LAYER
+            if len(mine) == 1:
+                held = microbatches_in_flight(layout, world.pp, MICROBATCHES)
+                assert order[world.pp] == held, (schedule, order)
+                assert most == held * per_stage, (schedule, world.pp, most / per_stage)
+            else:  # two stages of a rank are seldom full at one time
+                assert max(order[s] for s in mine) * per_stage <= most <= sum(order[s] for s in mine) * per_stage
+            saved, device = managed(world)
+            assert saved == most, (schedule, world.pp, saved, most)
+            # One layer computes, one leaves or is read ahead, one may wait for the next microbatch. Where backward is split its
+            # second half comes much later, and what the first half had brought back stays until then.
+            split = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
+            assert device <= (saved if split else 4 * LAYER), (schedule, world.pp, device / LAYER, saved / LAYER)
+            everyone: list[tuple[float, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(everyone, (most / LAYER, device / LAYER))
+            if world.rank == 0:
+                print(
+                    f"{schedule}: layers' worth held per rank, and of it on the device with memo: {everyone}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
