@@ -1,7 +1,8 @@
 """Attention over a divided sequence: ranks exchange heads for tokens, attend to all tokens with some heads, and back.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023). What autograd saves is what the attention itself saves, of the exchanged tensors:
-the exchange saves nothing, so a rank's share of q, k and v stays the same.
+DeepSpeed-Ulysses (Jacobs et al. 2023). The exchange saves nothing and q, k and v are saved once, exchanged; but attention
+saves its result as it made it, and the projection after it saves the same exchanged back: 17 units of b·s·h where one rank
+alone has 16, divided by all ranks.
 """
 
 from __future__ import annotations

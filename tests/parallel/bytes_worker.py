@@ -139,8 +139,8 @@ def main() -> None:
                 assert max(order[s] for s in mine) * per_stage <= most <= sum(order[s] for s in mine) * per_stage
             saved, device = managed(world)
             assert saved == most, (schedule, world.pp, saved, most)
-            # One layer computes, one leaves or is read ahead, one may wait for the next microbatch. Where backward is split its
-            # second half comes much later, and what the first half had brought back stays until then.
+            # One layer computes, one leaves or is read ahead, one may wait for the next microbatch. Where backward is
+            # split its second half comes much later, and what the first half had brought back stays until then.
             split = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
             assert device <= (saved if split else 4 * LAYER), (schedule, world.pp, device / LAYER, saved / LAYER)
             everyone: list[tuple[float, ...]] = [()] * dist.get_world_size()
