@@ -323,7 +323,7 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
         heads=config.heads,
         dropout=config.dropout,
         mlp_tiles=config.mlp_tiles,
-        end_of_document=tokens.end_of_document if config.mask_documents else None,
+        end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
     )
 
 

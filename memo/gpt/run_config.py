@@ -115,6 +115,8 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
             raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
+        if self.layout.ranks > 1 and self.mask_documents:
+            raise UsageError("--mask-documents needs whole sequences on one rank; leave it out")
         if self.layout.pp > 1 and self.eval_every:
             raise UsageError("--eval-every cannot be used with --pp; evaluate a checkpoint without it")
         if self.peak_flops is not None and not self.peak_flops > 0:
