@@ -21,16 +21,27 @@ from memo.errors import MemoError
 if TYPE_CHECKING:
     from memo.allocation import memory_stats, use_planned_allocator
     from memo.manager import Manager, offload
+    from memo.parallel.hugging_face import parallelize
     from memo.swap.answers import memoize
 
 __version__ = "0.1.0"
-__all__ = ["Manager", "MemoError", "__version__", "memoize", "memory_stats", "offload", "use_planned_allocator"]
+__all__ = [
+    "Manager",
+    "MemoError",
+    "__version__",
+    "memoize",
+    "memory_stats",
+    "offload",
+    "parallelize",
+    "use_planned_allocator",
+]
 
 _HOME = {
     "offload": "memo.manager",
     "Manager": "memo.manager",
     "memoize": "memo.swap.answers",
     "memory_stats": "memo.allocation",
+    "parallelize": "memo.parallel.hugging_face",
     "use_planned_allocator": "memo.allocation",
 }
 

@@ -1,0 +1,176 @@
+"""`memo.parallelize`: tensor parallelism of Hugging Face models as they are, by plans derived from their family.
+
+Owns which of a decoder layer's modules are divided by column, by row, or not at all. How they are divided and compute is
+memo.parallel.layers. The model's classes and its parameters' names stay; every parameter becomes a DTensor.
+
+    embedding        all tokens, on every rank
+    first layer      takes its rank's tokens           |
+    layers           see memo.parallel.layers          |  with sequence parallelism
+    last layer       gives all tokens again            |
+    norm, logits     all tokens, on every rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memo.errors import UsageError
+from memo.parallel.collectives import join, split
+from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["parallelize"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a decoder layer of one kind of model is made of; names are the layer's own."""
+
+    entries: Sequence[str]
+    """Modules whose input the column-parallel projections read."""
+    columns: Mapping[str, int]
+    """Projections divided by their outputs, and how many are fused in each."""
+    rows: Sequence[str]
+    norms: Sequence[str]
+    per_head: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Module -> its number that is proportional to the heads it computes."""
+
+
+FAMILIES = {
+    "GPT2Block": Family(
+        entries=("attn", "mlp"),
+        columns={"attn.c_attn": 3, "mlp.c_fc": 1},
+        rows=("attn.c_proj", "mlp.c_proj"),
+        norms=("ln_1", "ln_2"),
+        per_head={"attn": "split_size"},
+    ),
+    "LlamaDecoderLayer": Family(
+        entries=("self_attn", "mlp"),
+        columns={f"self_attn.{name}_proj": 1 for name in "qkv"} | {"mlp.gate_proj": 1, "mlp.up_proj": 1},
+        rows=("self_attn.o_proj", "mlp.down_proj"),
+        norms=("input_layernorm", "post_attention_layernorm"),
+    ),
+    "OPTDecoderLayer": Family(
+        entries=("self_attn", "fc1"),
+        columns={f"self_attn.{name}_proj": 1 for name in "qkv"} | {"fc1": 1},
+        rows=("self_attn.out_proj", "fc2"),
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        per_head={"self_attn": "num_heads"},
+    ),
+    "GPTNeoXLayer": Family(
+        entries=("attention", "mlp"),
+        columns={"attention.query_key_value": 1, "mlp.dense_h_to_4h": 1},  # q, k, v are fused head by head
+        rows=("attention.dense", "mlp.dense_4h_to_h"),
+        norms=("input_layernorm", "post_attention_layernorm"),
+    ),
+}
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
+    """Divides the layers of a Hugging Face GPT-2, Llama, OPT or GPT-NeoX over `mesh`, in place; returns the model.
+
+    Every rank has the whole model, or the same one on the meta device, and keeps its part. Forward takes the same batch on
+    every rank and gives the same loss on every rank; gradients are those of one process. Call `memo.offload` after it.
+
+    Args:
+        model: unmodified, from the configuration or a checkpoint.
+        mesh: of one dimension, or with one named "tp".
+        sequence_parallel: between the matrices each rank holds its part of the tokens, and a layer saves 1 / ranks of what
+            it saves on one rank. The sequence must then divide by the ranks. Not for generating.
+
+    Raises:
+        UsageError: a model of another family, or heads or widths that do not divide; the model is then unchanged.
+    """
+    if mesh.ndim > 1:
+        mesh = mesh["tp"]
+    layers = [module for module in model.modules() if type(module).__name__ in FAMILIES]
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} has no layers that memo has a plan for ({', '.join(FAMILIES)}); divide it with "
+            f"torch's parallelize_module instead"
+        )
+    _check(model, mesh.size())
+    if mesh.size() == 1:
+        return model
+    for layer in layers:
+        _divide(layer, FAMILIES[type(layer).__name__], mesh, sequence=sequence_parallel)
+    _replicate_others(model, mesh)
+    if sequence_parallel:
+        group = mesh.get_group()
+        layers[0].register_forward_pre_hook(lambda _, args, kwargs: _take_part(args, kwargs, group), with_kwargs=True)
+        layers[-1].register_forward_hook(lambda _, __, output: _give_whole(output, group))
+    return model
+
+
+def _check(model: nn.Module, ranks: int) -> None:
+    """Whole heads for each rank, before anything is changed."""
+    config: Any = getattr(model, "config", None)
+    sizes = {
+        "heads": ("num_attention_heads",),
+        "key/value heads": ("num_key_value_heads",),
+        "MLP columns": ("intermediate_size", "ffn_dim", "n_inner"),
+    }
+    for what, names in sizes.items():
+        size = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+        if size is not None and size % ranks:
+            raise UsageError(f"{ranks} ranks do not divide the model's {size} {what}; each needs whole ones")
+
+
+def _divide(layer: nn.Module, family: Family, mesh: DeviceMesh, *, sequence: bool) -> None:
+    styles = [(name, Entry(sequence=sequence)) for name in family.entries]
+    styles += [(name, ColumnParallel(sequence=sequence, pieces=pieces)) for name, pieces in family.columns.items()]  # type: ignore[misc]
+    styles += [(name, RowParallel(sequence=sequence)) for name in family.rows]  # type: ignore[misc]
+    styles += [(name, Replicated(sequence=sequence)) for name in family.norms]  # type: ignore[misc]
+    for name, style in styles:
+        style._apply(layer.get_submodule(name), mesh)
+    for name, attribute in family.per_head.items():
+        module = layer.get_submodule(name)
+        setattr(module, attribute, getattr(module, attribute) // mesh.size())
+
+
+def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
+    """What no layer divides becomes DTensors as well: optimizers and norms do not take a mixture.
+
+    Parameters that are one, as an embedding and the projection tied to it, stay one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    style = Replicated(sequence=False)
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
+        if not own:
+            continue
+        style._apply(module, mesh)
+        for name, former in own.items():
+            now = made.setdefault(former, module._parameters[name])  # type: ignore[arg-type]
+            module._parameters[name] = now
+
+
+def _take_part(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Any:
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": _part(kwargs["hidden_states"], group)}
+    return (_part(args[0], group), *args[1:]), kwargs
+
+
+def _part(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if hidden.size(1) % group.size():
+        raise UsageError(
+            f"a sequence of {hidden.size(1)} tokens does not divide over {group.size()} ranks; pad it to a multiple, or "
+            f"give memo.parallelize sequence_parallel=False"
+        )
+    return split(hidden, group, 1)
+
+
+def _give_whole(output: Any, group: dist.ProcessGroup) -> Any:
+    if isinstance(output, tuple):
+        return (join(output[0], group, 1), *output[1:])
+    return join(output, group, 1)

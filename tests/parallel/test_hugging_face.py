@@ -1,0 +1,83 @@
+"""`memo.parallelize` of unmodified models: loss and gradients of one process, or a refusal that says why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import launch
+
+import memo
+from memo.errors import UsageError
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "neox"])
+def test_an_unmodified_model_trains_as_in_one_process(family: str) -> None:
+    said = launch(2, "hugging_face_worker.py", family)
+    assert f"equal {family} sequence within" in said
+    assert f"equal {family} replicated within" in said
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def llama(**changes: int) -> LlamaForCausalLM:
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**(shape | {"num_attention_heads": 4, "num_key_value_heads": 4} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_key_value_heads": 2}, "4 ranks do not divide the model's 2 key/value heads"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "4 ranks do not divide the model's 2 heads"),
+        ({"intermediate_size": 66}, "4 ranks do not divide the model's 66 MLP columns"),
+    ],
+)
+def test_what_does_not_divide_is_refused_and_nothing_is_changed(
+    changes: dict[str, int], reason: str, mesh: DeviceMesh
+) -> None:
+    model = llama(**changes)
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(UsageError, match=reason):
+        memo.parallelize(model, mesh)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_model_without_a_plan_is_refused(mesh: DeviceMesh) -> None:
+    model = BertModel(BertConfig(vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=2))
+    with pytest.raises(UsageError, match="BertModel has no layers that memo has a plan for"):
+        memo.parallelize(model, mesh)
+
+
+def test_a_sequence_that_does_not_divide_is_refused(mesh: DeviceMesh) -> None:
+    model = memo.parallelize(llama(), mesh)
+    with pytest.raises(UsageError, match="a sequence of 30 tokens does not divide over 4 ranks"):
+        model(input_ids=torch.zeros(1, 30, dtype=torch.int64))
+
+
+def test_a_rank_keeps_a_part_of_every_matrix_and_ties_stay(mesh: DeviceMesh) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_head=4, n_layer=2, n_positions=64))
+    names = [name for name, _ in model.named_parameters()]
+    fused = model.transformer.h[0].attn.c_attn.weight.detach().clone()
+    memo.parallelize(model, mesh)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.lm_head.weight is model.transformer.wte.weight
+    kept = model.transformer.h[0].attn.c_attn.weight.to_local()
+    # Rank 0 has the first head's columns of each of q, k and v.
+    assert torch.equal(kept, torch.cat([part[:, :8] for part in fused.split(32, dim=1)], dim=1))

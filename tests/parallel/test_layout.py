@@ -1,0 +1,69 @@
+"""A layout that cannot be is refused in one line, before anything starts; one that can says who holds what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from memo.errors import ExitCode, UsageError
+from memo.gpt.config import preset
+from memo.parallel.layout import Layout, PipelineSchedule
+
+V = PipelineSchedule.ZERO_BUBBLE_V
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "reason"),
+    [
+        ({"tp": 3}, {}, "--tp 3 times --cp 1 does not divide the model's 8 heads"),
+        ({"tp": 4, "cp": 4}, {}, "--tp 4 times --cp 4 does not divide the model's 8 heads"),
+        ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
+        ({"tp": 4}, {"ffn": 130}, "--tp 4 does not divide the MLP's width of 130"),
+        ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
+        ({"tp": 8, "sequence_parallel": True}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
+        ({"dp": 3}, {}, "--batch 4 does not divide over --dp 3"),
+        ({"pp": 3}, {}, "8 layers do not divide over 3 pipeline stages"),
+        ({"pp": 8, "schedule": V}, {}, "8 layers do not divide over 16 pipeline stages"),
+        ({"pp": 4}, {"microbatches": 3}, "--accumulate 3 is too few for 1f1b on --pp 4; at least 4"),
+        ({"pp": 2, "schedule": V}, {"microbatches": 3}, "--accumulate 3 is too few for zbv on --pp 2; at least 4"),
+        ({"tp": 2}, {"mlp_tiles": 4}, "--mlp-tiles 4 and --tp 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    run = {"seq": 64, "batch": 4, "microbatches": 4} | changes
+    model = {name: run.pop(name) for name in ("kv_heads", "ffn", "mlp_tiles") if name in run}
+    shape = preset("tiny", layers=8, hidden=64, heads=8, **model)
+    with pytest.raises(UsageError, match=reason):
+        Layout(**sizes).check(shape, **run)
+
+
+def test_fewer_microbatches_than_stages_are_fine_for_gpipe_alone() -> None:
+    shape = preset("tiny", layers=8, hidden=64, heads=8)
+    Layout(pp=4, schedule=PipelineSchedule.GPIPE).check(shape, seq=64, batch=4, microbatches=1)
+
+
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_layer_is_on_one_rank(schedule: PipelineSchedule, pp: int) -> None:
+    layout = Layout(pp=pp, schedule=schedule)
+    held = [layer for rank in range(pp) for stage in layout.stages_of(rank) for layer in layout.layers_of(stage, 16)]
+    assert sorted(held) == list(range(16))
+
+
+def test_a_v_puts_the_first_and_the_last_stage_on_one_rank() -> None:
+    assert [Layout(pp=3, schedule=V).stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_as_many_processes_as_ranks_or_one_line() -> None:
+    command = [sys.executable, "-m", "memo.cli.main", "train", "--tp", "2", "--dp", "2"]
+    environment = {**os.environ, "WORLD_SIZE": "3", "RANK": "0"}  # and no address: a process group could not be made
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == (
+        "memo train: --dp 2 --tp 2 --pp 1 --cp 1 is a layout of 4 ranks, but 3 were started; start it with torchrun on "
+        "as many\n"
+    )
