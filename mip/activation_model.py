@@ -143,6 +143,11 @@ class Model:
         return self.solved
 
     @property
+    def shares(self) -> bool:
+        """Whether there are layers that share variables."""
+        return any(len(group.members) > 1 for groups in self._stages for group in groups)
+
+    @property
     def step_s(self) -> float:
         """The solution's, before any rounding."""
         pace = (self.problem.pipeline.microbatches - 1) * float(self._pace.varValue or 0.0)

@@ -64,9 +64,12 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
 
 def _best_model(problem: ActivationProblem) -> Model:
     """Layers are treated alike unless that costs more than nothing to speak of."""
-    uniform, exact = Model(problem, sharing=Sharing.UNIFORM), Model(problem, sharing=Sharing.INTERIOR)
+    exact = Model(problem, sharing=Sharing.INTERIOR)
     if not exact.solve():
         raise Infeasible(_what_would_fit(problem))
+    if not exact.shares:
+        return exact
+    uniform = Model(problem, sharing=Sharing.UNIFORM)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 

@@ -122,9 +122,9 @@ def test_each_part_of_a_step_gets_its_own_time() -> None:
     longest_forward = max(range(3), key=lambda number: times.forward_s[number])
     longest_backward = max(range(3), key=lambda number: times.backward_s[number])
     assert (longest_forward, longest_backward) == (0, 1)
-    assert times.forward_s[0] > 0.15 > times.forward_s[1]
-    assert times.backward_s[1] > 0.25
-    assert times.behind_forward_s > 0.09
+    assert times.forward_s[0] >= 0.2
+    assert times.backward_s[1] >= 0.3
+    assert times.behind_forward_s >= 0.1
     parts = sum(times.forward_s) + sum(times.backward_s) + times.before_forward_s + times.before_backward_s
     assert 0.9 * whole < parts + times.behind_forward_s + times.behind_backward_s <= whole
 
