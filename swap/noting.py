@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
+from memo.swap.aside import SleepingMode
 from memo.swap.capture import has_hidden_state
 from memo.swap.products import Product, is_product
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
@@ -36,7 +36,7 @@ class Slot:
     meaning: Meaning
 
 
-class Noting(TorchDispatchMode):
+class Noting(SleepingMode):
     """One layer call under way. `ends` says where the tokens at level ALL and those at level MATMULS end."""
 
     def __init__(
@@ -56,7 +56,6 @@ class Noting(TorchDispatchMode):
         self.outside: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._paused = False
-        self.asleep = False  # while the engine handles a tensor: its own operators are not the layer's
         for tensor in tensors_in((args, kwargs)):
             self._inputs.add(tensor.untyped_storage())
             self.tokens.put(tensor, _meaning_of_argument(tensor, self.tokens.tokens))

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.errors import SwapError
 from memo.swap.answers import Answer, is_attention, is_random
-from memo.swap.aside import Aside
+from memo.swap.aside import Aside, SleepingMode
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.products import Product, is_product
@@ -203,7 +202,7 @@ class _Collecting:
             raise self._call.diverged("it saved less")
 
 
-class _Answering(TorchDispatchMode):
+class _Answering(SleepingMode):
     """Answers what is not computed twice on the tokens of one span."""
 
     def __init__(self, call: LayerCall, span: Span, collecting: _Collecting, given: Sequence[torch.Tensor]) -> None:
@@ -213,7 +212,6 @@ class _Answering(TorchDispatchMode):
         self._collecting = collecting
         self._answers = iter(call.answers)
         self._products = iter(call.products) if span.level is Level.MATMULS else None
-        self.asleep = False
         # What may be used: what the forward used, what a replay is given, and what it makes.
         self._known = weakref.WeakSet([*(call.outside or ()), *(t.untyped_storage() for t in given)])
 
