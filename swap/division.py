@@ -7,6 +7,7 @@ byte of it. Everything else moves whole.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,9 @@ __all__ = ["Division", "divide"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A call that can compute again what does not move, and which storages move in part."""
+    """What can compute again what does not move, in the order of running, and which storages move in part."""
 
-    call: LayerCall
+    calls: tuple[LayerCall, ...]
     parts: dict[SavedStorage, Partial]
     operators: tuple[torch._ops.OpOverload, ...] = ()
     """That the forward called."""
@@ -44,7 +45,7 @@ class Division:
         """What a trial of it proves something about."""
         spans = (
             (span.first, span.stop, span.level, *((w.position, w.layout, w.rows) for w in span.wanted))
-            for span in self.call.spans
+            for span in (call.span for call in self.calls)
         )
         return (self.operators, *spans)
 
@@ -90,11 +91,8 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
             product.store(engine)
         else:
             product.drop()
-    spans = (
-        _span(Level.ATTENTION, second, tokens, found, tokens),
-        _span(Level.MATMULS, first, second, [item for item in found if not item.is_product], tokens),
-    )
-    call = LayerCall(
+    make = functools.partial(
+        LayerCall,
         engine,
         watch.layer.module,
         watch.layer.name,
@@ -103,18 +101,22 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         arguments=watch.arguments,
         state=watch.state,
         precision=watch.precision,
-        spans=tuple(span for span in spans if span.wanted),
         tokens=tokens,
         costs=costs,
         answers=noting.answers,
-        products=noting.products,
         outside=noting.outside,
     )
-    heads = {item.saved: (item.rows, second if item.is_product else first) for item in found}
-    parts = {
-        saved: Partial(call, rows, tokens=tokens, first=head) for saved, (rows, head) in heads.items() if head < tokens
-    }
-    return Division(call=call, parts=parts, operators=tuple(noting.operators))
+    last = _span(Level.ATTENTION, second, tokens, found, tokens)
+    middle = _span(Level.MATMULS, first, second, [item for item in found if not item.is_product], tokens)
+    later = make(span=last, before=None) if last.wanted else None
+    earlier = make(span=middle, before=later, products=noting.products) if middle.wanted else later
+    parts: dict[SavedStorage, Partial] = {}
+    for item in found:
+        call, head = (later, second) if item.is_product else (earlier, first)
+        if call is not None and head < tokens:
+            parts[item.saved] = Partial(call, item.rows, tokens=tokens, first=head)
+    calls = tuple(call for call in dict.fromkeys((later, earlier)) if call is not None)
+    return Division(calls=calls, parts=parts, operators=tuple(noting.operators))
 
 
 def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible]:

@@ -2,8 +2,11 @@
 
 It owns the layer's arguments and what is not computed twice. A replay runs the layer's own forward, whole or on the tokens
 of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the projection
-behind it is never computed. Spans run from the last tokens to the first, since the results of matrix products that the
-earlier tokens ask for rest in storages whose last tokens are computed themselves.
+behind it is never computed.
+
+A call repeats one span. That of the middle level comes after that of the last tokens, since the results of matrix products
+that it is given rest in storages whose last tokens are computed themselves; so it owns that other call, and the products.
+The other way round nothing is owned: a graph that dies without backward frees itself.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ Take = Callable[[Span, Wanted, torch.Tensor], None]
 
 
 class LayerCall:
-    """One call of one layer and the spans of it that can be computed again, in the order in which they are."""
+    """One call of one layer and a span of it that can be computed again, after that of `before`."""
 
     def __init__(
         self,
@@ -83,7 +86,8 @@ class LayerCall:
         arguments: Arguments,
         state: ModuleState,
         precision: Precision,
-        spans: Sequence[Span],
+        span: Span,
+        before: LayerCall | None,
         tokens: int,
         costs: Costs,
         answers: Sequence[Answer] = (),
@@ -92,7 +96,8 @@ class LayerCall:
         random: RandomState | None = None,
     ) -> None:
         self.name = name
-        self.spans = spans
+        self.span = span
+        self.before = before
         self.tokens = tokens
         self.engine = engine
         self.answers = answers
@@ -116,14 +121,16 @@ class LayerCall:
             ModifiedAfterSave: an argument, a parameter, a buffer or an attribute has changed since the forward.
             SwapError: the layer did not do what it did in forward.
         """
+        if self.before is not None:
+            self.before.recompute(take)
         with self._lock:
-            self._state.check(self.name)
-            for span in self.spans:
-                if not span.is_filled():
-                    self.run(span, take, timed=self.engine.backend.device.type == "cpu")
+            if not self.span.is_filled():
+                self._state.check(self.name)
+                self.run(take, timed=self.engine.backend.device.type == "cpu")
 
-    def run(self, span: Span, take: Take, *, timed: bool) -> None:
-        """Runs one span, whatever of it is there. `timed` waits for the device, where that is not the host."""
+    def run(self, take: Take, *, timed: bool) -> None:
+        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host."""
+        span = self.span
         whole = self.engine.unpack(self._hidden, by_backward=False).detach()
         is_whole = span.level is Level.NOTHING  # its one span counts no tokens
         hidden = whole if is_whole else cut(whole, Axis(dim=whole.ndim - 2), span.first, span.stop, self.tokens)

@@ -39,8 +39,8 @@ def try_out(division: Division, device: torch.device) -> float:
         worst = max(worst, _difference(division.parts[saved].part_of(saved.source, span), part, want))
 
     try:
-        for span in division.call.spans:
-            division.call.run(span, compare, timed=True)
+        for call in division.calls:
+            call.run(compare, timed=True)
     except (Unproven, MemoError) as error:
         raise Unproven(str(error)) from error
     except Exception as error:

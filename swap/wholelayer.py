@@ -57,13 +57,14 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         arguments=watch.arguments,
         state=watch.state,
         precision=watch.precision,
-        spans=(Span(first=0, stop=1, level=Level.NOTHING, wanted=tuple(wanted.values())),),
+        span=Span(first=0, stop=1, level=Level.NOTHING, wanted=tuple(wanted.values())),
+        before=None,
         tokens=watch.tokens,
         costs=costs,
         random=watch.random,
     )
     parts = {saved: Partial(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}
-    return Division(call=call, parts=parts)
+    return Division(calls=(call,), parts=parts)
 
 
 def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:

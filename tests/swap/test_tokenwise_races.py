@@ -10,14 +10,16 @@ import pytest
 import torch
 from small_models import Block, assert_equal, checked, gradients, ids, stack, train
 
-ALPHAS = [0.0, 0.25, 0.5, 0.75]
+from memo.swap.levels import Level
+
+ALPHAS = [0.0, 0.25, 0.5, 0.75, (0.25, 0.5, 0.25)]
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
-def test_gradients_are_equal_and_nothing_races(policy: str, alpha: float, batch: int, tier: str) -> None:
+def test_gradients_are_equal_and_nothing_races(policy: str, alpha: Any, batch: int, tier: str) -> None:
     model = stack(layers=4)
     made = checked(model, policy, tier=tier, alpha=alpha, seed=7)
     got = train(model, lambda step: model(ids(step, batch)), made.manager)
@@ -50,15 +52,24 @@ def test_a_second_backward_recomputes_nothing_and_is_equal() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(reference), strict=True))  # type: ignore[arg-type]
 
 
-def test_forward_without_backward_frees_everything() -> None:
+@pytest.mark.parametrize("alpha", [0.25, (0.25, 0.5, 0.25), (0, 1, 0), Level.NOTHING], ids=str)
+def test_a_graph_frees_everything_when_it_dies(alpha: Any) -> None:
+    """At once, by reference counts alone, whether it was backwarded or not: nothing that is saved holds itself."""
     model = stack()
-    made = checked(model, alpha=0.25)
-    for step in range(3):
-        with made.manager:
-            loss = model(ids(step))
-        del loss
-        gc.collect()
-        assert made.manager.stats.live_entries == 0
+    made = checked(model, alpha=alpha)
+    train(model, lambda step: model(ids(step)), made.manager)  # what a trial leaves is not a graph's
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(4):
+            with made.manager:
+                loss = model(ids(step))
+            if step % 2:
+                loss.backward()
+            del loss
+            assert made.manager.stats.live_entries == 0
+    finally:
+        gc.enable()
     made.manager.close()
     assert all(tier.used == 0 for tier in made.engine.tiers)
     assert made.backend.races == []
