@@ -222,7 +222,7 @@ class Engine:
             self._unretired.append(group)
             while len(self._unretired) > 1:
                 self._late.append(self._unretired.popleft())
-            self._retire(self._room_for_late(group))
+            self._retire(group)
         self._drain()
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
@@ -380,13 +380,14 @@ class Engine:
 
     def _send(self, saved: SavedStorage, source: torch.Tensor) -> None:
         """Issues the copy out (E1)."""
-        nbytes = saved.moving_nbytes
+        part = saved.part
+        nbytes = saved.nbytes if part is None else part.head_nbytes
         if nbytes == 0:
             saved.move_to(LEAVING)  # all of it will be computed again
             return
         quota = saved.group.quota
         if quota is None:
-            place = self._claim(saved, self.tiers)
+            place = self.tiers[0].claim(nbytes) or self._claim(saved, self.tiers)
         else:
             chosen = quota.choose(nbytes)
             self._saved_nbytes[saved.group.key[0]] = quota.nbytes
@@ -395,8 +396,8 @@ class Engine:
                 return
             place = self._claim(saved, self._beginning_with[chosen])
         saved.place = place
-        if saved.part is not None:
-            source = saved.part.leaving(source, self.backend)
+        if part is not None:
+            source = part.leaving(source, self.backend)
         saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
@@ -439,16 +440,10 @@ class Engine:
                 if saved.state is LIVE and saved.source is not None:
                     self._send(saved, saved.source)
 
-    def _room_for_late(self, group: Group) -> int:
-        """Bytes that may stay longer than the layer after theirs, when `group` has ended."""
-        if self._late_bytes is not None:
-            return self._late_bytes
-        return sum(saved.nbytes for saved in group.living())
+    def _retire(self, ended: Group) -> None:
+        """Drops the sources of layers before `ended`, ordered after their copies (E2), oldest first.
 
-    def _retire(self, room: int) -> None:
-        """Drops the sources of earlier layers' storages, ordered after their copies (E2), oldest first.
-
-        No host thread waits for a copy, but for what is beyond `room`: such copies are late, and their sources stay.
+        A copy that only the host could wait for is late; its source stays while there is room for late ones.
         """
         late = 0
         for _ in range(len(self._late)):
@@ -458,7 +453,7 @@ class Engine:
                 if saved.state is not LEAVING:
                     continue
                 if saved.out is not None and self.backend.host_waits(saved.out):
-                    if late + saved.nbytes <= room:
+                    if late + saved.nbytes <= self._room_for_late(ended):
                         late += saved.nbytes
                         continue
                     cause = _DISK_QUEUE
@@ -466,7 +461,14 @@ class Engine:
             self._waited(begin, cause, group.module)
             if late > before:
                 self._late.append(group)
-        self._clear_limbo(leave=room - late)
+        if self._limbo:
+            self._clear_limbo(leave=self._room_for_late(ended) - late)
+
+    def _room_for_late(self, ended: Group) -> int:
+        """Bytes that may stay longer than the layer after theirs."""
+        if self._late_bytes is not None:
+            return self._late_bytes
+        return sum(saved.nbytes for saved in ended.living())
 
     def _drop_source(self, saved: SavedStorage) -> None:
         try:
@@ -514,7 +516,7 @@ class Engine:
             self._refuse_if_closed(saved)
             how = _FETCHED
             self._fetch([saved])
-        asked = time.monotonic_ns()
+        begin = time.monotonic_ns()
         try:
             self._copied_back(saved)
         except SwapError:
@@ -525,7 +527,7 @@ class Engine:
             saved.move_to(AWAY)
             raise
         finally:
-            self._waited(asked, _RELOAD, saved.group.module, saved.id)
+            self._waited(begin, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             assert saved.returned is not None
             saved.part.returned(saved.returned, self.backend)
@@ -665,8 +667,16 @@ class Engine:
 
     def _drop(self, saved: SavedStorage) -> None:
         """The last handle of a storage is gone. May run in any thread, also inside this engine's own locked sections."""
-        self._dropped.append(saved)
-        self._drain()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end(saved)
+            finally:
+                self._lock.release()
+        else:
+            self._dropped.append(saved)
+        # Whoever has the lock may have let go of it between the two lines above.
+        if self._dropped:
+            self._drain()
 
     def _drain(self) -> None:
         """Ends what was dropped, now or, where the lock is taken, when whoever has it drains."""
