@@ -25,6 +25,7 @@ from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels, setting_of
+from memo.swap.probe import measure_lanes
 from memo.swap.saved import Group
 from memo.swap.tiers import DiskTier, HostTier
 from memo.swap.tokenwise import TokenWise
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
     from memo.swap.backend import Backend, Disk
     from memo.swap.stats import Stats
     from memo.swap.tiers import Tier
+    from memo.trace.events import Lane
 
 __all__ = ["Manager", "offload"]
 
 # Of the host memory that is free at construction, what `host="auto"` may take: the rest is the data loader's, the
 # checkpoint's and the operating system's.
 AUTO_HOST_SHARE = 0.7
+LINK_SECONDS = 0.05
+"""How long a trace's links are measured, each: long enough for a rate, short enough to begin with."""
 
 _Path = str | os.PathLike[str]
 
@@ -97,7 +101,7 @@ def offload(
         on_full: "spill" hands over to the next tier when one is full; "raise" raises at once; "recompute" hands over, and
             runs a layer again whole, attention too, where no tier has room for what it saved.
         verify: keep a checksum of each block on disk and compare it when it is read.
-        trace: file, or directory, for `trace.rank0.jsonl`; None records nothing.
+        trace: file, or directory, for `trace.rank0.jsonl`, whose links are measured first; None records nothing.
 
     Raises:
         UsageError: an argument that cannot mean anything.
@@ -120,7 +124,11 @@ def offload(
     directories = _directories(disk, where, host_bytes)
     if host_bytes == 0 and not directories:
         raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
-    recorder = None if trace is None else _recorder(trace, model, host_bytes, disk_bytes)
+    recorder = None
+    if trace is not None:
+        budgets = {"device": _device_budget(where), "host": host_bytes, "disk": disk_bytes}
+        links = measure_lanes(where, host=host_bytes > 0, directories=directories, seconds=LINK_SECONDS)
+        recorder = _recorder(trace, model, budgets, links)
     backend = _backend(where, timing=recorder is not None)
     tiers: list[Tier] = []
     store = None
@@ -385,7 +393,17 @@ def _open_disk(
     return StagedDisk(store, copy_stream(where), copy_stream(where), staging), store
 
 
-def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int | None) -> TraceRecorder:
+def _device_budget(where: torch.device) -> int | None:
+    """What this process may take of a GPU; the CPU's memory is not a device's."""
+    if where.type == "cpu":
+        return None
+    share = torch.cuda.get_per_process_memory_fraction(where)
+    return int(torch.cuda.get_device_properties(where).total_memory * share)
+
+
+def _recorder(
+    trace: _Path, model: nn.Module, budgets: Mapping[str, int | None], links: Mapping[Lane, float]
+) -> TraceRecorder:
     import platform
     import sys
     from pathlib import Path
@@ -396,6 +414,7 @@ def _recorder(trace: _Path, model: nn.Module, host_bytes: int, disk_bytes: int |
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "plan": None,
-        "budgets": {"host": host_bytes, "disk": disk_bytes},
+        "budgets": dict(budgets),
+        "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
     return TraceRecorder.beside(Path(trace), rank=int(os.environ.get("RANK", "0")), meta=meta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_models import ids, stack, train
@@ -10,6 +10,8 @@ from small_models import ids, stack, train
 import memo
 from memo.report import DiskUse
 from memo.trace.events import Tier, UseKind
+from memo.trace.reader import read_trace
+from memo.trace.stats import rank_stats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,3 +67,34 @@ def test_closing_a_manager_in_the_middle_of_a_step_loses_no_span_of_its_trace(tm
     assert [line["phase"] for line in lines if line.get("k") == "step"] == ["begin", "end"]
     assert lines[-1]["k"] == "end"
     assert lines[-1]["dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "lanes"),
+    [
+        ({"host": "1MiB", "disk": []}, {"d2h", "h2d"}),
+        ({"host": 0, "disk": True}, {"nvme-write", "nvme-read"}),
+        ({"host": "1MiB", "disk": True}, {"d2h", "h2d", "nvme-write", "nvme-read"}),
+    ],
+)
+def test_a_traces_header_has_the_budgets_and_the_measured_rate_of_each_lane_in_use(
+    tmp_path: Path, tiers: dict[str, Any], lanes: set[str]
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    disk = scratch if tiers["disk"] is True else tiers["disk"]
+    model = stack()
+    manager = memo.offload(model, host=tiers["host"], disk=disk, disk_budget="1MiB", min_bytes=512, trace=tmp_path)
+    written = manager.report().disk
+    assert written is None or written.written_bytes == 0, "what measures the link is none of the run's own"
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    manager.close()
+    trace = read_trace(tmp_path / "trace.rank0.jsonl")
+    assert set(trace.meta["link_bytes_per_s"]) == lanes
+    assert min(trace.meta["link_bytes_per_s"].values()) > 1e6
+    assert trace.meta["budgets"]["host"] == (1 << 20 if tiers["host"] else 0)
+    assert trace.meta["budgets"]["device"] is None  # on the CPU
+    used = {lane.lane.value: lane.link_bytes_per_s for lane in rank_stats(trace).total.lanes if lane.copies}
+    assert used
+    assert used == {lane: trace.meta["link_bytes_per_s"][lane] for lane in used}
+    assert list(scratch.iterdir()) == []
