@@ -1,0 +1,47 @@
+"""What is known of a storage goes with the storage object, never with its address."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+
+from memo.swap.identity import Identities
+
+
+def storage() -> torch.UntypedStorage:
+    return torch.zeros(64).untyped_storage()
+
+
+def test_an_entry_goes_when_its_storage_dies_and_not_before() -> None:
+    identities = Identities()
+    tensor = torch.zeros(64)
+    identities[tensor.untyped_storage()] = "known"
+    view = tensor[8:].view(7, 8)
+    del tensor
+    assert identities.find(ref(view.untyped_storage())) == "known"
+    del view
+    assert len(identities) == 0
+
+
+def test_a_second_entry_replaces_the_first_and_still_goes_with_the_storage() -> None:
+    identities = Identities()
+    first = storage()
+    identities[first] = 1
+    identities[first] = 2
+    assert (len(identities), identities.find(ref(first))) == (1, 2)
+    del first
+    assert len(identities) == 0
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before() -> None:
+    identities = Identities()
+    addresses = set()
+    for _ in range(50):
+        one = storage()
+        addresses.add(one.data_ptr())
+        assert identities.find(ref(one)) is None
+        identities[one] = object()
+    assert len(addresses) < 50, "the allocator gives the same memory again, or this shows nothing"
+    del one
+    assert len(identities) == 0
