@@ -138,6 +138,8 @@ class _Run:
         return ExitCode.OK
 
     def _observe(self, result: StepResult) -> None:
+        if self.checkpoints is not None and not isinstance(self.checkpoints, CheckpointDir):
+            self.checkpoints.poll()
         eval_loss = None
         if self.eval_batches is not None and self._due(self.config.eval_every):
             with _planned_step("eval"):

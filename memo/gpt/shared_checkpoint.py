@@ -45,7 +45,7 @@ def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
 
 
 class SharedCheckpointDir:
-    """As CheckpointDir, for all ranks; every method but `close` is a collective call."""
+    """As CheckpointDir, for all ranks; every method but `poll` and `close` is a collective call."""
 
     def __init__(self, path: Path, *, keep: int) -> None:
         self.path = path
@@ -54,6 +54,7 @@ class SharedCheckpointDir:
         self._group = dist.new_group(backend="gloo")
         self._directory: CheckpointDir | None = None
         self._writing: tuple[Future[Any], int, dict[str, Any]] | None = None
+        self._published = False
         self._on_lead(lambda: self._open(path, keep))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
@@ -80,6 +81,15 @@ class SharedCheckpointDir:
         if wait:
             self.finish()
 
+    def poll(self) -> None:
+        """Publishes the checkpoint that is being written if all of it is on disk by now. Not a collective call."""
+        if self._lead and self._writing is not None and not self._published:
+            future, step, settings = self._writing
+            # The first rank's thread ends when every rank's has, and fails when one has.
+            if future.done() and future.exception() is None:
+                self._lead_directory.publish(step, settings)
+                self._published = True
+
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, and publishes it."""
         if self._writing is None:
@@ -93,7 +103,8 @@ class SharedCheckpointDir:
         failures: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(failures, failure, group=self._group)
         first = next((f"rank {rank}: {what}" for rank, what in enumerate(failures) if what is not None), None)
-        self._on_lead(lambda: self._lead_directory.publish(step, settings, first))
+        self._on_lead(lambda: None if self._published else self._lead_directory.publish(step, settings, first))
+        self._published = False
 
     def close(self) -> None:
         """Gives the lock back; what is still being written is left unfinished, and removed by the next run."""

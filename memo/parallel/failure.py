@@ -17,12 +17,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memo.errors import MemoError, PeerLost
+from memo.parallel.store import meeting_store
 
 __all__ = ["GRACE_S", "ended_by_signal", "first_cause"]
 
@@ -80,26 +80,18 @@ def _own_cause(error: BaseException) -> BaseException | None:
     return error
 
 
-def _key() -> str:
-    return "memo/first-failure/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _store() -> Any:
-    """The store that the ranks met at. torchrun's lives in torchrun, so it outlives the ranks."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return kind(host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+_KEY = "first-failure"
 
 
 def _tell(what: str) -> None:
     with contextlib.suppress(RuntimeError, KeyError, ValueError):  # no store, nobody to tell
-        _store().compare_set(_key(), "", " ".join(what.split())[:2000])
+        meeting_store(timeout=_STORE_TIMEOUT).compare_set(_KEY, "", " ".join(what.split())[:2000])
 
 
 def _told() -> str | None:
     try:
-        store = _store()
-        return str(store.get(_key()).decode()) if store.check([_key()]) else None
+        store = meeting_store(timeout=_STORE_TIMEOUT)
+        return str(store.get(_KEY).decode()) if store.check([_KEY]) else None
     except (RuntimeError, KeyError, ValueError):
         return None
 

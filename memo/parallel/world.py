@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memo.parallel.layout import Layout
+from memo.parallel.store import meeting_store
 
 __all__ = ["World", "join"]
 
@@ -64,7 +66,9 @@ class World:
 def join(device: torch.device) -> Iterator[None]:
     """The process group, for as long as the block runs."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    store = meeting_store(timeout=TIMEOUT, serve=True)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     yield
     # Not after an error: it may wait for ranks that are gone. The process ends, and its connections with it.
     dist.destroy_process_group()
