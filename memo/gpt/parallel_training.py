@@ -84,14 +84,33 @@ class ParallelTrainer(Trainer):
         losses = self._one_by_one(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
         layout = self.world.layout
-        ours = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in losses:
-            ours += loss.double()
-        alike = 1 if layout.shards_tokens else layout.tp
-        dist.all_reduce(ours)
-        mean = float((ours / (self.config.accumulate * layout.dp * layout.cp * alike)).float())
+        mean = self._mean(losses, self.config.accumulate)
         tokens = self.config.accumulate * self._batches.at(step)[0].numel() * layout.dp * layout.token_shards
         return mean, tokens
+
+    def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
+        """Over all ranks: those of the last stage have the losses of their rows and tokens, the others have none."""
+        layout = self.world.layout
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for loss in losses:
+            total += loss.double()
+        dist.all_reduce(total)
+        alike = (
+            1 if layout.shards_tokens else layout.tp
+        )  # ranks with the same tokens; else the loss is weighted already
+        return float((total / (microbatches * layout.dp * layout.cp * alike)).float())
+
+    def evaluate(self, batches: BatchSource) -> float:
+        """As the Trainer's, of every rank's part. Not for pipelines, whose forwards run under a schedule."""
+        (stage,) = self.stages
+        ours = RankBatches(batches, self.world, stage)
+        stage.eval()
+        try:
+            with torch.no_grad():
+                losses = [stage(*self._to_device(ours.at(index))) for index in range(self.config.eval_steps)]
+        finally:
+            stage.train()
+        return self._mean(losses, self.config.eval_steps)
 
     def _one_by_one(self, step: int) -> list[torch.Tensor]:
         """No pipeline: forward and backward of each microbatch in turn."""
