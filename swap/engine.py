@@ -18,6 +18,11 @@ Every ordering between streams is one of these edges; the checking backend prove
     E3  reload waits for the compute event taken when its buffer was allocated
     E4  compute waits for the reload before autograd sees the buffer
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
+
+What the forward promises its host thread: a copy that the device can order (E2, by the device's own events) never stops it.
+A copy that only a host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, leaves its source on the
+device beyond its layer, up to `late_bytes` in all; the thread stops at a layer's end only for what is beyond that, and the
+time is counted as the disk queue's. On the CPU the host is the compute stream, and waiting is what E2 is.
 """
 
 from __future__ import annotations
@@ -31,11 +36,12 @@ from weakref import ref
 
 import torch
 
-from memo.errors import HostBudgetExceeded, ScratchFull, StoreWriteError, SwapError, UsageError
+from memo.errors import StoreWriteError, SwapError
 from memo.swap.capture import argument_storages, cast_of_parameter, is_sharded, local_part, never_moves
+from memo.swap.destinations import Destinations
+from memo.swap.groups import Groups
 from memo.swap.identity import Identities
 from memo.swap.journal import Journal
-from memo.swap.placement import Placement, Quota
 from memo.swap.saved import (
     AWAY,
     BACK,
@@ -51,8 +57,7 @@ from memo.swap.saved import (
     Sharded,
 )
 from memo.swap.stats import Stats
-from memo.trace.events import StallCause, Tier, UseKind
-from memo.units import format_bytes
+from memo.trace.events import StallCause, UseKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -60,8 +65,8 @@ if TYPE_CHECKING:
 
     from memo.swap.backend import Backend, Event
     from memo.swap.partial import Partial
+    from memo.swap.placement import Placement
     from memo.swap.replay import Span, Wanted
-    from memo.swap.tiers import Place
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
 
@@ -69,7 +74,6 @@ __all__ = ["Engine"]
 
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
-_RECOMPUTE = "recompute"  # a layer's span that has a lane of its own
 _DRAIN, _DISK_QUEUE, _RELOAD = StallCause.DRAIN, StallCause.DISK_QUEUE, StallCause.RELOAD
 _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 _KEEP = object()  # what the identity map holds for a storage that never moves
@@ -99,7 +103,7 @@ class Engine:
         self.tiers = tiers
         self.stats = Stats()
         self._min_bytes = min_bytes
-        self._spill = spill
+        self._destinations = Destinations(tiers, spill=spill, stats=self.stats, make_room=self._clear_limbo)
         self._prefetch_bytes = prefetch_bytes
         self._late_bytes = late_bytes
         self._journal = None if tracer is None else Journal(tracer, backend.stamp)
@@ -111,16 +115,12 @@ class Engine:
         # Layers repeat, and so do their tensors' geometries: one object each spares the garbage collector most of its work.
         self._geometries: dict[Geometry, Geometry] = {}
         self._known = Identities()  # storage -> its life, held weakly, or _KEEP
-        self._groups: dict[int, Group] = {}
-        self._next_index = 0
-        self._calls: collections.Counter[int] = collections.Counter()
+        self._groups = Groups()
         self._open: Group | None = None
         self._held: Group | None = None  # the group whose copies wait until another layer follows
         self._unretired: collections.deque[Group] = collections.deque()
         self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
         self._reading: Group | None = None
-        self._order_before: dict[tuple[int, int], tuple[int, int]] = {}
-        self._order_now: list[tuple[int, int]] = []
         self._limbo: collections.deque[SavedStorage] = collections.deque()
         self._dropped: collections.deque[SavedStorage] = collections.deque()
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
@@ -132,10 +132,6 @@ class Engine:
         self._sharded = False
         self._warned: set[str] = set()
         self._closed = False
-        # For each tier, all of them in order but this one first: the others stand by for when it is full.
-        self._beginning_with = {first.name: [first, *(tier for tier in tiers if tier is not first)] for first in tiers}
-        self._placements: dict[int, Placement] = {}
-        self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
         self.place(placements or {})
 
     # Layers. The manager calls these around each layer's forward.
@@ -159,14 +155,7 @@ class Engine:
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
-        present = {Tier.DEVICE, *(tier.name for tier in self.tiers)}
-        for layer, placement in placements.items():
-            for tier, fraction in placement.fractions.items():
-                if fraction > 0 and tier not in present:
-                    raise UsageError(
-                        f"placement: layer {layer} sends {fraction:.0%} of its bytes to {tier}, which is off"
-                    )
-        self._placements = dict(placements)
+        self._destinations.place(placements)
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -176,12 +165,7 @@ class Engine:
                 self._clear_limbo()
             for tier in self.tiers:
                 tier.end_step()
-            if self._order_now:
-                self._order_before = dict(zip(self._order_now, self._order_now[1:], strict=False))
-            self._order_now = []
-            self._groups.clear()
-            self._calls.clear()
-            self._next_index = 0
+            self._groups.end_step()
             self._reading = None
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
@@ -192,14 +176,9 @@ class Engine:
         """A layer's forward begins: what is saved from now on belongs to it."""
         with self._lock:
             self._issue_held()
-            group = Group(self._next_index, (layer, self._calls[layer]), module, wait_for_next=last)
-            self._calls[layer] += 1
-            self._next_index += 1
-            self._groups[group.index] = group
+            group = self._groups.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
-            placement = self._placements.get(layer)
-            if placement is not None:
-                group.quota = Quota(placement, expected_nbytes=self._saved_nbytes.get(layer, 0))
+            group.quota = self._destinations.quota(layer)
             self._open = group
             if self._journal is not None:
                 self._journal.backward_left()
@@ -246,20 +225,8 @@ class Engine:
         What it takes to know is given back at once.
         """
         with self._lock:
-            self._clear_limbo()
             sizes = [saved.nbytes if saved not in parts else parts[saved].head_nbytes for saved in group.living()]
-            if group.quota is not None:
-                quota = group.quota.copy()
-                sizes = [nbytes for nbytes in sizes if nbytes and quota.choose(nbytes) is not Tier.DEVICE]
-            places = [self._place_for(nbytes) for nbytes in (*sizes, *besides) if nbytes]
-            for place in places:
-                if place is not None:
-                    place.release()
-            return None not in places
-
-    def _place_for(self, nbytes: int) -> Place | None:
-        claims = (tier.claim(nbytes) for tier in self.tiers)
-        return next((place for place in claims if place is not None), None)
+            return self._destinations.fit(sizes, group.quota, besides=besides)
 
     def end_forwards(self) -> None:
         """After a forward: nothing that is saved later moves."""
@@ -385,16 +352,9 @@ class Engine:
         if nbytes == 0:
             saved.move_to(LEAVING)  # all of it will be computed again
             return
-        quota = saved.group.quota
-        if quota is None:
-            place = self.tiers[0].claim(nbytes) or self._claim(saved, self.tiers)
-        else:
-            chosen = quota.choose(nbytes)
-            self._saved_nbytes[saved.group.key[0]] = quota.nbytes
-            if chosen is Tier.DEVICE:
-                self.stats.bytes_kept += saved.nbytes
-                return
-            place = self._claim(saved, self._beginning_with[chosen])
+        place = self._destinations.claim(saved, nbytes)
+        if place is None:
+            return  # it stays, by plan
         saved.place = place
         if part is not None:
             source = part.leaving(source, self.backend)
@@ -403,33 +363,6 @@ class Engine:
         saved.move_to(LEAVING)
         if self._journal is not None:
             self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
-
-    def _claim(self, saved: SavedStorage, tiers: Sequence[TierRoom]) -> Place:
-        """Room in the first tier that has it; where one is full, a dropped storage may still hold some there."""
-        nbytes = saved.moving_nbytes
-        place = tiers[0].claim(nbytes)
-        if place is not None:
-            return place
-        self._clear_limbo()
-        for position, tier in enumerate(tiers if self._spill else tiers[:1]):
-            place = tier.claim(nbytes)
-            if place is not None:
-                self.stats.spilled += position > 0
-                return place
-        raise self._no_room(saved, tiers)
-
-    def _no_room(self, saved: SavedStorage, tiers: Sequence[TierRoom]) -> SwapError:
-        tiers = tiers if self._spill else tiers[:1]
-        state = ", ".join(
-            f"{tier.name} {format_bytes(tier.used)} used"
-            + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
-            for tier in tiers
-        )
-        kind = ScratchFull if tiers[-1].name is Tier.DISK else HostBudgetExceeded
-        return kind(
-            f"no room for {format_bytes(saved.moving_nbytes)} saved by {saved.module} ({state}); "
-            f"raise the host or disk budget, or train on a shorter sequence"
-        )
 
     def _issue_held(self) -> None:
         """Another layer follows the one whose copies were held back: they are worth making after all."""
@@ -490,19 +423,17 @@ class Engine:
         saved.move_to(LIVE)
         saved.place = saved.out = None
         failed.release()
-        if self._spill:
-            for tier in self.tiers:
-                place = tier.claim(saved.moving_nbytes) if tier is not failed.tier else None
-                if place is not None:
-                    self._warn("disk-write", f"{error}; the bytes went to the {tier.name} tier instead")
-                    saved.place = place
-                    source = saved.source if saved.part is None else saved.part.leaving(saved.source, self.backend)
-                    saved.out = place.leave(source, after=self._written())
-                    self.stats.moved(tier.name, saved.moving_nbytes)
-                    saved.move_to(LEAVING)
-                    self._copied_out(saved)
-                    return
-        raise error
+        nbytes = saved.moving_nbytes
+        place = self._destinations.claim_elsewhere(nbytes, than=failed.tier)
+        if place is None:
+            raise error
+        self._warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
+        saved.place = place
+        source = saved.source if saved.part is None else saved.part.leaving(saved.source, self.backend)
+        saved.out = place.leave(source, after=self._written())
+        self.stats.moved(place.tier.name, nbytes)
+        saved.move_to(LEAVING)
+        self._copied_out(saved)
 
     # Back to the device.
 
@@ -616,7 +547,7 @@ class Engine:
     def _reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
         self._reading = group
-        self._order_now.append(group.key)
+        self._groups.reached(group)
         if self._journal is not None:
             self._journal.backward_reached(group.module)
         self._poll_limbo()
@@ -624,7 +555,7 @@ class Engine:
         following: Group | None = group
         ahead = 0
         while following is not None and self._fetch_group(following):
-            following = self._following(following)
+            following = self._groups.following(following)
             if following is None or (ahead and room is None):
                 break
             if room is not None:
@@ -646,22 +577,6 @@ class Engine:
             self._warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
         return True
-
-    def _following(self, group: Group) -> Group | None:
-        """The group that backward will reach next: as in the step before, else the nearest earlier one in forward order.
-
-        "Reverse of the forward" alone is wrong across the microbatches of a pipeline.
-        """
-        key = self._order_before.get(group.key)
-        if key is not None:
-            for other in self._groups.values():
-                if other.key == key and other.alive:
-                    return other
-        for index in range(group.index - 1, -1, -1):
-            other_group = self._groups.get(index)
-            if other_group is not None and other_group.alive:
-                return other_group
-        return None
 
     # The end of a life.
 
@@ -695,7 +610,7 @@ class Engine:
         group = saved.group
         group.alive -= 1
         if not group.alive and group is not self._open:
-            self._groups.pop(group.index, None)
+            self._groups.forget(group)
         if self._in_flight(saved) is None:
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():

@@ -226,7 +226,7 @@ def test_tied_embeddings_are_not_moved(offload: Callable[..., memo.Manager]) -> 
 
 
 def lives(manager: memo.Manager) -> list[Any]:
-    return [saved for group in manager._engine._groups.values() for saved in group.living()]
+    return [saved for group in manager._engine._groups for saved in group.living()]
 
 
 def test_fused_qkv_moves_once(offload: Callable[..., memo.Manager]) -> None:

@@ -1,0 +1,129 @@
+"""Which tier a storage goes to: the first that has room, or the one that its layer's placement says.
+
+It owns the tiers' order, the placements and their accounts, and what is said when nothing has room. It does not own the
+bytes: who gets a place must fill it and give it back. Not thread-safe; the engine's lock is held around every call but
+`place`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.errors import HostBudgetExceeded, ScratchFull, SwapError, UsageError
+from memo.swap.placement import Quota
+from memo.trace.events import Tier
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from memo.swap.placement import Placement
+    from memo.swap.saved import SavedStorage
+    from memo.swap.stats import Stats
+    from memo.swap.tiers import Place
+    from memo.swap.tiers import Tier as TierRoom
+
+__all__ = ["Destinations"]
+
+
+class Destinations:
+    """The tiers of one engine.
+
+    Without `spill` only the first choice counts. `make_room` is called before a tier is taken for full: what has been
+    dropped may still hold some of it.
+    """
+
+    def __init__(self, tiers: Sequence[TierRoom], *, spill: bool, stats: Stats, make_room: Callable[[], None]) -> None:
+        self._tiers = tiers
+        self._first = tiers[0]
+        self._spill = spill
+        self._stats = stats
+        self._make_room = make_room
+        # For each tier, all of them in order but this one first: the others stand by for when it is full.
+        self._beginning_with = {first.name: [first, *(tier for tier in tiers if tier is not first)] for first in tiers}
+        self._placements: dict[int, Placement] = {}
+        self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
+
+    def place(self, placements: Mapping[int, Placement]) -> None:
+        """Says where the layers' bytes go, by layer, from their next calls on.
+
+        Raises:
+            UsageError: a placement sends bytes to a tier that is not there; nothing changes.
+        """
+        present = {Tier.DEVICE, *self._beginning_with}
+        for layer, placement in placements.items():
+            for tier, fraction in placement.fractions.items():
+                if fraction > 0 and tier not in present:
+                    raise UsageError(
+                        f"placement: layer {layer} sends {fraction:.0%} of its bytes to {tier}, which is off"
+                    )
+        self._placements = dict(placements)
+
+    def quota(self, layer: int) -> Quota | None:
+        """The account of a call of `layer` that begins now; None where no placement says anything of it."""
+        placement = self._placements.get(layer)
+        return None if placement is None else Quota(placement, expected_nbytes=self._saved_nbytes.get(layer, 0))
+
+    def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
+        """Room for the `nbytes` of `saved` that move; None for a storage that stays on the device by plan.
+
+        Raises:
+            HostBudgetExceeded, ScratchFull: there is no room.
+        """
+        quota = saved.group.quota
+        if quota is None:
+            return self._first.claim(nbytes) or self._claim(saved, nbytes, self._tiers)
+        chosen = quota.choose(nbytes)
+        self._saved_nbytes[saved.group.key[0]] = quota.nbytes
+        if chosen is Tier.DEVICE:
+            self._stats.bytes_kept += saved.nbytes
+            return None
+        return self._claim(saved, nbytes, self._beginning_with[chosen])
+
+    def claim_elsewhere(self, nbytes: int, *, than: TierRoom) -> Place | None:
+        """Room in another tier than the one that failed."""
+        others = [tier for tier in self._tiers if tier is not than] if self._spill else []
+        return _first_place(others, nbytes)
+
+    def fit(self, sizes: Sequence[int], quota: Quota | None, *, besides: Sequence[int]) -> bool:
+        """Whether storages of a layer with this account, and blocks of as many bytes as `besides` says, have room now.
+
+        What it takes to know is given back at once.
+        """
+        if quota is not None:
+            trial = quota.copy()
+            sizes = [nbytes for nbytes in sizes if nbytes and trial.choose(nbytes) is not Tier.DEVICE]
+        self._make_room()
+        places = [_first_place(self._tiers, nbytes) for nbytes in (*sizes, *besides) if nbytes]
+        for place in places:
+            if place is not None:
+                place.release()
+        return None not in places
+
+    def _claim(self, saved: SavedStorage, nbytes: int, tiers: Sequence[TierRoom]) -> Place:
+        tiers = tiers if self._spill else tiers[:1]
+        place = tiers[0].claim(nbytes)
+        if place is None:
+            self._make_room()
+            place = _first_place(tiers, nbytes)
+            if place is None:
+                raise _no_room(saved, nbytes, tiers)
+            self._stats.spilled += place.tier is not tiers[0]
+        return place
+
+
+def _first_place(tiers: Sequence[TierRoom], nbytes: int) -> Place | None:
+    return next((place for tier in tiers if (place := tier.claim(nbytes)) is not None), None)
+
+
+def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[TierRoom]) -> SwapError:
+    state = ", ".join(
+        f"{tier.name} {format_bytes(tier.used)} used"
+        + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
+        for tier in tiers
+    )
+    kind = ScratchFull if tiers[-1].name is Tier.DISK else HostBudgetExceeded
+    return kind(
+        f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); "
+        f"raise the host or disk budget, or train on a shorter sequence"
+    )
