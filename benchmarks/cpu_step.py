@@ -46,7 +46,7 @@ def main() -> None:
     config = preset(args.model, max_seq=seq)
     model = GPT(config)
     ids = torch.randint(0, config.vocab_size, (1, seq + 1))
-    manager = memo.offload(model, disk=args.disk_dir)
+    manager = memo.offload(model, alpha=1.0, disk=args.disk_dir)
     plain, managed = [], []
     for number in range(args.rounds + 1):
         a, b = step(model, ids, None), step(model, ids, manager)

@@ -46,7 +46,7 @@ def train(arm: str, *, model_name: str, seq: int, steps: int) -> dict[str, Any]:
     config = preset(model_name, max_seq=seq)
     model = GPT(config, device=torch.device("cuda"), dtype=torch.bfloat16)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    manager = memo.offload(model, host="64GiB")
+    manager = memo.offload(model, alpha=1.0, host="64GiB")
     ids = torch.randint(0, config.vocab_size, (1, seq + 1), generator=torch.Generator().manual_seed(1)).cuda()
     seconds, losses = [], []
     before = memo.memory_stats()

@@ -51,7 +51,7 @@ def ways(model: GPT) -> dict[str, Callable[[], Any]]:
 
     import memo
 
-    manager = memo.offload(model, host="64GiB")
+    manager = memo.offload(model, alpha=1.0, host="64GiB")
     return {
         "keep everything": contextlib.nullcontext,
         "memo, host tier": lambda: manager,
@@ -156,7 +156,7 @@ def link_use(model: GPT, ids: torch.Tensor) -> dict[str, dict[str, float]]:
     rates = measure_link(torch.device("cuda"), seconds=2.0)
     alone = {"d2h": rates.d2h_bytes_per_s, "h2d": rates.h2d_bytes_per_s}
     with tempfile.TemporaryDirectory() as folder:
-        manager = memo.offload(model, host="64GiB", trace=folder)
+        manager = memo.offload(model, alpha=1.0, host="64GiB", trace=folder)
         for _ in range(2):
             one_step(model, ids, manager)
             manager.step_done()

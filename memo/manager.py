@@ -17,8 +17,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocation import model_steps
+from memo.autoplan import AutoPlan
+from memo.carrier import Carrier
+from memo.device_memory import device_memory
 from memo.errors import MemoError, UsageError
 from memo.node import available_host_bytes, share_of_node
+from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, read_plan
 from memo.report import DiskUse, Report
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from memo.mip.activation import ActivationPlan
     from memo.swap.backend import Backend, Disk
     from memo.swap.stats import Stats
     from memo.swap.tiers import Tier
@@ -50,7 +55,7 @@ __all__ = ["Manager", "offload"]
 # checkpoint's and the operating system's.
 AUTO_HOST_SHARE = 0.7
 LINK_SECONDS = 0.05
-"""How long a trace's links are measured, each: long enough for a rate, short enough to begin with."""
+"""How long links are measured, each: long enough for a rate, short enough to begin with."""
 
 _Path = str | os.PathLike[str]
 
@@ -58,7 +63,7 @@ _Path = str | os.PathLike[str]
 def offload(
     model: nn.Module,
     *,
-    plan: None = None,
+    plan: ActivationPlan | _Path | None = None,
     alpha: float | Sequence[float] | TokenLevels | None = None,
     levels: Mapping[int | str, Any] | None = None,
     fallback: str = "swap",
@@ -72,23 +77,27 @@ def offload(
     verify: bool = False,
     trace: _Path | None = None,
 ) -> Manager:
-    """Moves what the model's repeated layers save for backward out of the device, and back in time.
+    """Keeps, moves or recomputes what the model's repeated layers save for backward, as a plan says.
 
-    Gradients are bit-identical to the same model without memo. Whole tensors move: host memory first, then disk.
+    Gradients are bit-identical to the same model without memo. With neither `plan` nor `alpha` nor `levels` the first steps
+    of each batch shape are measured at the safest setting, and the rest run by the plan that is made of them: nothing is
+    done where everything fits, and otherwise what costs the shortest step.
 
     Args:
         model: any module with repeated layers; it is not modified outside the `with`.
-        plan: reserved for activation plans; None.
-        alpha: fraction of the tokens whose token-wise activations move; those of the rest are computed again in backward.
-            The layers' inputs and attention's results move whole. 1.0, or None, moves everything. A layer that is not
-            proven to treat tokens apart moves whole tensors; the report says which, and why. Three fractions, or
-            TokenLevels, divide the tokens among three levels: everything moves, the results of matrix products move and
-            element-wise work is repeated, all but attention is repeated.
+        plan: an activation plan, or the file of one, for all steps; its checker's complaint is an error.
+        alpha: instead of a plan, the same for every layer: the fraction of the tokens whose token-wise activations move;
+            those of the rest are computed again in backward. The layers' inputs and attention's results move whole. 1.0
+            moves everything, host memory first, then disk. A layer that is not proven to treat tokens apart moves whole
+            tensors; the report says which, and why. Three fractions, or TokenLevels, divide the tokens among three levels:
+            everything moves, the results of matrix products move and element-wise work is repeated, all but attention is
+            repeated.
         levels: the same for single layers, by position or name; `Level.NOTHING` moves a layer's input alone and runs the
             layer again whole, attention too. `Manager.choose_levels` changes them between steps.
         fallback: "swap" moves whole tensors of a layer that is not proven to treat tokens apart; "recompute" runs it again
             whole, attention too.
-        device: bytes of reloaded activations to hold ahead of backward, as int or "8GiB"; None for one layer.
+        device: bytes of device memory that training may take in all, parameters included, as int or "80GiB"; None for all
+            there is. It decides what a plan keeps; with a fixed `alpha`, how far ahead of backward is reloaded.
         host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
             initialised, every rank must make this call); "auto" takes a share of what is free when the model is on a GPU and
             nothing when it is on the CPU, where host memory is the device; 0 turns the tier off.
@@ -108,16 +117,18 @@ def offload(
         NoRepeatedLayers: no layers were found.
         ScratchUnusable, ScratchFull: the scratch directory cannot be used or has no room for `disk_budget`.
     """
-    if plan is not None:
-        raise UsageError("plan: activation plans are not supported by this version; leave it None")
+    fixed = None if plan is None else read_plan(plan)
+    if fixed is not None and (alpha is not None or levels is not None):
+        raise UsageError("plan: a plan says what alpha and levels say; give one of them")
     if on_full not in ("spill", "raise", "recompute"):
         raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise' nor 'recompute'")
     if fallback not in ("swap", "recompute"):
         raise UsageError(f"fallback: {fallback!r} is neither 'swap' nor 'recompute'")
+    automatic = fixed is None and alpha is None and levels is None
     setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
     where = _device_of(model)
-    prefetch = None if device is None else parse_bytes(device, what="device")
+    memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
     disk_bytes = None if disk_budget is None else share_of_node(parse_bytes(disk_budget, what="disk_budget"))
     host_bytes = _host_budget(host, where)
@@ -129,7 +140,7 @@ def offload(
         budgets = {"device": _device_budget(where), "host": host_bytes, "disk": disk_bytes}
         links = measure_lanes(where, host=host_bytes > 0, directories=directories, seconds=LINK_SECONDS)
         recorder = _recorder(trace, model, budgets, links)
-    backend = _backend(where, timing=recorder is not None)
+    backend = _backend(where, timing=recorder is not None or automatic)
     tiers: list[Tier] = []
     store = None
     if host_bytes > 0:
@@ -142,7 +153,6 @@ def offload(
         tiers,
         min_bytes=smallest,
         spill=on_full != "raise",
-        prefetch_bytes=prefetch,
         tracer=recorder,
     )
     tokenwise = TokenWise(
@@ -154,6 +164,13 @@ def offload(
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     if levels is not None:
         manager.choose_levels(levels)
+    carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(_link_rates, where))
+    if automatic:
+        manager.plan_with(AutoPlan(carrier, checked_plan, beyond=recorder, model=type(model).__name__))
+    elif fixed is not None:
+        manager.plan_with(FixedPlan(carrier, fixed))
+    elif device is not None:
+        manager.plan_with(FixedSetting(carrier))
     return manager
 
 
@@ -180,6 +197,7 @@ class Manager:
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
+        self._planning: Planning | None = None
         self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())
         # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
@@ -208,6 +226,8 @@ class Manager:
         if self._recorder is not None and not self._in_step:
             self._recorder.begin_step(self.step)
             self._in_step = True
+        if self._planning is not None:
+            self._planning.before_forward()
         self._engine.begin_forwards()
         self._tokenwise.look_at(self._layers)
         if self._steps is not None:
@@ -215,7 +235,8 @@ class Manager:
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         # With nothing to note, one call less for each saved tensor.
-        pack = self._engine.pack if self._tokenwise.is_idle else self._tokenwise.pack
+        idle = self._tokenwise.is_idle and self._planning is None  # planning may change that at the first layer
+        pack = self._engine.pack if idle else self._tokenwise.pack
         self._saving = saved_tensors_hooks(pack, self._engine.unpack)
         self._saving.__enter__()
         return self
@@ -235,6 +256,8 @@ class Manager:
 
     def _hook(self, position: int, layer: Layer) -> list[RemovableHandle]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._planning is not None:
+                self._planning.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
             self._running.setdefault(position, []).append(group)
             self._tokenwise.begin(layer, group, args, kwargs)
@@ -257,7 +280,7 @@ class Manager:
         """From the next forward on these layers, by position or name, have these levels, and the others `alpha`'s.
 
         Each may be TokenLevels, a Level, a fraction as alpha, or three of them. A layer's first call at new levels tries
-        the recompute out. What is saved already comes back as it was saved.
+        the recompute out. What is saved already comes back as it was saved. Planning ends: the choice is the caller's now.
 
         Raises:
             UsageError: a layer that is not managed, levels that cannot mean anything, or a forward is under way.
@@ -272,6 +295,10 @@ class Manager:
             if isinstance(key, str) and key not in names:
                 raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
             chosen[names[key] if isinstance(key, int) else key] = setting_of(value)
+        if self._planning is not None:
+            self._planning = None
+            self._engine.place({})
+            self._engine.listen(self._recorder)
         self._tokenwise.choose(chosen)
 
     def levels_profile(self) -> list[LayerCosts]:
@@ -281,6 +308,15 @@ class Manager:
         at, so a step with `alpha=(1/3, 1/3, 1/3)` measures all of them.
         """
         return self._tokenwise.costs()
+
+    def plan_with(self, planning: Planning) -> None:
+        """From now on `planning` decides what becomes of each layer's tensors."""
+        self._planning = planning
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """In force now; None with a fixed alpha, and until one has been made."""
+        return None if self._planning is None else self._planning.plan
 
     def step_done(self) -> None:
         """Marks the end of a training step, in the trace and for the planned allocator, and counts on."""
@@ -294,7 +330,13 @@ class Manager:
 
     def report(self) -> Report:
         """What went where and what it cost, so far."""
-        return Report.of(self._engine, layers=len(self._layers), disk=self._disk_use(), tokenwise=self._tokenwise)
+        return Report.of(
+            self._engine,
+            layers=len(self._layers),
+            disk=self._disk_use(),
+            tokenwise=self._tokenwise,
+            plan=None if self._planning is None else self._planning.use(),
+        )
 
     def _disk_use(self) -> DiskUse | None:
         if self._store is None:
@@ -368,6 +410,17 @@ def _backend(where: torch.device, *, timing: bool) -> Backend:
     from memo.swap.cuda import CudaBackend
 
     return CudaBackend(where, timing=timing)
+
+
+def _link_rates(where: torch.device) -> tuple[float, float, float] | None:
+    """Out, in and both ways, in bytes per second; None where host memory is the device."""
+    if where.type == "cpu":
+        return None
+    from memo.swap.probe import measure_link
+
+    rates = measure_link(where, seconds=LINK_SECONDS)
+    both = rates.d2h_together_bytes_per_s + rates.h2d_together_bytes_per_s
+    return rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, both
 
 
 def _open_disk(

@@ -9,6 +9,7 @@ from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from memo.autoplan import PlanUse
     from memo.swap.engine import Engine
     from memo.swap.tokenwise import TokenWise
 
@@ -132,10 +133,17 @@ class Report:
     live_entries: int
     tokenwise: TokenWiseUse | None = None
     disk: DiskUse | None
+    plan: PlanUse | None = None
 
     @classmethod
     def of(
-        cls, engine: Engine, *, layers: int, disk: DiskUse | None = None, tokenwise: TokenWise | None = None
+        cls,
+        engine: Engine,
+        *,
+        layers: int,
+        disk: DiskUse | None = None,
+        tokenwise: TokenWise | None = None,
+        plan: PlanUse | None = None,
     ) -> Report:
         """The state of `engine` now."""
         stats = engine.stats
@@ -168,6 +176,7 @@ class Report:
             live_entries=stats.live_entries,
             tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
             disk=disk,
+            plan=plan,
         )
 
     @property
@@ -216,6 +225,8 @@ class Report:
             )
         if self.failed_writes:
             lines.append(f"failed writes: {self.failed_writes} (their bytes went to another tier)")
+        if self.plan is not None:
+            lines += self.plan.lines()
         if self.tokenwise is not None:
             lines += self.tokenwise.lines()
         if self.live_entries:

@@ -201,7 +201,7 @@ class CheckingBackend:
         return event
 
     def compute_wait(self, event: Event) -> None:
-        assert isinstance(event, (_LaneEvent, Past))
+        assert isinstance(event, (_LaneEvent, Past)) or event.query()
         self.host_stops += self.host_waits(event)
         event.synchronize()
 

@@ -19,7 +19,7 @@ from memo.swap.aligned import aligned_empty, private_pages
 if TYPE_CHECKING:
     from memo.swap.backend import Event
 
-__all__ = ["CpuBackend", "Done", "HostEvent"]
+__all__ = ["CpuBackend", "Done", "HostEvent", "ThreadStream"]
 
 
 class Done:
@@ -88,7 +88,7 @@ class HostEvent:
 _Operation = tuple[HostEvent, torch.Tensor, torch.Tensor, "list[Event]"]
 
 
-class _ThreadStream:
+class ThreadStream:
     """Copies in order on one thread, started at the first copy."""
 
     def __init__(self, name: str) -> None:
@@ -125,12 +125,15 @@ class _ThreadStream:
                     other.synchronize()
                 if event.start():
                     begin = time.monotonic_ns()
-                    # A foreign call, so the interpreter runs on; torch's own copy would take the compute threads.
-                    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+                    self._move(target, source)
                     event.finish(begin)
             except BaseException as error:
                 event.finish(begin, error)
             del operation, event, target, source, waits  # the buffers' lives are not this thread's
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # A foreign call, so the interpreter runs on; torch's own copy would take the compute threads.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def close(self) -> None:
         if self._thread is not None:
@@ -154,8 +157,8 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.d2h = _ThreadStream("d2h")
-        self.h2d = _ThreadStream("h2d")
+        self.d2h = ThreadStream("d2h")
+        self.h2d = ThreadStream("h2d")
 
     def compute_event(self) -> Event:
         return _DONE

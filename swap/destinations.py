@@ -17,6 +17,7 @@ from memo.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from memo.swap.kept import DeviceTier
     from memo.swap.placement import Placement
     from memo.swap.saved import SavedStorage
     from memo.swap.stats import Stats
@@ -29,18 +30,29 @@ __all__ = ["Destinations"]
 class Destinations:
     """The tiers of one engine.
 
+    `on_device` takes what is kept of storages that are otherwise computed again; whole ones that are kept just stay.
     Without `spill` only the first choice counts. `make_room` is called before a tier is taken for full: what has been
     dropped may still hold some of it.
     """
 
-    def __init__(self, tiers: Sequence[TierRoom], *, spill: bool, stats: Stats, make_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[TierRoom],
+        on_device: DeviceTier,
+        *,
+        spill: bool,
+        stats: Stats,
+        make_room: Callable[[], None],
+    ) -> None:
         self._tiers = tiers
         self._first = tiers[0]
         self._spill = spill
         self._stats = stats
         self._make_room = make_room
         # For each tier, all of them in order but this one first: the others stand by for when it is full.
-        self._beginning_with = {first.name: [first, *(tier for tier in tiers if tier is not first)] for first in tiers}
+        self._beginning_with: dict[Tier, list[TierRoom]] = {
+            first.name: [first, *(tier for tier in tiers if tier is not first)] for first in (on_device, *tiers)
+        }
         self._placements: dict[int, Placement] = {}
         self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
 
@@ -50,7 +62,7 @@ class Destinations:
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
-        present = {Tier.DEVICE, *self._beginning_with}
+        present = self._beginning_with.keys()
         for layer, placement in placements.items():
             for tier, fraction in placement.fractions.items():
                 if fraction > 0 and tier not in present:
@@ -65,7 +77,7 @@ class Destinations:
         return None if placement is None else Quota(placement, expected_nbytes=self._saved_nbytes.get(layer, 0))
 
     def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
-        """Room for the `nbytes` of `saved` that move; None for a storage that stays on the device by plan.
+        """Room for the `nbytes` of `saved` that move; None for a storage that stays on the device as it is, by plan.
 
         Raises:
             HostBudgetExceeded, ScratchFull: there is no room.
@@ -75,8 +87,8 @@ class Destinations:
             return self._first.claim(nbytes) or self._claim(saved, nbytes, self._tiers)
         chosen = quota.choose(nbytes)
         self._saved_nbytes[saved.group.key[0]] = quota.nbytes
-        if chosen is Tier.DEVICE:
-            self._stats.bytes_kept += saved.nbytes
+        if chosen is Tier.DEVICE and saved.part is None:
+            self._stats.bytes_kept += nbytes
             return None
         return self._claim(saved, nbytes, self._beginning_with[chosen])
 

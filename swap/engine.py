@@ -42,6 +42,7 @@ from memo.swap.destinations import Destinations
 from memo.swap.groups import Groups
 from memo.swap.identity import Identities
 from memo.swap.journal import Journal
+from memo.swap.kept import DeviceTier
 from memo.swap.saved import (
     AWAY,
     BACK,
@@ -103,7 +104,10 @@ class Engine:
         self.tiers = tiers
         self.stats = Stats()
         self._min_bytes = min_bytes
-        self._destinations = Destinations(tiers, spill=spill, stats=self.stats, make_room=self._clear_limbo)
+        self._on_device = DeviceTier(backend, self.stats)
+        self._destinations = Destinations(
+            tiers, self._on_device, spill=spill, stats=self.stats, make_room=self._clear_limbo
+        )
         self._prefetch_bytes = prefetch_bytes
         self._late_bytes = late_bytes
         self._journal = None if tracer is None else Journal(tracer, backend.stamp)
@@ -156,6 +160,15 @@ class Engine:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
         self._destinations.place(placements)
+
+    def listen(self, tracer: Tracer | None) -> None:
+        """From now on `tracer` is told what happens. Between steps only: what is saved already tells nobody else."""
+        self._journal = None if tracer is None else Journal(tracer, self.backend.stamp)
+        self._changed = None if self._journal is None else self._journal.changed
+
+    def reload_ahead(self, nbytes: int | None) -> None:
+        """How much may be reloaded ahead of backward; None for one layer."""
+        self._prefetch_bytes = nbytes
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -361,7 +374,7 @@ class Engine:
         saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
-        if self._journal is not None:
+        if self._journal is not None and place.tier is not self._on_device:
             self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
 
     def _issue_held(self) -> None:
@@ -503,9 +516,10 @@ class Engine:
         if place is not None:  # None where all of it is computed again
             nbytes = saved.moving_nbytes
             saved.returning = place.enter(target, after=event)
-            stats.bytes_reloaded += nbytes
-            if self._journal is not None:
-                self._journal.copying(saved.id, nbytes, place.tier.lane_in, saved.returning)
+            if place.tier is not self._on_device:
+                stats.bytes_reloaded += nbytes
+                if self._journal is not None:
+                    self._journal.copying(saved.id, nbytes, place.tier.lane_in, saved.returning)
         saved.returned = buffer
         stats.came_to_device(saved.nbytes)
         saved.move_to(RETURNING)
@@ -611,6 +625,8 @@ class Engine:
         group.alive -= 1
         if not group.alive and group is not self._open:
             self._groups.forget(group)
+            if group is self._reading and self._journal is not None:
+                self._journal.backward_left()
         if self._in_flight(saved) is None:
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():

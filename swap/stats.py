@@ -8,7 +8,7 @@ from memo.trace.events import StallCause, Tier, UseKind
 
 __all__ = ["Stats"]
 
-_HOST = Tier.HOST
+_HOST, _DISK = Tier.HOST, Tier.DISK
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Stats:
     """Bytes of saved storages on the device now, by the engine's own ledger."""
     peak_device_bytes: int = 0
     """Largest value of `device_bytes`."""
+    recent_peak_bytes: int = 0
+    """The same since `restart_peak`."""
     recompute_s: float = 0.0
     """Host seconds spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
@@ -59,11 +61,20 @@ class Stats:
         """Counts bytes that left the device for `tier`."""
         if tier is _HOST:
             self.bytes_host += nbytes
-        else:
+        elif tier is _DISK:
             self.bytes_disk += nbytes
+        else:
+            self.bytes_kept += nbytes
 
     def came_to_device(self, nbytes: int) -> None:
         """Counts bytes of a saved storage that now take device memory."""
         self.device_bytes += nbytes
         if self.device_bytes > self.peak_device_bytes:
             self.peak_device_bytes = self.device_bytes
+        if self.device_bytes > self.recent_peak_bytes:
+            self.recent_peak_bytes = self.device_bytes
+
+    def restart_peak(self) -> int:
+        """The largest value of `device_bytes` since the last call."""
+        peak, self.recent_peak_bytes = self.recent_peak_bytes, self.device_bytes
+        return peak

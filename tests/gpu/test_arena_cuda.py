@@ -35,7 +35,7 @@ def report(**figures):
 
 STEPS = """
 model = make()
-manager = memo.offload(model, host="1GiB", min_bytes=512) if sys.argv[2] == "offload" else None
+manager = memo.offload(model, alpha=1.0, host="1GiB", min_bytes=512) if sys.argv[2] == "offload" else None
 adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 def step(number, seq=1024):

@@ -16,7 +16,7 @@ import torch
 from small_models import ids, stack
 import memo
 model = stack().cuda()
-manager = memo.offload(model, host="256MiB", min_bytes=512)
+manager = memo.offload(model, alpha=1.0, host="256MiB", min_bytes=512)
 for step in range(3):
     with manager:
         loss = model(ids(step).cuda())

@@ -76,7 +76,7 @@ def test_gradients_are_equal(variant: str, dtype: torch.dtype, tier: str, device
     again = steps(make(device, variant, dtype), device)
     assert_equal(again, want)  # the comparison means something only where the plain run repeats itself
     model = make(device, variant, dtype)
-    manager = memo.offload(model, **TIERS[tier](tmp_path))
+    manager = memo.offload(model, alpha=1.0, **TIERS[tier](tmp_path))
     assert_equal(steps(model, device, manager), want)
     gc.collect()
     assert manager.stats.live_entries == 0
@@ -87,7 +87,7 @@ def test_gradients_are_equal(variant: str, dtype: torch.dtype, tier: str, device
 def test_gradients_are_equal_on_a_stream_of_the_users(device: torch.device) -> None:
     want = steps(make(device), device)
     model = make(device)
-    manager = memo.offload(model, host="2GiB")
+    manager = memo.offload(model, alpha=1.0, host="2GiB")
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -101,7 +101,7 @@ def test_gradients_are_equal_on_a_stream_of_the_users(device: torch.device) -> N
 def test_gradients_are_equal_when_one_stream_lags(slow: str, device: torch.device) -> None:
     want = steps(make(device), device)
     model = make(device)
-    manager = memo.offload(model, host="2GiB")
+    manager = memo.offload(model, alpha=1.0, host="2GiB")
     backend: Any = manager._engine.backend
     stream = {"d2h": backend.d2h.stream, "h2d": backend.h2d.stream}.get(slow)
 
@@ -119,7 +119,7 @@ def test_gradients_are_equal_when_one_stream_lags(slow: str, device: torch.devic
 
 def test_memory_does_not_grow_over_fifty_steps(device: torch.device) -> None:
     model = make(device)
-    manager = memo.offload(model, host="2GiB")
+    manager = memo.offload(model, alpha=1.0, host="2GiB")
     steps(model, device, manager, count=5)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -141,7 +141,7 @@ def test_device_peak_falls(device: torch.device) -> None:
         steps(model, device, manager, count=1, seq=4096)
         return torch.cuda.max_memory_allocated(device)
 
-    assert peak(lambda model: memo.offload(model, host="8GiB")) < 0.5 * peak(lambda model: None)
+    assert peak(lambda model: memo.offload(model, alpha=1.0, host="8GiB")) < 0.5 * peak(lambda model: None)
 
 
 def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
@@ -157,7 +157,7 @@ def test_a_trace_orders_copies_inside_the_step(device: torch.device, tmp_path: P
 
     model = make(device)
     path = tmp_path / "trace.rank0.jsonl"
-    manager = memo.offload(model, host="2GiB", trace=path)
+    manager = memo.offload(model, alpha=1.0, host="2GiB", trace=path)
     steps(model, device, manager, count=2)
     torch.cuda.synchronize()
     manager.step_done()

@@ -84,7 +84,7 @@ def compare(
         return make().to(dtype)
 
     model, reference = fresh(), fresh()
-    manager = memo.offload(model, **{"disk": tmp_path, "min_bytes": 1024, **options})
+    manager = memo.offload(model, **{"disk": tmp_path, "min_bytes": 1024, "alpha": 1.0, **options})
     got = train(model, lambda step: forward(model, step), manager)
     want = train(reference, lambda step: forward(reference, step))
     assert_equal(got, want)

@@ -202,7 +202,7 @@ def offload(planned: PlannedAllocator, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setattr(
         "memo.manager.model_steps", lambda model, device: ModelSteps(planned, model, torch.device("cuda", 0))
     )
-    return lambda model: memo.offload(model, host="64MiB", min_bytes=512)
+    return lambda model: memo.offload(model, alpha=1.0, host="64MiB", min_bytes=512)
 
 
 def began(planned: PlannedAllocator, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def test_the_report_counts_bytes_peaks_and_hits(tmp_path: Path) -> None:
     model = stack(layers=4)
-    manager = memo.offload(model, host="150KiB", disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, host="150KiB", disk=tmp_path, min_bytes=512)
     train(model, lambda step: model(ids(step)), manager, steps=2)
     report = manager.report()
     device, host, disk = report.tiers
@@ -45,7 +45,7 @@ def test_wear_and_rates_are_bytes_over_their_own_time() -> None:
 
 
 def test_a_report_before_any_step_divides_nothing_by_zero(tmp_path: Path) -> None:
-    manager = memo.offload(stack(), disk=tmp_path)
+    manager = memo.offload(stack(), alpha=1.0, disk=tmp_path)
     report = manager.report()
     assert report.prefetch_hits is None
     assert report.overlap is None
@@ -57,7 +57,7 @@ def test_closing_a_manager_in_the_middle_of_a_step_loses_no_span_of_its_trace(tm
     import json
 
     model = stack(layers=4)
-    manager = memo.offload(model, disk=tmp_path, min_bytes=512, trace=tmp_path / "trace.rank0.jsonl")
+    manager = memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512, trace=tmp_path / "trace.rank0.jsonl")
     train(model, lambda step: model(ids(step)), manager, steps=1)
     manager.close()
     lines = [json.loads(line) for line in (tmp_path / "trace.rank0.jsonl").read_text().splitlines()]
@@ -84,7 +84,9 @@ def test_a_traces_header_has_the_budgets_and_the_measured_rate_of_each_lane_in_u
     scratch.mkdir()
     disk = scratch if tiers["disk"] is True else tiers["disk"]
     model = stack()
-    manager = memo.offload(model, host=tiers["host"], disk=disk, disk_budget="1MiB", min_bytes=512, trace=tmp_path)
+    manager = memo.offload(
+        model, alpha=1.0, host=tiers["host"], disk=disk, disk_budget="1MiB", min_bytes=512, trace=tmp_path
+    )
     written = manager.report().disk
     assert written is None or written.written_bytes == 0, "what measures the link is none of the run's own"
     train(model, lambda step: model(ids(step)), manager, steps=1)

@@ -62,7 +62,9 @@ def build(kind: str) -> torch.nn.Module:
 
 def run(kind: str, scratch: str, *, managed: bool) -> tuple[list[object], int]:
     model = build(kind)
-    manager = memo.offload(model, disk=scratch, min_bytes=256, layers=list(model.layers)) if managed else None
+    manager = (
+        memo.offload(model, alpha=1.0, disk=scratch, min_bytes=256, layers=list(model.layers)) if managed else None
+    )
     steps = train(model, lambda step: model(ids(step)), manager)
     flat = []
     for step in steps:
@@ -82,7 +84,7 @@ def shares(scratch: str) -> None:
 
     budget = "64KiB" if dist.get_rank() == 0 else "1MiB"
     model = stack()
-    manager = memo.offload(model, host=budget, disk=scratch, disk_budget="2MiB", min_bytes=256)
+    manager = memo.offload(model, alpha=1.0, host=budget, disk=scratch, disk_budget="2MiB", min_bytes=256)
     train(model, lambda step: model(ids(step)), manager, steps=1)
     host, disk = manager.report().tiers[1:]
     assert host.budget_bytes == 32 << 10, host

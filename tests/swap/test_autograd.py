@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.errors import MemoError, ModifiedAfterSave, NoRepeatedLayers, SwapError
+from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ def offload(tmp_path: Path) -> Iterator[Callable[..., memo.Manager]]:
     made: list[memo.Manager] = []
 
     def make(model: nn.Module, **options: Any) -> memo.Manager:
-        made.append(memo.offload(model, **{"disk": tmp_path, "min_bytes": 512, **options}))
+        made.append(memo.offload(model, **{"disk": tmp_path, "min_bytes": 512, "alpha": 1.0, **options}))
         return made[-1]
 
     yield make
@@ -491,13 +492,14 @@ def test_a_tensor_subclass_passes_through(offload: Callable[..., memo.Manager]) 
 
 
 @pytest.mark.parametrize(("budget", "ahead"), [(None, 1), ("1KiB", 1), ("1MiB", 2), ("1GiB", 6)])
-def test_prefetch_depth_is_bounded_by_the_device_budget(
+def test_prefetch_depth_is_bounded_by_bytes(
     offload: Callable[..., memo.Manager], budget: str | None, ahead: int
 ) -> None:
     """One layer of 16 units is 196,608 bytes and some; a budget of zero layers still allows the one that overlaps."""
     model = stack(layers=9)
-    manager = offload(model, device=budget, min_bytes=4096)
+    manager = offload(model, min_bytes=4096)
     engine = manager._engine
+    engine.reload_ahead(None if budget is None else parse_bytes(budget))
     deepest = 0
     reach = engine._reach
 
@@ -555,7 +557,7 @@ def test_the_last_layer_is_not_moved_when_backward_follows_at_once(offload: Call
 
 def test_backward_works_after_the_manager_itself_is_gone(tmp_path: Path) -> None:
     model, reference = stack(), stack()
-    with memo.offload(model, disk=tmp_path, min_bytes=512):
+    with memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512):
         loss = model(ids())
     gc.collect()
     descriptors = set(os.listdir("/proc/self/fd"))

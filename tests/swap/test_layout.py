@@ -87,7 +87,7 @@ def test_gradients_are_equal_over_planned_steps_and_changing_lengths(lengths: tu
         return done
 
     model, reference = stack(), stack()
-    manager = memo.offload(model, host="16MiB", disk=[], min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, host="16MiB", disk=[], min_bytes=512)
     assert_equal(steps(manager, model), steps(None, reference))
     tier = manager._engine.tiers[0]
     assert isinstance(tier, HostTier)

@@ -49,7 +49,7 @@ def plain(**kwargs: Any) -> Any:
 
 def test_prefetch_shrinks_when_the_device_is_full_and_gradients_are_equal(tmp_path: Path) -> None:
     model = stack(layers=5)
-    manager = memo.offload(model, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512)
     layer = 16 * 2 * 48 * 32 * 4 + 4096
     memory = LittleMemory(manager, int(1.3 * layer))
     with pytest.warns(RuntimeWarning, match="reloading on demand") as caught:
@@ -62,7 +62,7 @@ def test_prefetch_shrinks_when_the_device_is_full_and_gradients_are_equal(tmp_pa
 
 def test_a_device_too_small_for_one_tensor_is_an_error_and_the_next_step_works(tmp_path: Path) -> None:
     model = stack()
-    manager = memo.offload(model, disk=tmp_path, min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512)
     memory = LittleMemory(manager, 10_000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -80,7 +80,7 @@ def test_a_device_too_small_for_one_tensor_is_an_error_and_the_next_step_works(t
 
 def test_an_arena_that_the_system_refuses_is_raised_and_counted_nowhere(tmp_path: Path) -> None:
     model = stack()
-    manager = memo.offload(model, host="1MiB", disk=[], min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, host="1MiB", disk=[], min_bytes=512)
     backend: Any = manager._engine.backend
     original = backend.empty_host
 
@@ -101,7 +101,7 @@ def test_an_arena_that_the_system_refuses_is_raised_and_counted_nowhere(tmp_path
 
 def test_a_host_budget_is_refused_before_anything_is_taken() -> None:
     model = stack()
-    manager = memo.offload(model, host="40KiB", disk=[], min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, host="40KiB", disk=[], min_bytes=512)
     with pytest.raises(HostBudgetExceeded, match=r"no room for .* saved by layers\.0 .*40 KiB"), manager:
         model(ids())
     assert manager.report().tiers[1].peak_bytes <= 40 << 10

@@ -1,0 +1,407 @@
+"""Decides at run time what becomes of each layer's tensors: measure one step, plan, check, run, compare, plan again.
+
+Owns the choice of a plan for each signature (batch, length) and when it changes. It moves no byte: placements go to the
+engine, levels to the token-wise treatment. A plan is in force between two steps only; one that did not pass the checker
+and the simulator never is.
+
+    step       1         2        3          4       5               6 ...
+    setting    safest    mixed    mixed      plan    plan            plan
+    measured   -         -        profile    -       as predicted?   -
+                                                     more than 5 % off: profile corrected, planned again, and as from 4
+
+The safest setting moves attention's results and recomputes the rest, so that what is measured never runs out of memory
+where the plan would not; the mixed one has tokens at each level of recompute, to time them. A setting's first step is not
+measured: kernels are being chosen, and each layer's recompute is being tried out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memo.errors import Infeasible, MemoError
+from memo.measured import measured_hardware, measured_profile, scaled_profile
+from memo.mip.activation import ActivationProblem, Budgets
+from memo.mip.profile import Signature
+from memo.step_figures import StepFigures
+from memo.swap.capture import layer_input
+from memo.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from memo.mip.activation import ActivationPlan
+    from memo.mip.profile import Profile
+    from memo.step_figures import StepTimes
+    from memo.swap.levels import LayerCosts
+    from memo.trace.events import Tracer
+
+__all__ = ["AutoPlan", "Limits", "Managed", "PlanUse", "Setting"]
+
+MAX_PLANS = 32
+"""Signatures whose plans are kept; the one not used for longest goes."""
+TOLERANCE = 0.05
+"""How far a measurement may be from its prediction."""
+MAX_CORRECTIONS = 3
+
+
+class Managed(Protocol):
+    """What a plan is carried out on."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is saved now: another setting may come into force."""
+
+    def listen(self, tracer: Tracer | None) -> None:
+        """Tells `tracer` of everything from now on; None goes back to what was listened with before."""
+
+    def finish(self) -> None:
+        """Everything of the last step has happened and been told."""
+
+    def use(self, setting: ActivationPlan | Setting) -> None:
+        """Brings a plan into force, or one of the settings before it."""
+
+    def costs(self) -> Mapping[str, LayerCosts]:
+        """Of the layers that can be treated token by token, by name."""
+
+    def limits(self) -> Limits:
+        """What a plan may use, as things are now."""
+
+    def link(self) -> tuple[float, float, float] | None:
+        """Bytes per second out, in and both ways of a link that was measured on its own."""
+
+    def take_peak(self) -> int:
+        """The most bytes of saved tensors that the device had at once since the last call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else."""
+
+    device_bytes: int
+    others_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+class Setting(enum.Enum):
+    """What is in force where no plan is."""
+
+    SAFEST = enum.auto()
+    """Everything moves that is not recomputed, and everything but attention is recomputed."""
+    MIXED = enum.auto()
+    """Some tokens at each level of recompute."""
+
+
+class _Phase(enum.Enum):
+    WARM_UP = enum.auto()
+    MIXED = enum.auto()
+    PROFILING = enum.auto()
+    PLANNED = enum.auto()
+    """The plan's first step."""
+    COMPARING = enum.auto()
+    SETTLED = enum.auto()
+
+    @property
+    def measures(self) -> bool:
+        return self in (_Phase.PROFILING, _Phase.COMPARING)
+
+
+@dataclasses.dataclass(slots=True)
+class _Regime:
+    """One signature's state."""
+
+    phase: _Phase = _Phase.WARM_UP
+    setting: ActivationPlan | Setting = Setting.SAFEST
+    profile: Profile | None = None
+    corrections: int = 0
+    margin_bytes: int = 0
+    """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
+    step_off: float | None = None
+    peak_off: float | None = None
+    measured_s: float | None = None
+    measured_peak_bytes: int | None = None
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        return None if isinstance(self.setting, Setting) else self.setting
+
+    def planned(self, plan: ActivationPlan) -> None:
+        """Another plan is to be tried, unless it does nothing at all."""
+        self.setting = plan
+        self.phase = _Phase.PLANNED if plan.declined is None else _Phase.SETTLED
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUse:
+    """What a report says of planning."""
+
+    phase: str
+    signature: Signature | None
+    plan: ActivationPlan | None
+    measured_s: float | None
+    """Of forward and backward; None before a planned step was measured."""
+    measured_peak_bytes: int | None
+    plans: int
+    """How many signatures have one."""
+    planning_s: float
+    """Host time spent planning, in all."""
+    why_not: str | None
+    """Why there is no plan."""
+    others_bytes: int = 0
+    """Of device memory, in use for everything but saved tensors."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        if self.plan is None:
+            return [f"plan: none yet ({self.phase})" if self.why_not is None else f"plan: none: {self.why_not}"]
+        stage = self.plan.stages[0]
+        if self.plan.declined is not None:
+            used, budget = stage.peak_device_bytes, self.plan.problem.budgets.device_bytes
+            fits = f"{format_bytes(used + self.others_bytes)} of {format_bytes(budget + self.others_bytes)}"
+            return [f"plan: declined: fits in {fits}, {format_bytes(used)} of it saved tensors"]
+        told = [
+            f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"
+            + ("" if self.measured_s is None else f", {format_duration(self.measured_s)} measured")
+            + f"; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)}; activations at "
+            f"most {format_bytes(stage.peak_device_bytes)} on the device predicted"
+            + ("" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured")
+        ]
+        told += [f"because: {reason}" for reason in self.plan.binding]
+        return told
+
+
+class AutoPlan:
+    """One manager's planning. `make_plan` answers a problem with a plan that was checked, or raises a MemoError."""
+
+    def __init__(
+        self,
+        managed: Managed,
+        make_plan: Callable[[ActivationProblem], ActivationPlan],
+        *,
+        beyond: Tracer | None = None,
+        model: str = "model",
+    ) -> None:
+        self._managed = managed
+        self._make_plan = make_plan
+        self._figures = StepFigures(beyond)
+        self._model = model
+        self._regimes: collections.OrderedDict[Signature, _Regime] = collections.OrderedDict()
+        self._signature: Signature | None = None
+        self._listening = False
+        self._in_force: ActivationPlan | Setting = Setting.SAFEST
+        self._forwards = 0  # since the last time that nothing was alive
+        self._trained = False  # one of them was of training
+        self._planning_s = 0.0
+        self._others_bytes = 0
+        self._why_not: str | None = None
+        self._warned: set[str] = set()
+        managed.use(Setting.SAFEST)
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """In force now; None while the safest setting is."""
+        regime = self._regime
+        return None if regime is None else regime.plan
+
+    def use(self) -> PlanUse:
+        """For a report."""
+        regime = self._regime or _Regime()
+        return PlanUse(
+            phase=regime.phase.name.lower().replace("_", " "),
+            signature=self._signature,
+            plan=regime.plan,
+            measured_s=regime.measured_s,
+            measured_peak_bytes=regime.measured_peak_bytes,
+            plans=sum(known.plan is not None for known in self._regimes.values()),
+            planning_s=self._planning_s,
+            why_not=self._why_not,
+            others_bytes=self._others_bytes,
+        )
+
+    def before_forward(self) -> None:
+        """A forward is about to begin. Where nothing is alive, the step before it is over and can be judged."""
+        if not self._managed.idle:
+            self._forwards += 1
+            return
+        regime = self._regime
+        if regime is not None and self._trained:
+            self._conclude(regime)
+        self._forwards, self._trained = 1, False
+        if self._listening:
+            self._figures.restart()
+
+    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The first layer of a forward is about to run: what it is given is the signature."""
+        if self._forwards != 1:
+            return  # what is in force stays until all of these have been backwarded
+        hidden = layer_input(args, kwargs)
+        if hidden is None or not torch.is_grad_enabled():
+            return
+        self._trained = True
+        signature = _signature(self._model, hidden)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        regime = self._regimes.get(signature)
+        if regime is None:
+            regime = self._regimes[signature] = self._new(signature)
+            if len(self._regimes) > MAX_PLANS:
+                self._regimes.popitem(last=False)
+        self._regimes.move_to_end(signature)
+        self._enter(regime)
+
+    # One step's end.
+
+    @property
+    def _regime(self) -> _Regime | None:
+        return None if self._signature is None else self._regimes.get(self._signature)
+
+    def _conclude(self, regime: _Regime) -> None:
+        peak = self._managed.take_peak()
+        times = None
+        if self._listening:
+            self._managed.finish()
+            times = self._figures.times() if self._forwards == 1 else None
+        if regime.phase is _Phase.WARM_UP:
+            regime.phase, regime.setting = _Phase.MIXED, Setting.MIXED
+        elif regime.phase is _Phase.MIXED:
+            regime.phase = _Phase.PROFILING
+        elif regime.phase is _Phase.PLANNED:
+            regime.phase = _Phase.COMPARING
+        elif regime.phase is _Phase.PROFILING and times is not None:
+            self._profile(regime, times)
+        elif regime.phase is _Phase.COMPARING and times is not None:
+            self._compare(regime, times, peak)
+        self._enter(regime)
+
+    def _enter(self, regime: _Regime) -> None:
+        """The regime's setting comes into force."""
+        if regime.setting is not self._in_force:
+            self._in_force = regime.setting
+            self._managed.use(regime.setting)
+        if regime.phase.measures:
+            self._figures.restart()
+        if regime.phase.measures != self._listening:
+            self._listening = regime.phase.measures
+            self._managed.listen(self._figures if self._listening else None)
+
+    def _profile(self, regime: _Regime, times: StepTimes) -> None:
+        assert self._signature is not None
+        try:
+            regime.profile = measured_profile(times, self._managed.costs(), self._signature)
+            regime.planned(self._planned(regime.profile, times))
+            self._why_not = None
+        except MemoError as error:
+            regime.phase, regime.setting = _Phase.SETTLED, Setting.SAFEST
+            self._why_not = str(error)
+            self._warn("no-plan", f"no plan: {error}; every layer stays at the safest setting")
+
+    def _planned(self, profile: Profile, times: StepTimes | None, *, margin_bytes: int = 0) -> ActivationPlan:
+        begin = time.perf_counter()
+        limits = self._managed.limits()
+        self._others_bytes = limits.others_bytes
+        if times is not None:
+            self._hardware = measured_hardware(
+                times,
+                device_bytes=limits.device_bytes + limits.others_bytes,
+                host_bytes=limits.host_bytes,
+                link=self._managed.link(),
+            )
+        problem = ActivationProblem(
+            profile=profile,
+            hardware=self._hardware,
+            budgets=Budgets(
+                device_bytes=max(0, limits.device_bytes - margin_bytes),
+                host_bytes=limits.host_bytes,
+                disk_bytes=limits.disk_bytes,
+            ),
+        )
+        try:
+            return self._make_plan(problem)
+        finally:
+            self._planning_s += time.perf_counter() - begin
+
+    def _new(self, signature: Signature) -> _Regime:
+        """Another batch or length: planned at once from what is known of another one, else measured first."""
+        known = next((regime.profile for regime in reversed(self._regimes.values()) if regime.profile), None)
+        regime = _Regime()
+        if known is not None:
+            try:
+                regime.profile = scaled_profile(known, signature)
+                regime.planned(self._planned(regime.profile, None))
+            except Infeasible:
+                regime = _Regime()
+        return regime
+
+    def _compare(self, regime: _Regime, times: StepTimes, peak: int) -> None:
+        """Predicted against measured; what is off is measured into the profile, and the plan made again."""
+        assert regime.plan is not None
+        assert regime.profile is not None
+        assert self._signature is not None
+        predicted = regime.plan.stages[0]
+        regime.measured_s = times.span_ns / 1e9
+        regime.measured_peak_bytes = peak
+        regime.step_off = regime.measured_s / predicted.microbatch_s - 1
+        regime.peak_off = peak / predicted.peak_device_bytes - 1 if predicted.peak_device_bytes else 0.0
+        over = peak > self._managed.limits().device_bytes
+        if over:
+            regime.margin_bytes = max(regime.margin_bytes, peak - predicted.peak_device_bytes)
+        if abs(regime.step_off) <= TOLERANCE and regime.peak_off <= TOLERANCE and not over:
+            regime.phase = _Phase.SETTLED
+            return
+        if regime.corrections == MAX_CORRECTIONS:
+            regime.phase = _Phase.SETTLED
+            self._warn(
+                f"off {self._signature}",
+                f"the plan for {self._signature.batch} x {self._signature.tokens} tokens predicts "
+                f"{format_duration(predicted.microbatch_s)} and {format_bytes(predicted.peak_device_bytes)} of activations; "
+                f"measured {format_duration(regime.measured_s)} and {format_bytes(peak)}",
+            )
+            return
+        regime.corrections += 1
+        try:
+            regime.profile = _corrected(regime.profile, measured_profile(times, self._managed.costs(), self._signature))
+            regime.planned(self._planned(regime.profile, None, margin_bytes=regime.margin_bytes))
+        except MemoError as error:
+            regime.phase = _Phase.SETTLED
+            self._warn("no-plan", f"the plan stays as it is: {error}")
+
+    def _warn(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _corrected(profile: Profile, measured: Profile) -> Profile:
+    """The profile with the times of a later step. Its bytes stay: a layer that is kept shows no levels."""
+    fresh = measured.layer_profiles()
+    by_class: dict[str, list[tuple[float, float]]] = {}
+    for name, layer in zip(profile.layers, fresh, strict=True):
+        by_class.setdefault(name, []).append((layer.forward_s, layer.backward_s))
+
+    def mean(name: str, which: int) -> float:
+        return sum(pair[which] for pair in by_class[name]) / len(by_class[name])
+
+    return dataclasses.replace(
+        profile,
+        role=measured.role,
+        classes=tuple(
+            dataclasses.replace(known, forward_s=mean(known.name, 0), backward_s=mean(known.name, 1))
+            for known in profile.classes
+        ),
+        embedding=measured.embedding,
+        head=measured.head,
+    )
+
+
+def _signature(model: str, hidden: torch.Tensor) -> Signature:
+    batch = hidden.numel() // (hidden.size(-1) * hidden.size(-2)) if hidden.ndim > 2 else 1
+    tokens = hidden.size(-2) if hidden.ndim > 1 else 1
+    return Signature(model=model, batch=max(batch, 1), tokens=max(tokens, 1), dtype=str(hidden.dtype).split(".")[-1])

@@ -1,0 +1,142 @@
+"""Carries out what planning decides on one manager: placements to the engine, levels to the token-wise treatment.
+
+Owns the border between a plan's fractions and what the two take, and what a plan may use: how much device memory is left
+for saved tensors beside parameters, gradients, the optimizer's state and everything transient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.autoplan import Limits, Setting
+from memo.swap.levels import TokenLevels
+from memo.swap.placement import Placement
+from memo.trace.events import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from memo.device_memory import DeviceMemory
+    from memo.mip.activation import ActivationPlan, LayerPlan
+    from memo.swap.engine import Engine
+    from memo.swap.layers import Layer
+    from memo.swap.levels import LayerCosts
+    from memo.swap.tokenwise import TokenWise
+    from memo.trace.events import Tracer
+
+__all__ = ["Carrier", "settings_of"]
+
+# Both levels of recompute are timed, with few bytes more than at the safest setting.
+_MIXED = TokenLevels(matmuls=0.5, attention=0.5)
+_SAFEST = TokenLevels(attention=1.0)
+
+UNBOUNDED_DISK = 1 << 60
+"""What a scratch file may take that grows as needed: its end is found by running into it, and spilled then."""
+
+
+class Carrier:
+    """Satisfies `memo.autoplan.Managed`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenwise: TokenWise,
+        layers: Sequence[Layer],
+        memory: DeviceMemory,
+        *,
+        tracer: Tracer | None,
+        link: Callable[[], tuple[float, float, float] | None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._tokenwise = tokenwise
+        self._layers = layers
+        self._memory = memory
+        self._tracer = tracer
+        self._link = link
+        self._others_bytes = 0
+        engine.stats.restart_peak()
+        memory.restart()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is saved now."""
+        return self._engine.stats.live_entries == 0
+
+    def listen(self, tracer: Tracer | None) -> None:
+        """None: back to the trace that is being written, if one is."""
+        self._engine.listen(tracer or self._tracer)
+
+    def finish(self) -> None:
+        """Waits for the device, so that every span has ended, and has them told."""
+        self._engine.backend.synchronize()
+        if self._engine.backend.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.backend.device)
+        self._engine.end_step()
+
+    def use(self, setting: ActivationPlan | Setting) -> None:
+        """From the next layer call on."""
+        if isinstance(setting, Setting):
+            levels = _MIXED if setting is Setting.MIXED else _SAFEST
+            self._engine.place({})
+            self._tokenwise.choose(dict.fromkeys((layer.name for layer in self._layers), levels))
+        else:
+            placements, chosen = settings_of(setting, self._layers)
+            self._engine.place(placements)
+            self._tokenwise.choose(chosen)
+        self._tokenwise.look_at(self._layers)
+
+    @property
+    def n_layers(self) -> int:
+        """Of the model."""
+        return len(self._layers)
+
+    def reload_ahead(self) -> None:
+        """Lets reloads run ahead as far as the last step left device memory for; before the first step, by one layer."""
+        peak = self.take_peak()
+        if peak:
+            self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
+
+    def costs(self) -> Mapping[str, LayerCosts]:
+        """By layer name."""
+        return {costs.layer: costs for costs in self._tokenwise.costs()}
+
+    def limits(self) -> Limits:
+        """Device memory that the last step used for other things is not for saved tensors."""
+        budgets = {tier.name: tier.budget for tier in self._engine.tiers}
+        disk = budgets.get(Tier.DISK, 0)
+        return Limits(
+            device_bytes=max(0, self._memory.total_bytes - self._others_bytes),
+            others_bytes=self._others_bytes,
+            host_bytes=budgets.get(Tier.HOST, 0) or 0,
+            disk_bytes=UNBOUNDED_DISK if disk is None else disk,
+        )
+
+    def link(self) -> tuple[float, float, float] | None:
+        """Measured at the first call, with nothing else on it."""
+        return self._link()
+
+    def take_peak(self) -> int:
+        """Also notes how much device memory the step used beside saved tensors.
+
+        The two peaks need not have come together: what is noted may be less than the true figure by what saved tensors
+        took at the other's moment, which at the safest setting is two layers at most and is given away twice for it.
+        """
+        peak = self._engine.stats.restart_peak()
+        self._others_bytes = max(0, self._memory.peak_bytes() - peak)
+        self._memory.restart()
+        return peak
+
+
+def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
+    """What a plan says of each layer, in the words of those who carry it out."""
+    placements = {
+        number: Placement(kept=part.kept, host=part.host, disk=part.disk) for number, part in enumerate(plan.layers)
+    }
+    levels = {layer.name: _levels(part) for layer, part in zip(layers, plan.layers, strict=True)}
+    return placements, levels
+
+
+def _levels(part: LayerPlan) -> TokenLevels:
+    return TokenLevels(all=part.all_tokens, matmuls=part.matmul_tokens, attention=part.attention_tokens)

@@ -1,0 +1,56 @@
+"""How much memory training has on its device and how much it takes: what a plan's device budget is measured with.
+
+On a GPU that is torch's allocator; on a CPU, where host memory is the device, the process's resident set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from memo.gpt.process_memory import peak_rss_bytes
+from memo.node import available_host_bytes
+
+__all__ = ["DeviceMemory", "device_memory"]
+
+USABLE = 0.94
+"""Of a GPU's memory: the context, libraries' workspaces and what an allocator cannot fill take the rest."""
+USABLE_RSS = 0.8
+"""Of what host memory is free on a CPU, which is everybody's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Of one process."""
+
+    total_bytes: int
+    """What training may take in all."""
+    peak_bytes: Callable[[], int]
+    """The most that was in use since the last `restart`."""
+    restart: Callable[[], None]
+
+
+def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
+    """With `budget`, or all that there is."""
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory * USABLE)
+        return DeviceMemory(
+            total_bytes=total if budget is None else min(total, budget),
+            peak_bytes=lambda: torch.cuda.max_memory_allocated(device),
+            restart=lambda: torch.cuda.reset_peak_memory_stats(device),
+        )
+    return DeviceMemory(
+        total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
+        peak_bytes=peak_rss_bytes,
+        restart=_forget_peak_rss,
+    )
+
+
+def _forget_peak_rss() -> None:
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
+            control.write("5")  # proc(5): resets the peak resident set to the current one
+    except OSError:
+        pass  # the peak then stays that of the whole run: more is held back than need be

@@ -1,0 +1,184 @@
+"""From one measured step to what planning needs: a profile of the model, a description of the machine.
+
+Owns the arithmetic between the engine's figures (memo.step_figures), a layer's costs by level (memo.swap.levels) and the
+planner's nouns (memo.mip.profile, memo.mip.hardware). Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING
+
+from memo.errors import PlanError
+from memo.mip.hardware import Hardware
+from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.swap.levels import Level as SwapLevel
+from memo.trace.events import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memo.step_figures import LayerTimes, StepTimes
+    from memo.swap.levels import LayerCosts
+
+__all__ = ["measured_hardware", "measured_profile", "scaled_profile"]
+
+_LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
+
+# A lane that nobody measured because nothing crosses it: never what a plan waits for.
+_NO_BOUND = 1e15
+
+
+def measured_profile(times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature) -> Profile:
+    """What one step showed of each layer.
+
+    `costs` has the layers that can be treated token by token; of the others only whole tensors are known. Layers with the
+    same bytes at each level are one class and share their median times, so that noise makes no two of them differ.
+
+    Raises:
+        PlanError: a layer ran forward and not backward, or not at all.
+    """
+    made = {name: _layer(name, layer, costs.get(name)) for name, layer in times.layers.items()}
+    classes: dict[tuple[object, ...], list[LayerProfile]] = {}
+    for layer in made.values():
+        classes.setdefault(_kind(layer), []).append(layer)
+    shared = {kind: _median(f"class {number}", group) for number, (kind, group) in enumerate(classes.items())}
+    head_ns = times.turn_ns[1] - times.turn_ns[0]
+    return Profile(
+        signature=signature,
+        role=Role.MEASURED,
+        classes=tuple(shared.values()),
+        layers=tuple(shared[_kind(layer)].name for layer in made.values()),
+        embedding=EndProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
+        head=EndProfile(forward_s=max(0, head_ns) / 1e9),
+    )
+
+
+def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfile:
+    if not times.calls or not times.backward_ns:
+        raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
+    calls = times.calls
+    forward_s = times.forward_ns / calls / 1e9
+    backward_s = max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9
+    saved = times.saved_bytes // calls
+    if costs is None or len(costs.recompute_s_per_token) < 2:  # nothing but ALL: no recompute was accepted
+        levels = (LevelProfile(level=Level.ALL, saved_bytes=saved),)
+        return LayerProfile(name=name, always_bytes=0, levels=levels, forward_s=forward_s, backward_s=backward_s)
+    return LayerProfile(
+        name=name,
+        always_bytes=costs.always_bytes,
+        levels=_levels(costs),
+        forward_s=forward_s,
+        backward_s=backward_s,
+    )
+
+
+def _levels(costs: LayerCosts) -> tuple[LevelProfile, ...]:
+    """What is known of each level; a level that saves no less than the one before it is none."""
+    found: list[LevelProfile] = []
+    for level, name in _LEVELS.items():
+        nbytes = round(costs.bytes_per_token[name] * costs.tokens)
+        if level is not Level.ALL and nbytes >= found[-1].saved_bytes:
+            continue
+        per_token = 0.0 if level is Level.ALL else costs.recompute_s_per_token.get(name)
+        if per_token is not None:
+            found.append(LevelProfile(level=level, saved_bytes=nbytes, recompute_s=per_token * costs.tokens))
+    return tuple(found)
+
+
+def _kind(layer: LayerProfile) -> tuple[object, ...]:
+    return layer.always_bytes, *((known.level, known.saved_bytes) for known in layer.levels)
+
+
+def _median(name: str, group: Sequence[LayerProfile]) -> LayerProfile:
+    def of(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    levels = tuple(
+        dataclasses.replace(known, recompute_s=of([layer.levels[number].recompute_s for layer in group]))
+        for number, known in enumerate(group[0].levels)
+    )
+    return dataclasses.replace(
+        group[0],
+        name=name,
+        levels=levels,
+        forward_s=of([layer.forward_s for layer in group]),
+        backward_s=of([layer.backward_s for layer in group]),
+    )
+
+
+def scaled_profile(profile: Profile, signature: Signature) -> Profile:
+    """What a step of another batch or length is expected to show, until it is measured itself.
+
+    Bytes grow with the tokens of the batch, and so does the time of everything but attention, which grows with the length
+    once more. What is recomputed at the last level is all but attention: the rest of the forward counts as attention's.
+    """
+    before = profile.signature
+    linear = (signature.batch * signature.tokens) / (before.batch * before.tokens)
+    square = linear * signature.tokens / before.tokens
+
+    def layer(known: LayerProfile) -> LayerProfile:
+        again = next((level.recompute_s for level in known.levels if level.level is Level.ATTENTION), known.forward_s)
+        token_wise = min(again, known.forward_s) / known.forward_s if known.forward_s else 1.0
+        factor = token_wise * linear + (1 - token_wise) * square
+        return dataclasses.replace(
+            known,
+            always_bytes=round(known.always_bytes * linear),
+            levels=tuple(
+                dataclasses.replace(
+                    level, saved_bytes=round(level.saved_bytes * linear), recompute_s=level.recompute_s * linear
+                )
+                for level in known.levels
+            ),
+            forward_s=known.forward_s * factor,
+            backward_s=known.backward_s * factor,
+        )
+
+    def end(known: EndProfile) -> EndProfile:
+        return dataclasses.replace(
+            known, forward_s=known.forward_s * linear, saved_bytes=round(known.saved_bytes * linear)
+        )
+
+    return dataclasses.replace(
+        profile,
+        signature=signature,
+        role=Role.DERIVED,
+        classes=tuple(layer(known) for known in profile.classes),
+        embedding=end(profile.embedding),
+        head=end(profile.head),
+    )
+
+
+def measured_hardware(
+    times: StepTimes, *, device_bytes: int, host_bytes: int, link: tuple[float, float, float] | None = None
+) -> Hardware:
+    """The machine as a rank saw it while all of its node's ranks were at work, so nothing is shared once more.
+
+    `link` has bytes per second out, in, and both ways at once, where they were measured on their own; otherwise they are
+    what the step's copies reached. A disk that the step did not use is no lane.
+    """
+    rates = {lane: use.bytes_per_s for lane, use in times.lanes.items() if use.nbytes}
+    out, back = rates.get(Lane.D2H, _NO_BOUND), rates.get(Lane.H2D, _NO_BOUND)
+    both = out + back
+    if link is not None:
+        out, back, both = link
+    write = rates.get(Lane.DISK_WRITE, 0.0)
+    return Hardware(
+        name="measured",
+        peak_flops=1.0,  # a measured profile has seconds; nothing is derived from a peak
+        matmul_efficiency=1.0,
+        attention_efficiency=1.0,
+        device_bytes=device_bytes,
+        hbm_bytes_per_s=1.0,
+        d2h_bytes_per_s=out,
+        h2d_bytes_per_s=back,
+        duplex_bytes_per_s=both,
+        node_d2h_bytes_per_s=out,
+        node_h2d_bytes_per_s=back,
+        nvlink_bytes_per_s=0.0,
+        gpus_per_node=1,
+        host_bytes=host_bytes,
+        disk_write_bytes_per_s=write,
+        disk_read_bytes_per_s=rates.get(Lane.DISK_READ, write),
+    )

@@ -1,0 +1,130 @@
+"""What a manager asks before its forwards: which plan is in force.
+
+AutoPlan        measures and plans (memo.autoplan)
+FixedPlan       a plan that somebody made before
+FixedSetting    one alpha for all; the device budget only bounds how far ahead is reloaded
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memo.autoplan import PlanUse
+from memo.errors import PlanError
+from memo.mip.activation import ActivationPlan
+from memo.mip.activation_check import require_valid
+from memo.mip.activation_files import read_activation_plan
+from memo.mip.activation_prove import prove
+from memo.mip.activation_solve import solve_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memo.carrier import Carrier
+    from memo.mip.activation import ActivationProblem
+
+__all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "read_plan"]
+
+
+class Planning(Protocol):
+    """Asked at each forward."""
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """In force now."""
+
+    def before_forward(self) -> None:
+        """A forward is about to begin."""
+
+    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A layer is about to run."""
+
+    def use(self) -> PlanUse | None:
+        """For a report."""
+
+
+def checked_plan(problem: ActivationProblem) -> ActivationPlan:
+    """Solved, checked against every rule, and played event by event.
+
+    Raises:
+        Infeasible: no plan fits; the message says what would.
+        PlanInvalid: the simulation leaves a budget or the prediction: a bug of ours, found before the plan is used.
+    """
+    plan = solve_problem(problem)
+    prove(plan)
+    return plan
+
+
+def read_plan(plan: ActivationPlan | str | os.PathLike[str]) -> ActivationPlan:
+    """A plan, or the file of one, that keeps every rule.
+
+    Raises:
+        PlanError: the file cannot be read or is no activation plan; or the plan breaks a rule, which is named.
+    """
+    if not isinstance(plan, ActivationPlan):
+        plan = read_activation_plan(plan)
+    require_valid(plan)
+    return plan
+
+
+class FixedPlan:
+    """The same plan for every step; fractions hold at other lengths too, what they were chosen for may not.
+
+    Raises:
+        PlanError: the plan has more or fewer layers than the model.
+    """
+
+    def __init__(self, carrier: Carrier, plan: ActivationPlan) -> None:
+        if len(plan.layers) != carrier.n_layers:
+            raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {carrier.n_layers}")
+        self._plan = plan
+        carrier.use(plan)
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """The one given."""
+        return self._plan
+
+    def before_forward(self) -> None:
+        """Nothing changes."""
+
+    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Nothing changes."""
+
+    def use(self) -> PlanUse | None:
+        """As it was made."""
+        return PlanUse(
+            phase="given",
+            signature=self._plan.problem.profile.signature,
+            plan=self._plan,
+            measured_s=None,
+            measured_peak_bytes=None,
+            plans=1,
+            planning_s=0.0,
+            why_not=None,
+        )
+
+
+class FixedSetting:
+    """No plan. What the device budget leaves beside everything else may be filled with reloads ahead of backward."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """There is none."""
+        return None
+
+    def before_forward(self) -> None:
+        """After each step it is known what the rest of training takes."""
+        if self._carrier.idle:
+            self._carrier.reload_ahead()
+
+    def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Nothing changes."""
+
+    def use(self) -> PlanUse | None:
+        """There is nothing to tell."""
+        return None

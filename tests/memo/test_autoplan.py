@@ -1,0 +1,250 @@
+"""When a plan is made, tried, corrected and kept, on a machine that is told how long its layers take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from memo.autoplan import MAX_CORRECTIONS, AutoPlan, Limits, Setting
+from memo.mip.activation import ActivationPlan
+from memo.mip.activation_solve import solve_problem
+from memo.swap.levels import LayerCosts, Level
+from memo.trace.events import Lane, Span, StateChange, TensorState, Tracer
+
+LAYERS = [f"layers.{n}" for n in range(6)]
+TOKENS = 64
+FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
+ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
+
+
+class Machine:
+    """Satisfies `Managed`: remembers what came into force, and tells a step as its layers would."""
+
+    def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
+        self.used: list[ActivationPlan | Setting] = []
+        self.heard_by: Tracer | None = None
+        self.idle = True
+        self.device_bytes, self.host_bytes = device_bytes, host_bytes
+        self.tokens = TOKENS
+        self.slowness = 1.0
+        self.peak = 0
+
+    def listen(self, tracer: Tracer | None) -> None:
+        self.heard_by = tracer
+
+    def finish(self) -> None: ...
+
+    def use(self, setting: ActivationPlan | Setting) -> None:
+        self.used.append(setting)
+
+    def costs(self) -> Mapping[str, LayerCosts]:
+        return {name: self._costs(name) for name in LAYERS}
+
+    def _costs(self, name: str) -> LayerCosts:
+        return LayerCosts(
+            layer=name,
+            tokens=self.tokens,
+            input_bytes=1 << 19,
+            always_bytes=ALWAYS * self.tokens // TOKENS,
+            bytes_per_token={Level.ALL: PER_TOKEN, Level.MATMULS: PER_TOKEN / 2, Level.ATTENTION: 0.0},
+            recompute_s_per_token={Level.ALL: 0.0, Level.MATMULS: 1e-6, Level.ATTENTION: 1e-4},
+        )
+
+    def limits(self) -> Limits:
+        return Limits(device_bytes=self.device_bytes, others_bytes=0, host_bytes=self.host_bytes, disk_bytes=0)
+
+    def link(self) -> tuple[float, float, float] | None:
+        return (1e9, 1e9, 2e9)
+
+    def take_peak(self) -> int:
+        return self.peak
+
+    @property
+    def full_bytes(self) -> int:
+        return round(ALWAYS + PER_TOKEN * TOKENS)
+
+    def tell(self) -> None:
+        """What the step now under way did, to whoever listens."""
+        if self.heard_by is None:
+            return
+        plan = self.used[-1] if isinstance(self.used[-1], ActivationPlan) else None
+        recompute = 0 if plan is None else plan.stages[0].recompute_s * 1e9 / len(LAYERS)
+        t = self.heard_by.now()
+        scale = self.slowness * self.tokens / TOKENS
+        forward, backward = round(FORWARD_NS * scale), round(BACKWARD_NS * scale)
+        for name in LAYERS:
+            self.heard_by.emit(StateChange(t=t, step=0, id=1, to=TensorState.LIVE, nbytes=self.full_bytes, module=name))
+            self._span(t, forward, name, "forward", Lane.COMPUTE)
+            t += forward
+        for name in reversed(LAYERS):
+            self._span(t, backward + round(recompute), name, "backward", Lane.COMPUTE)
+            self._span(t, round(recompute), name, "backward", Lane.RECOMPUTE)
+            t += backward + round(recompute)
+
+    def _span(self, t: int, d: int, module: str, phase: str, lane: Lane) -> None:
+        assert self.heard_by is not None
+        self.heard_by.emit(Span(t=t, d=d, step=0, lane=lane, module=module, phase=phase))
+
+
+def make(machine: Machine) -> AutoPlan:
+    return AutoPlan(machine, solve_problem)
+
+
+def step(auto: AutoPlan, machine: Machine, *, tokens: int = TOKENS, batch: int = 2) -> None:
+    machine.tokens = tokens
+    auto.before_forward()
+    auto.before_layer((torch.zeros(batch, tokens, 8),), {})
+    if isinstance(machine.used[-1], ActivationPlan):
+        machine.peak = machine.used[-1].stages[0].peak_device_bytes
+    machine.tell()
+
+
+def tight(machine_layers: float = 3.5) -> Machine:
+    return Machine(device_bytes=round(machine_layers * (ALWAYS + PER_TOKEN * TOKENS)))
+
+
+def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(8):
+        step(auto, machine)
+    assert machine.used[:2] == [Setting.SAFEST, Setting.MIXED]
+    assert isinstance(machine.used[2], ActivationPlan)
+    assert len(machine.used) == 3, "a prediction that holds needs no other plan"
+    assert machine.used[2].declined is None
+    assert auto.use().phase == "settled"
+    assert auto.use().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
+    assert machine.heard_by is None, "a settled run is listened to no longer"
+
+
+def test_nothing_is_done_where_everything_fits() -> None:
+    machine = Machine(device_bytes=1 << 40)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    plan = auto.plan
+    assert plan is not None
+    assert plan.declined is not None
+    assert plan.declined.startswith("fits in ")
+    assert str(auto.use().lines()[0]).startswith("plan: declined: fits in ")
+
+
+def test_another_length_is_planned_at_once_and_remembered() -> None:
+    machine = tight(9)
+    auto = make(machine)
+    for _ in range(6):
+        step(auto, machine)
+    first = auto.plan
+    step(auto, machine, tokens=2 * TOKENS)
+    second = auto.plan
+    assert second is not None
+    assert second.problem.profile.signature.tokens == 2 * TOKENS
+    assert machine.used[-1] is second
+    step(auto, machine)
+    assert auto.plan is first
+    assert machine.used[-1] is first
+    assert auto.use().plans == 2
+
+
+def test_evaluation_is_no_step() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    for _ in range(5):
+        auto.before_forward()
+        with torch.no_grad():
+            auto.before_layer((torch.zeros(2, TOKENS, 8),), {})
+    assert machine.used == [Setting.SAFEST, Setting.MIXED], "one training step was concluded, once"
+
+
+def test_nothing_changes_while_anything_is_saved() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    machine.idle = False
+    for _ in range(5):
+        auto.before_forward()
+        auto.before_layer((torch.zeros(2, 4 * TOKENS, 8),), {})
+    assert machine.used == [Setting.SAFEST]
+    machine.idle = True
+    auto.before_forward()
+    assert machine.used == [Setting.SAFEST, Setting.MIXED]
+
+
+def test_a_step_that_takes_longer_than_predicted_is_planned_anew() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.plan
+    machine.slowness = 1.5
+    for _ in range(4):
+        step(auto, machine)
+    after = auto.plan
+    assert before is not None
+    assert after is not None
+    assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
+    assert auto.use().phase == "settled"
+
+
+def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None:
+    machine = tight()
+    auto = make(machine)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(3 + 2 * (MAX_CORRECTIONS + 3)):
+            machine.slowness = 1.3 ** (number + 1)
+            step(auto, machine)
+    said = [str(one.message) for one in told if one.category is RuntimeWarning]
+    assert len(said) == 1, "one warning, however often"
+    assert said[0].startswith(f"the plan for 2 x {TOKENS} tokens predicts")
+    assert auto.use().phase == "settled"
+
+
+def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    first = auto.plan
+    assert first is not None
+    step(auto, machine)
+    machine.peak = first.stages[0].peak_device_bytes + (excess := 100_000)  # fractions were kept as whole storages
+    for _ in range(4):
+        auto.before_forward()
+        auto.before_layer((torch.zeros(2, TOKENS, 8),), {})
+        machine.tell()
+        machine.peak = min(machine.peak, first.stages[0].peak_device_bytes)
+    second = auto.plan
+    assert second is not None
+    assert second.stages[0].peak_device_bytes <= first.stages[0].peak_device_bytes - excess
+
+
+def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> None:
+    machine = Machine(device_bytes=1 << 10)
+    auto = make(machine)
+    for _ in range(3):
+        step(auto, machine)
+    with pytest.warns(RuntimeWarning, match="no plan: .*every layer stays at the safest setting"):
+        step(auto, machine)
+    step(auto, machine)
+    assert machine.used[-1] is Setting.SAFEST
+    assert auto.plan is None
+    assert auto.use().why_not is not None
+    assert auto.use().lines()[0].startswith("plan: none: ")
+
+
+def test_replanning_is_quick(record_property: Any) -> None:
+    machine = tight(20)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.use().planning_s
+    for length in (65, 66, 67, 68):
+        step(auto, machine, tokens=length)
+    record_property("replan_ms", (auto.use().planning_s - before) / 4 * 1e3)
+    assert auto.use().plans == 5

@@ -1,0 +1,217 @@
+"""Runs by a plan, made at run time or given: gradients equal in every phase, budgets kept, the plan carried out."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_models import gpt, token_ids
+from small_models import assert_equal, ids, stack, train
+
+import memo
+from memo.autoplan import AutoPlan
+from memo.carrier import Carrier
+from memo.device_memory import DeviceMemory
+from memo.errors import PlanError, UsageError
+from memo.manager import Manager
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan
+from memo.mip.activation_cost import predict
+from memo.mip.activation_files import plan_to_json
+from memo.mip.hardware import PRESETS
+from memo.mip.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.planning import checked_plan
+from memo.swap.checking import CheckingBackend, CheckingDisk
+from memo.swap.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
+from memo.swap.paced import PacedBackend
+from memo.swap.placement import Placement
+from memo.swap.tiers import DiskTier, HostTier
+from memo.swap.tokenwise import TokenWise
+
+ROOM = 1 << 28
+FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)
+
+
+def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, TokenWise]:
+    backend = CheckingBackend(policy, seed=1)
+    tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
+    engine = Engine(backend, tiers, min_bytes=1024)
+    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+
+
+def paced_manager(model: torch.nn.Module) -> tuple[Manager, Engine, TokenWise]:
+    """In real time, over a link of 20 MB/s."""
+    backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
+    engine = Engine(backend, [HostTier(backend, ROOM, segment_bytes=1 << 20)], min_bytes=1024)
+    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+
+
+def forward(model: torch.nn.Module, step: int) -> torch.Tensor:
+    tokens = token_ids(step, 2)
+    loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return loss
+
+
+def fresh(layers: int = 6) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return gpt("gpt", layers=layers)
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_kept_tokens_of_divided_tensors_stay_and_the_rest_of_them_goes(policy: str) -> None:
+    """Kept by half at mixed levels: the sources go, what is kept of them is on the device, and gradients are equal."""
+    model = fresh(4)
+    manager, engine, _ = checked_manager(model, policy=policy)
+    manager.choose_levels(dict.fromkeys(range(4), (0.25, 0.5, 0.25)))
+    engine.place({n: Placement(kept=0.5, host=0.5) for n in range(4)})
+    got = train(model, lambda step: forward(model, step), manager)
+    reference = fresh(4)
+    assert_equal(got, train(reference, lambda step: forward(reference, step)))
+    gc.collect()
+    assert engine.backend.races == []  # type: ignore[attr-defined]
+    assert engine.stats.bytes_kept > 0
+    assert engine.stats.bytes_host > 0
+    assert (engine.stats.live_entries, engine.stats.device_bytes) == (0, 0)
+    manager.close()
+
+
+def test_keeping_a_part_takes_less_than_keeping_all() -> None:
+    def peak(levels: tuple[float, float, float]) -> int:
+        model = fresh(8)
+        manager, engine, _ = checked_manager(model, policy="eager")
+        manager.choose_levels(dict.fromkeys(range(8), levels))
+        engine.place({n: Placement(kept=1.0) for n in range(8)})
+        train(model, lambda step: forward(model, step), manager, steps=2)
+        manager.close()
+        assert engine.stats.bytes_host == 0
+        return engine.stats.peak_device_bytes
+
+    assert peak((0.0, 0.0, 1.0)) < 0.6 * peak((1.0, 0.0, 0.0))
+
+
+def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget() -> None:
+    model, reference = fresh(8), fresh(8)
+    manager, engine, tokenwise = paced_manager(model)
+    whole = _whole_bytes()
+    memory = DeviceMemory(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    planning = AutoPlan(carrier, checked_plan)
+    manager.plan_with(planning)
+    phases = []
+    for step in range(13):
+        assert_equal(
+            train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
+            train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
+        )
+        phases.append(planning.use().phase)
+    assert [name for name, _ in itertools.groupby(phases)][:4] == ["warm up", "mixed", "profiling", "planned"]
+    plan = manager.plan
+    assert plan is not None
+    assert plan.declined is None
+    assert plan.stages[0].peak_device_bytes <= memory.total_bytes
+    engine.stats.restart_peak()
+    train(model, lambda step: forward(model, step), manager, steps=1)
+    assert engine.stats.restart_peak() <= 1.1 * memory.total_bytes, (
+        "whole storages are kept where fractions were planned"
+    )
+    assert "plan: forward and backward" in str(manager.report())
+    manager.close()
+
+
+def _whole_bytes() -> int:
+    """What one layer saves."""
+    model = fresh(2)
+    manager, engine, _ = checked_manager(model, policy="eager")
+    with manager:
+        loss = forward(model, 0)
+    nbytes = engine.stats.device_bytes
+    loss.backward()
+    manager.close()
+    return nbytes // 2
+
+
+def test_a_model_that_fits_is_left_alone_after_three_steps(tmp_path: Path) -> None:
+    model, reference = stack(layers=4), stack(layers=4)
+    manager = memo.offload(model, disk=tmp_path, min_bytes=512)
+    got = train(model, lambda step: model(ids(step)), manager, steps=6)
+    assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=6))
+    assert manager.plan is not None
+    assert manager.plan.declined is not None
+    before = manager.stats.bytes_disk
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    assert manager.stats.bytes_disk == before
+    assert "plan: declined: fits in " in str(manager.report())
+    manager.close()
+
+
+def given_plan(layers: int) -> ActivationPlan:
+    """A plan for a machine with all the room there is, for layers that nobody measured."""
+    known = LayerProfile(
+        name="any",
+        always_bytes=1000,
+        levels=(
+            LevelProfile(level=Level.ALL, saved_bytes=4000),
+            LevelProfile(level=Level.MATMULS, saved_bytes=2000, recompute_s=0.1),
+            LevelProfile(level=Level.ATTENTION, saved_bytes=0, recompute_s=0.3),
+        ),
+        forward_s=1.0,
+        backward_s=2.0,
+    )
+    problem = ActivationProblem(
+        profile=Profile(
+            signature=Signature(model="any", batch=2, tokens=32, dtype="float32"),
+            role=Role.DERIVED,
+            classes=(known,),
+            layers=("any",) * layers,
+        ),
+        hardware=PRESETS["h100"],
+        budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
+    )
+    parts = (*(FIXED for _ in range(layers - 1)), LayerPlan())
+    return ActivationPlan(problem=problem, layers=parts, stages=predict(problem, parts))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_given_plan_is_carried_out(as_file: bool, tmp_path: Path) -> None:
+    plan: Any = given_plan(6)
+    if as_file:
+        path = tmp_path / "plan.json"
+        path.write_text(plan_to_json(plan))
+        plan = path
+    model, reference = fresh(6), fresh(6)
+    manager = memo.offload(model, plan=plan, host="256MiB", disk=[], min_bytes=1024)
+    got = train(model, lambda step: forward(model, step), manager)
+    assert_equal(got, train(reference, lambda step: forward(reference, step)))
+    stats = manager.stats
+    assert manager.plan == given_plan(6)
+    assert min(stats.bytes_kept, stats.bytes_host, stats.bytes_recomputed) > 0
+    manager.close()
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="it has 5 layers and the model 6"):
+        memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
+
+
+def test_a_plan_and_an_alpha_say_the_same_thing_twice() -> None:
+    with pytest.raises(UsageError, match="give one of them"):
+        memo.offload(fresh(6), plan=given_plan(6), alpha=0.5, host="256MiB")
+
+
+def test_a_plan_that_needs_a_tier_which_is_off_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="host, which is off"):
+        memo.offload(fresh(6), plan=given_plan(6), disk=tmp_path)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "something else"}')
+    with pytest.raises(PlanError):
+        memo.offload(fresh(6), plan=path, host="256MiB")
