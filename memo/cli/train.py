@@ -129,7 +129,14 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         type=_mode,
         default=OffloadMode.NONE,
         metavar="{none,host,disk,auto}",
-        help="where activations wait for backward (default none: on the device)",
+        help="where activations wait for backward (default none: on the device); auto measures and plans",
+    )
+    group.add_argument("--plan", type=Path, metavar="FILE", help="with --offload auto, a plan of `memo plan` instead")
+    group.add_argument(
+        "--device-budget",
+        type=_bytes,
+        metavar="SIZE",
+        help="with --offload auto, all that training may take on the device",
     )
     group.add_argument("--host-budget", type=_bytes, metavar="SIZE", help="host memory for activations, such as 8GiB")
     group.add_argument("--disk-dir", type=Path, metavar="DIR", help="for the scratch file (default: the system's)")
@@ -187,7 +194,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         clip=flags.pop("clip") or None,
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
-    tiers = ("host_budget", "disk_dir", "disk_budget", "alpha", "trace")
+    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
     sizes = ("dp", "tp", "pp", "cp", "schedule", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})

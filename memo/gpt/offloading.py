@@ -25,6 +25,8 @@ def open_manager(
         return None
     return offload(
         model,
+        plan=config.plan,
+        device=config.device_budget,
         # Who names a tier wants everything there; who leaves the choice to memo gets a plan.
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
         disk_budget=config.disk_budget,

@@ -30,6 +30,10 @@ class OffloadConfig:
     """The tiers, and what they may take."""
 
     mode: OffloadMode = OffloadMode.NONE
+    plan: Path | None = None
+    """With mode auto, an activation plan's file; None makes one from measured steps."""
+    device_budget: int | None = None
+    """Bytes of the device that training may take in all; None is all there is."""
     host_budget: int | None = None
     """Bytes; with mode disk, host memory is filled first when this is given."""
     disk_dir: Path | None = None
@@ -40,6 +44,8 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         given = {
+            "--plan": self.plan,
+            "--device-budget": self.device_budget,
             "--host-budget": self.host_budget,
             "--disk-dir": self.disk_dir,
             "--disk-budget": self.disk_budget,
@@ -48,11 +54,16 @@ class OffloadConfig:
         }
         useless = {
             OffloadMode.NONE: list(given),
-            OffloadMode.HOST: ["--disk-dir", "--disk-budget"],
+            OffloadMode.HOST: ["--plan", "--device-budget", "--disk-dir", "--disk-budget"],
+            OffloadMode.DISK: ["--plan", "--device-budget"],
         }.get(self.mode, [])
         for flag in useless:
             if given[flag] is not None:
-                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload disk or auto")
+                planned = flag in ("--plan", "--device-budget")
+                fitting = "auto" if planned else "disk or auto"
+                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload {fitting}")
+        if self.plan is not None and self.alpha is not None:
+            raise UsageError("--plan says what --alpha says; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise UsageError(f"alpha {self.alpha} is not between 0 and 1")
 
