@@ -70,7 +70,7 @@ class CheckpointError(MemoError):
 
 
 class TrainingDiverged(MemoError):
-    """The loss or a gradient is not finite; the weights are those before the step."""
+    """The loss or a gradient is not finite, or the loss jumped; the weights are those before the step."""
 
 
 class PeerLost(MemoError):

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS
+from memo.gpt.health import HealthConfig, OnNan, OnSpike
 from memo.gpt.run_config import OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
@@ -99,6 +100,20 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
         metavar="{fp32,bf16-autocast,bf16}",
         help="default: bf16-autocast on a GPU, fp32 on a CPU",
     )
+    group.add_argument(
+        "--on-nan",
+        type=_argument(_one_of(OnNan)),
+        default=OnNan.STOP,
+        metavar="{stop,skip}",
+        help="a step that is not finite: save the step before and stop (default), or skip its update",
+    )
+    group.add_argument(
+        "--on-spike",
+        type=_argument(_one_of(OnSpike)),
+        default=OnSpike.WARN,
+        metavar="{warn,skip,stop}",
+        help="a step whose loss jumps (default warn)",
+    )
     group.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="0 is never (default)")
     group.add_argument("--eval-steps", type=int, default=8, metavar="N", help="batches of an evaluation (default 8)")
 
@@ -154,8 +169,12 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
 
 def _output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--metrics", type=Path, metavar="FILE", help="one JSON object a step")
+    group.add_argument("--tensorboard", type=Path, metavar="DIR", help="the same figures for TensorBoard")
     group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save at the end and when stopped")
     group.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="and this often")
+    group.add_argument(
+        "--checkpoint-minutes", type=float, default=0.0, metavar="MIN", help="and this often; written while steps go on"
+    )
     group.add_argument("--checkpoint-keep", type=int, default=2, metavar="N", help="newest ones to keep (default 2)")
     group.add_argument(
         "--resume",
@@ -192,6 +211,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     training = TrainConfig(
         schedule=schedule,
         clip=flags.pop("clip") or None,
+        health=HealthConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "trace")

@@ -23,17 +23,16 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memo.errors import CheckpointError
+from memo.gpt.random_state import random_state, set_random_state
 
 __all__ = ["Checkpoint", "CheckpointDir", "cause_of"]
 
@@ -81,17 +80,15 @@ class Checkpoint:
         Raises:
             CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
         """
-        random = _random_state()
-        with _single_process():
-            try:
-                dcp_load({**state, "random": random}, storage_reader=FileSystemReader(self.path), no_dist=True)
-            except CheckpointException as error:
-                raise CheckpointError(f"cannot load {self.path}: {_first_failure(error)}") from None
-            except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-                raise CheckpointError(f"cannot load {self.path}: {_cause(error)}") from error
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"])
+        random = random_state()
+        _single_process()
+        try:
+            dcp_load({**state, "random": random}, storage_reader=FileSystemReader(self.path), no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"cannot load {self.path}: {_first_failure(error)}") from None
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+            raise CheckpointError(f"cannot load {self.path}: {_cause(error)}") from error
+        set_random_state(random)
 
 
 class CheckpointDir:
@@ -129,6 +126,8 @@ class CheckpointDir:
     def save(self, step: int, state: dict[str, Any], settings: dict[str, Any]) -> Checkpoint:
         """Writes the checkpoint of `step`, then removes the oldest beyond `keep`.
 
+        The random generators are saved as they are now, unless `state` has them under "random".
+
         Raises:
             CheckpointError: it could not be written; the partial directory is gone and older checkpoints are untouched.
         """
@@ -136,7 +135,7 @@ class CheckpointDir:
         if partial is not None:
             failure = None
             try:
-                _write(partial, {**state, "random": _random_state()})
+                _write(partial, {"random": random_state(), **state})
             except CheckpointException as error:
                 failure = _first_failure(error)
             except (OSError, RuntimeError) as error:
@@ -227,8 +226,8 @@ class CheckpointDir:
 
 def _write(partial: Path, state: dict[str, Any]) -> None:
     """The tensors under the partial name, forced to disk."""
-    with _single_process():
-        dcp_save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
+    _single_process()
+    dcp_save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
 
 
 def _seal(partial: Path, step: int, settings: dict[str, Any]) -> None:
@@ -251,19 +250,12 @@ def _seal(partial: Path, step: int, settings: dict[str, Any]) -> None:
         os.close(directory)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _single_process() -> None:
+    """No warning of torch.distributed that there is one process: that is what is meant.
 
-
-@contextlib.contextmanager
-def _single_process() -> Iterator[None]:
-    """Without the warning that torch.distributed gives when one process is exactly what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+    Not undone: to put the filters back is no safe thing to do in a thread.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def cause_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +21,11 @@ __all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step. Fields up to `recompute_s` are the file's keys; the unit is in the name."""
+    """One step. The fields are the file's keys, the last three only where they say something; the unit is in the name."""
 
     step: int
     loss: float
+    """null in the file where it is not finite; the same for the next one."""
     grad_norm: float
     tokens_per_s: float
     mfu_causal: float | None
@@ -38,20 +40,34 @@ class StepMetrics:
     """Sent to host memory in this step."""
     disk_bytes: int
     """Sent to disk in this step."""
+    d2h_bytes_per_s: float
+    """Sent out of the device, to whichever tier, over the whole step, since copies run beside the compute."""
+    h2d_bytes_per_s: float
+    """Brought back in this step; likewise."""
+    disk_bytes_per_s: float
+    """Sent to disk; likewise."""
     stall_s: float
     recompute_s: float
     eval_loss: float | None = None
     """In the file only for steps that were followed by an evaluation."""
+    alarm: str | None = None
+    """In the file only for steps with one: what was wrong, in words."""
+    skipped_steps: int = 0
+    """Updates not made because of an alarm, in the run so far; in the file once there is one."""
 
     def to_json(self) -> dict[str, Any]:
         """The file's object."""
         line = dataclasses.asdict(self)
-        if self.eval_loss is None:
-            del line["eval_loss"]
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(line[name]):
+                line[name] = None  # JSON has no word for it
+        for name, silent in (("eval_loss", None), ("alarm", None), ("skipped_steps", 0)):
+            if line[name] == silent:
+                del line[name]
         return line
 
     def to_line(self, usage: StepUsage) -> str:
-        """The line for people. Rates are bytes over the whole step, since copies run beside the compute."""
+        """The line for people."""
         parts = [
             f"step {self.step}",
             f"loss {self.loss:.5f}",
@@ -59,12 +75,11 @@ class StepMetrics:
             f"memory {usage.memory_bytes / 2**30:.2f} GiB {usage.memory_bytes / usage.memory_total_bytes:.0%}",
         ]
         if usage.offloads:
-            out = self.host_bytes + self.disk_bytes
-            rates = [nbytes / usage.duration_s / 1e9 for nbytes in (out, usage.reloaded_bytes, self.disk_bytes)]
+            rates = (self.d2h_bytes_per_s, self.h2d_bytes_per_s, self.disk_bytes_per_s)
             parts += [
                 f"host {self.host_bytes / 2**30:.2f} GiB",
                 f"nvme {self.disk_bytes / 2**30:.2f} GiB",
-                "d2h/h2d/nvme " + "/".join(f"{rate:.2f}" for rate in rates) + " GB/s",
+                "d2h/h2d/nvme " + "/".join(f"{rate / 1e9:.2f}" for rate in rates) + " GB/s",
                 f"stall {self.stall_s * 1e3:.0f} ms",
                 f"recompute {self.recompute_s * 1e3:.0f} ms",
             ]
@@ -73,6 +88,8 @@ class StepMetrics:
             parts.append(f"mfu_causal {self.mfu_causal:.1%}")
         if self.eval_loss is not None:
             parts.append(f"eval_loss {self.eval_loss:.5f}")
+        if self.skipped_steps:
+            parts.append(f"skipped {self.skipped_steps}")
         return "  ".join(parts)
 
 
@@ -80,14 +97,11 @@ class StepMetrics:
 class StepUsage:
     """What the line for people shows beyond the file's figures."""
 
-    duration_s: float
     memory_bytes: int
     """Peak so far of the memory that counts: the device's, or the process's on a CPU."""
     memory_total_bytes: int
     offloads: bool
     """Whether an offload manager is at work."""
-    reloaded_bytes: int
-    """Brought back to the device in this step."""
 
 
 class MetricsFile:

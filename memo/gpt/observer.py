@@ -44,7 +44,9 @@ class Observer:
         self._alpha = alpha
         self._last = _Counters.of(manager)
 
-    def observe(self, result: StepResult, eval_loss: float | None = None) -> tuple[StepMetrics, StepUsage]:
+    def observe(
+        self, result: StepResult, eval_loss: float | None = None, *, skipped_steps: int = 0
+    ) -> tuple[StepMetrics, StepUsage]:
         """The step's figures, for the file and for the line."""
         now = _Counters.of(self._manager)
         moved, self._last = now - self._last, now
@@ -63,16 +65,19 @@ class Observer:
             peak_rss_bytes=rss,
             host_bytes=moved.host,
             disk_bytes=moved.disk,
+            d2h_bytes_per_s=(moved.host + moved.disk) / result.duration_s,
+            h2d_bytes_per_s=moved.reloaded / result.duration_s,
+            disk_bytes_per_s=moved.disk / result.duration_s,
             stall_s=moved.stall_s,
             recompute_s=moved.recompute_s,
             eval_loss=eval_loss,
+            alarm=result.alarm,
+            skipped_steps=skipped_steps,
         )
         usage = StepUsage(
-            duration_s=result.duration_s,
             memory_bytes=rss if device_peak is None else device_peak,
             memory_total_bytes=self._memory_total(),
             offloads=self._manager is not None,
-            reloaded_bytes=moved.reloaded,
         )
         return metrics, usage
 

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.allocation import planned_allocator, use_planned_allocator
-from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, UsageError
+from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
+from memo.gpt.async_checkpoint import AsyncCheckpointDir
 from memo.gpt.attention_kernel import Kind, choose
 from memo.gpt.batches import Batches
-from memo.gpt.checkpoint import Checkpoint, CheckpointDir
+from memo.gpt.cadence import Cadence
+from memo.gpt.checkpoint import Checkpoint
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.counts import parameter_count
 from memo.gpt.interrupt import StopRequest
@@ -29,6 +31,7 @@ from memo.gpt.offloading import open_manager
 from memo.gpt.process_memory import return_freed_memory
 from memo.gpt.progress import Reporter
 from memo.gpt.run_config import RunConfig
+from memo.gpt.tensorboard import TensorBoard
 from memo.gpt.tokens import TokenFile, open_tokens
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.gpt.training import StepResult, Trainer, weight_dtype
@@ -84,6 +87,10 @@ class _Run:
             self.metrics = stack.enter_context(
                 MetricsFile(config.metrics, after_step=None if config.resume is None else self.done)
             )
+        self.tensorboard = None
+        if config.tensorboard is not None and leads:
+            self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
+        self.cadence = Cadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens)
         training = _training(config, device)
@@ -98,6 +105,7 @@ class _Run:
             self.manager.step = self.done + 1
         if start is not None:
             _load(start, self.trainer, world)
+            self.trainer.health.restore(start.settings.get("health", {}))
         self.observer = Observer(
             shape,
             seq=config.seq,
@@ -118,15 +126,13 @@ class _Run:
         stopped = False
         with self.stop.listening():
             while self.done < self.config.training.schedule.steps and not stopped:
-                with _planned_step("train"):
-                    result = self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+                result = self._step()
                 stopped = result is None  # this rank, or another, was asked to
                 if result is None:
                     break
                 self.done = result.step
                 self._observe(result)
-                if self._due(self.config.checkpoint_every):
-                    self._save(wait=False)
+                self._save_if_due()
             if self.done:
                 self._save(wait=True)
         if self.manager is not None:
@@ -137,30 +143,59 @@ class _Run:
             return ExitCode.INTERRUPTED
         return ExitCode.OK
 
+    def _step(self) -> StepResult | None:
+        try:
+            with _planned_step("train"):
+                return self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+        except TrainingDiverged as error:
+            if self.checkpoints is None or not self.done:
+                raise
+            self._save(wait=True)
+            raise TrainingDiverged(f"{error}; step {self.done} is saved in {self.checkpoints.path}") from None
+
     def _observe(self, result: StepResult) -> None:
-        if self.checkpoints is not None and not isinstance(self.checkpoints, CheckpointDir):
-            self.checkpoints.poll()
         eval_loss = None
         if self.eval_batches is not None and self._due(self.config.eval_every):
             with _planned_step("eval"):
                 eval_loss = self.trainer.evaluate(self.eval_batches)
-        metrics, usage = self.observer.observe(result, eval_loss)
+        metrics, usage = self.observer.observe(result, eval_loss, skipped_steps=self.trainer.health.skipped)
         if self.manager is not None:
             self.manager.step_done()
         if self.metrics is not None:
             self.metrics.write(metrics)
+        if self.tensorboard is not None:
+            self.tensorboard.write(metrics)
         self.reporter.line(metrics.to_line(usage))
+        if result.alarm is not None:
+            done = "skipped" if result.skipped else "applied all the same"
+            self.reporter.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
         self.reporter.advance()
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
 
+    def _save_if_due(self) -> None:
+        """One that would have to wait for the one before it waits for a later step instead."""
+        if self.checkpoints is None or not (self.config.checkpoint_every or self.config.checkpoint_minutes):
+            return
+        if self.checkpoints.poll(self.cadence.due(self.done)):
+            self._save(wait=False)
+        self._tell_failure(self.checkpoints)
+
     def _save(self, *, wait: bool) -> None:
-        """`wait`: until it is on disk. Many ranks write theirs while they train on."""
-        if isinstance(self.checkpoints, CheckpointDir):
-            self.checkpoints.save(self.done, self.trainer.state(), self.settings)
-        elif self.checkpoints is not None:
-            self.checkpoints.save(self.done, self.trainer.state(), self.settings, wait=wait)
+        """`wait`: until it is on disk; else it is written while training goes on."""
+        if self.checkpoints is None:
+            return
+        self.cadence.begun(self.done)
+        settings = {**self.settings, "health": self.trainer.health.state()}
+        self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
+        if wait:
+            self._tell_failure(self.checkpoints)
+
+    def _tell_failure(self, checkpoints: AsyncCheckpointDir | SharedCheckpointDir) -> None:
+        failure = checkpoints.failure()
+        if failure is not None:
+            self.reporter.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
     def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile) -> list[str]:
         config = self.config
@@ -280,18 +315,18 @@ def _ranks(layout: Layout) -> str:
 
 def _open_checkpoints(
     config: RunConfig, stack: ExitStack, world: World | None
-) -> CheckpointDir | SharedCheckpointDir | None:
+) -> AsyncCheckpointDir | SharedCheckpointDir | None:
     if config.checkpoint_dir is None:
         return None
     if world is not None:
         from memo.gpt.shared_checkpoint import SharedCheckpointDir
 
         return stack.enter_context(SharedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
-    return stack.enter_context(CheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+    return stack.enter_context(AsyncCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
 
 
 def _starting_point(
-    config: RunConfig, checkpoints: CheckpointDir | SharedCheckpointDir | None
+    config: RunConfig, checkpoints: AsyncCheckpointDir | SharedCheckpointDir | None
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, and what to tell about the choice."""
     if config.resume is None:

@@ -99,9 +99,13 @@ class RunConfig:
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 is only at the end and when stopped."""
+    checkpoint_minutes: float = 0.0
+    """Minutes between checkpoints, as well; 0 is never."""
     checkpoint_keep: int = 2
     resume: Path | Literal["latest"] | None = None
     metrics: Path | None = None
+    tensorboard: Path | None = None
+    """A directory for TensorBoard's event files."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_flops: float | None = None
     """Per second, of the device; None looks the device up."""
@@ -120,8 +124,11 @@ class RunConfig:
         for name in ("seed", "eval_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
-        if self.checkpoint_every and self.checkpoint_dir is None:
-            raise UsageError("--checkpoint-every needs --checkpoint-dir")
+        if not self.checkpoint_minutes >= 0:
+            raise UsageError(f"--checkpoint-minutes {self.checkpoint_minutes} is not zero or a positive number")
+        for name in ("checkpoint_every", "checkpoint_minutes"):
+            if getattr(self, name) and self.checkpoint_dir is None:
+                raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint-dir")
         if self.resume == "latest" and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":

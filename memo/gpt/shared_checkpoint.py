@@ -45,7 +45,7 @@ def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
 
 
 class SharedCheckpointDir:
-    """As CheckpointDir, for all ranks; every method but `poll` and `close` is a collective call."""
+    """As CheckpointDir, for all ranks; every method but `failure` and `close` is a collective call."""
 
     def __init__(self, path: Path, *, keep: int) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class SharedCheckpointDir:
         self._group = dist.new_group(backend="gloo")
         self._directory: CheckpointDir | None = None
         self._writing: tuple[Future[Any], int, dict[str, Any]] | None = None
-        self._published = False
+        self._failure: CheckpointError | None = None
         self._on_lead(lambda: self._open(path, keep))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
@@ -69,9 +69,9 @@ class SharedCheckpointDir:
         """Begins to write the checkpoint of `step`, and finishes it when `wait`.
 
         Raises:
-            CheckpointError: it, or the one before it, could not be written; older ones are untouched.
+            CheckpointError: with `wait`, it could not be written; older ones are untouched.
         """
-        self.finish()
+        self._settle()
         partial = self._on_lead(lambda: self._lead_directory.begin(step))
         if partial is None:
             return  # it is there already
@@ -81,14 +81,17 @@ class SharedCheckpointDir:
         if wait:
             self.finish()
 
-    def poll(self) -> None:
-        """Publishes the checkpoint that is being written if all of it is on disk by now. Not a collective call."""
-        if self._lead and self._writing is not None and not self._published:
-            future, step, settings = self._writing
-            # The first rank's thread ends when every rank's has, and fails when one has.
-            if future.done() and future.exception() is None:
-                self._lead_directory.publish(step, settings)
-                self._published = True
+    def poll(self, wanted: bool) -> bool:
+        """Whether one that is wanted can begin now, as the first rank sees it: its clock and its disk decide for all."""
+        idle, begin = self._on_lead(lambda: (self._is_written(), wanted and self._is_written()))
+        if idle:
+            self._settle()
+        return begin
+
+    def failure(self) -> CheckpointError | None:
+        """Why a checkpoint in the background was not written; each failure is told once. No collective call."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, and publishes it."""
@@ -103,8 +106,7 @@ class SharedCheckpointDir:
         failures: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(failures, failure, group=self._group)
         first = next((f"rank {rank}: {what}" for rank, what in enumerate(failures) if what is not None), None)
-        self._on_lead(lambda: None if self._published else self._lead_directory.publish(step, settings, first))
-        self._published = False
+        self._on_lead(lambda: self._lead_directory.publish(step, settings, first))
 
     def close(self) -> None:
         """Gives the lock back; what is still being written is left unfinished, and removed by the next run."""
@@ -116,6 +118,16 @@ class SharedCheckpointDir:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _is_written(self) -> bool:
+        return self._writing is None or self._writing[0].done()
+
+    def _settle(self) -> None:
+        """Publishes the one before; what became of it is for `failure` to tell."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._failure = error
 
     @property
     def _lead_directory(self) -> CheckpointDir:

@@ -7,6 +7,7 @@ import enum
 import math
 
 from memo.errors import UsageError
+from memo.gpt.health import HealthConfig
 from memo.gpt.schedule import Schedule
 
 __all__ = ["Precision", "TrainConfig"]
@@ -34,6 +35,7 @@ class TrainConfig:
     precision: Precision = Precision.FP32
     eval_steps: int = 8
     """Batches of one evaluation."""
+    health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

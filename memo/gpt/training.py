@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from memo.errors import TrainingDiverged
+from memo.gpt.health import Health
 from memo.gpt.optimizer import adamw, empty_state
+from memo.gpt.random_state import random_state, set_random_state
 from memo.gpt.train_config import Precision, TrainConfig
 
 __all__ = ["BatchSource", "StepResult", "Trainer", "weight_dtype"]
@@ -43,6 +45,10 @@ class StepResult:
     lr: float
     duration_s: float
     tokens: int
+    alarm: str | None = None
+    """What was wrong with this step, in words."""
+    skipped: bool = False
+    """Its update was not made, because of the alarm."""
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
@@ -66,6 +72,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
+        self.health = Health(config.health)
         self._batches = batches
         self._around_forward = around_forward if around_forward is not None else nullcontext()
 
@@ -73,21 +80,37 @@ class Trainer:
         """Runs step `step` (from 1); None if `stop` said so between two microbatches, with nothing changed.
 
         Raises:
-            TrainingDiverged: the loss or a gradient is not finite; the weights are those of the step before.
+            TrainingDiverged: the loss or a gradient is not finite, or the loss jumped, and the policy is to stop; weights
+                and random generators are those of the step before.
         """
         begin = time.perf_counter()
+        random = random_state()
         accumulated = self._gradients(step, stop)
         if accumulated is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._undo(random)
             return None
         loss, tokens = accumulated
         norm = self._clip()
-        self._require_finite(step, loss, norm)
-        lr = self._update(step)
+        try:
+            verdict = self.health.judge(step, loss, norm)
+        except TrainingDiverged:
+            self._undo(random)
+            raise
+        lr = self.config.schedule.at(step)
+        if not verdict.skip:
+            self._update(lr)
+        self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # else the time of the last kernels would count for the next step
         return StepResult(
-            step=step, loss=loss, grad_norm=norm, lr=lr, duration_s=time.perf_counter() - begin, tokens=tokens
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            duration_s=time.perf_counter() - begin,
+            tokens=tokens,
+            alarm=verdict.alarm,
+            skipped=verdict.skip,
         )
 
     def evaluate(self, batches: BatchSource) -> float:
@@ -134,21 +157,15 @@ class Trainer:
         limit = math.inf if self.config.clip is None else self.config.clip
         return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
-    def _require_finite(self, step: int, loss: float, norm: float) -> None:
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise TrainingDiverged(
-                    f"step {step}: the {name} is {value}; the weights of step {step - 1} are unchanged; "
-                    f"use a lower --lr, a longer --warmup, or --precision fp32"
-                )
-
-    def _update(self, step: int) -> float:
-        lr = self.config.schedule.at(step)
+    def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+
+    def _undo(self, random: dict[str, torch.Tensor]) -> None:
+        """The step did not happen: a checkpoint of now is one of the step before, to the last bit."""
         self.optimizer.zero_grad(set_to_none=True)
-        return lr
+        set_random_state(random)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision is Precision.BF16_AUTOCAST:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +24,18 @@ KEYS = [
     "peak_rss_bytes",
     "host_bytes",
     "disk_bytes",
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+    "disk_bytes_per_s",
     "stall_s",
     "recompute_s",
 ]
 
 
-def metrics(step: int, *, eval_loss: float | None = None, mfu: float | None = None) -> StepMetrics:
+def metrics(step: int, *, loss: float = 0.1 + 0.2, mfu: float | None = None, **others: Any) -> StepMetrics:
     return StepMetrics(
         step=step,
-        loss=0.1 + 0.2,
+        loss=loss,
         grad_norm=1.0,
         tokens_per_s=2048.0,
         mfu_causal=mfu,
@@ -40,9 +45,12 @@ def metrics(step: int, *, eval_loss: float | None = None, mfu: float | None = No
         peak_rss_bytes=1 << 30,
         host_bytes=0,
         disk_bytes=3 << 30,
+        d2h_bytes_per_s=1.61e9,
+        h2d_bytes_per_s=0.5e9,
+        disk_bytes_per_s=1.6e9,
         stall_s=0.25,
         recompute_s=0.0,
-        eval_loss=eval_loss,
+        **others,
     )
 
 
@@ -58,7 +66,15 @@ def steps(path: Path) -> list[int]:
 
 def test_keys_are_those_that_others_rely_on() -> None:
     assert list(metrics(1).to_json()) == KEYS
-    assert list(metrics(1, eval_loss=2.0).to_json()) == [*KEYS, "eval_loss"]
+    assert list(metrics(1, eval_loss=0.0).to_json()) == [*KEYS, "eval_loss"]
+    assert list(metrics(1, alarm="a spike", skipped_steps=2).to_json()) == [*KEYS, "alarm", "skipped_steps"]
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "m") as file:
+        file.write(metrics(1, loss=math.nan, alarm="the loss is nan", skipped_steps=1))
+    line = json.loads((tmp_path / "m").read_text())
+    assert (line["loss"], line["alarm"], line["skipped_steps"]) == (None, "the loss is nan", 1)
 
 
 def test_a_loss_survives_the_file_to_the_last_bit(tmp_path: Path) -> None:
@@ -120,14 +136,11 @@ def test_nothing_is_made_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_the_line_shows_the_offload_only_where_there_is_one() -> None:
-    usage = StepUsage(
-        duration_s=2.0, memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=True, reloaded_bytes=10**9
-    )
+    usage = StepUsage(memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=True)
     line = metrics(7, mfu=0.5).to_line(usage)
     assert line.startswith("step 7  loss 0.30000  grad_norm 1.000  memory 1.00 GiB 25%")
-    assert "nvme 3.00 GiB  d2h/h2d/nvme 1.61/0.50/1.61 GB/s  stall 250 ms  recompute 0 ms" in line
+    assert "nvme 3.00 GiB  d2h/h2d/nvme 1.61/0.50/1.60 GB/s  stall 250 ms  recompute 0 ms" in line
     assert line.endswith("tps 2,048  mfu_causal 50.0%")
-    plain = StepUsage(
-        duration_s=2.0, memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=False, reloaded_bytes=0
-    )
+    plain = StepUsage(memory_bytes=1 << 30, memory_total_bytes=4 << 30, offloads=False)
     assert "nvme" not in metrics(7).to_line(plain)
+    assert metrics(7, skipped_steps=3).to_line(plain).endswith("skipped 3")

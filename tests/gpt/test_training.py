@@ -10,6 +10,7 @@ from torch import nn
 
 from memo.errors import TrainingDiverged
 from memo.gpt.config import preset
+from memo.gpt.health import HealthConfig, OnNan
 from memo.gpt.model import GPT
 from memo.gpt.optimizer import adamw
 from memo.gpt.schedule import Schedule
@@ -118,16 +119,46 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
     with pytest.raises(TrainingDiverged, match=r"step 2.*--lr"):
         subject.step(2)
     assert same(before, weights(subject.model))
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+def test_a_step_that_diverged_leaves_the_random_generator_of_the_step_before() -> None:
+    subject = trainer(dropout=0.2)
+    with torch.no_grad():
+        next(iter(subject.model.parameters()))[0, 0] = float("inf")
+    before = torch.get_rng_state()
+    with pytest.raises(TrainingDiverged):
+        subject.step(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_skipped_step_changes_no_weight_and_training_goes_on() -> None:
+    """Step 2 is poisoned through its input, so that step 3 is sound again."""
+    subject, straight = (trainer(health=HealthConfig(on_nan=OnNan.SKIP)) for _ in range(2))
+    subject.step(1)
+    before = weights(subject.model)
+    embedding: nn.Module = subject.model.tokens  # type: ignore[assignment]
+    poison = embedding.register_forward_hook(lambda module, args, output: output * float("nan"))
+    result = subject.step(2)
+    poison.remove()
+    assert result is not None
+    assert (result.skipped, result.alarm, subject.health.skipped) == (True, "the loss is nan", 1)
+    assert same(before, weights(subject.model))
+    straight.step(1)
+    assert subject.step(3).loss == straight.step(3).loss  # type: ignore[union-attr]
+    assert not same(before, weights(subject.model))
 
 
 def test_a_stop_between_microbatches_changes_nothing() -> None:
     asked = iter([False, False, True])
-    subject, straight = trainer(accumulate=3), trainer(accumulate=3)
+    torch.manual_seed(0)
+    straight = steps(trainer(accumulate=3, dropout=0.2), 1)
+    subject = trainer(accumulate=3, dropout=0.2)
     before = weights(subject.model)
     assert subject.step(1, stop=lambda: next(asked)) is None
     assert same(before, weights(subject.model))
     assert all(parameter.grad is None for parameter in subject.model.parameters())
-    assert steps(subject, 1) == steps(straight, 1)
+    assert steps(subject, 1) == straight
 
 
 @pytest.mark.parametrize("precision", list(Precision))
