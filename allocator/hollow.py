@@ -55,7 +55,8 @@ def hollow_storage(nbytes: int) -> torch.UntypedStorage:
     if nbytes < mmap.PAGESIZE:
         return torch.UntypedStorage(nbytes)  # less than the least there is to map
     try:
-        space = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        # Shared, so that it is no data of this process, which a limit of its memory would count in full.
+        space = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
     except (OSError, OverflowError) as error:
         raise RecordError(
             f"no address space for a tensor of {nbytes} bytes ({error}); is a limit set, such as ulimit -v or"
