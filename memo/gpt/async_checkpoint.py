@@ -49,7 +49,7 @@ class AsyncCheckpointDir:
         """A checkpoint is being written."""
         return self._writer is not None and self._writer.is_alive()
 
-    def poll(self, wanted: bool) -> bool:
+    def ready(self, wanted: bool) -> bool:
         """Whether one that is wanted can begin now, without waiting for the disk."""
         return wanted and not self.busy
 

@@ -178,7 +178,7 @@ class _Run:
         """One that would have to wait for the one before it waits for a later step instead."""
         if self.checkpoints is None or not (self.config.checkpoint_every or self.config.checkpoint_minutes):
             return
-        if self.checkpoints.poll(self.cadence.due(self.done)):
+        if self.checkpoints.ready(self.cadence.due(self.done)):
             self._save(wait=False)
         self._tell_failure(self.checkpoints)
 

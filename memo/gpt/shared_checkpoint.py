@@ -52,6 +52,8 @@ class SharedCheckpointDir:
         self._lead = dist.get_rank() == 0
         # The writers agree on what each writes, from threads of their own: not over the group that trains.
         self._group = dist.new_group(backend="gloo")
+        # And what the ranks tell each other while the writers are at work must not come between theirs.
+        self._talk = dist.new_group(backend="gloo")
         self._directory: CheckpointDir | None = None
         self._writing: tuple[Future[Any], int, dict[str, Any]] | None = None
         self._failure: CheckpointError | None = None
@@ -81,7 +83,7 @@ class SharedCheckpointDir:
         if wait:
             self.finish()
 
-    def poll(self, wanted: bool) -> bool:
+    def ready(self, wanted: bool) -> bool:
         """Whether one that is wanted can begin now, as the first rank sees it: its clock and its disk decide for all."""
         idle, begin = self._on_lead(lambda: (self._is_written(), wanted and self._is_written()))
         if idle:
@@ -145,7 +147,7 @@ class SharedCheckpointDir:
                 answer[0] = act()
             except MemoError as error:
                 answer[1] = error
-        dist.broadcast_object_list(answer, src=0, group=self._group)
+        dist.broadcast_object_list(answer, src=0, group=self._talk)
         if answer[1] is not None:
             raise answer[1]
         return cast("_T", answer[0])

@@ -1,0 +1,25 @@
+#!/bin/sh
+# From nothing to a plan, its simulated timeline and its arena, on a machine without a GPU.
+#
+#     sh examples/plan_without_gpu.sh [FOLDER]                     a 7B model at a million tokens on eight A800
+#     MODEL=13b SEQ=512k GPU=h100 GPUS=8 TP=8 sh examples/plan_without_gpu.sh
+#
+# FOLDER (default: memo-plan) gets plan.json, timeline.html (open it in a browser) and arena.json with its picture.
+set -eu
+
+FOLDER=${1:-memo-plan}
+MODEL=${MODEL:-7b} SEQ=${SEQ:-1m} GPU=${GPU:-a800} GPUS=${GPUS:-8} TP=${TP:-8} ALPHA=${ALPHA:-0.25}
+mkdir -p "$FOLDER"
+
+# What of each layer's activations is kept, moved and recomputed, and the step that this leads to.
+memo plan --model "$MODEL" --seq "$SEQ" --gpu "$GPU" --gpus "$GPUS" --tp "$TP" -o "$FOLDER/plan.json" -f
+
+# The same step played copy by copy on that machine's links: every byte and millisecond of it as one page.
+memo simulate "$FOLDER/plan.json" -o "$FOLDER/timeline.jsonl" -f
+memo trace html "$FOLDER/timeline.jsonl" -o "$FOLDER/timeline.html" -f
+
+# What one step of the model allocates, recorded on tensors without memory, and the smallest arena that holds it. One GPU's
+# share of the tokens, since what is recorded here is not divided over ranks.
+memo record --model "$MODEL" --seq "${RECORD_SEQ:-64k}" --alpha "$ALPHA" -o "$FOLDER/allocations.csv" -f
+memo pack "$FOLDER/allocations.csv" -o "$FOLDER/arena.json" --plot "$FOLDER/arena.png" -f
+memo check "$FOLDER/arena.json"

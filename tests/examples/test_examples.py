@@ -1,0 +1,132 @@
+"""Each example, run small: what a person would copy works."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from memo.mip.activation_files import read_activation_plan
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
+
+
+def run(*command: object, **environment: str) -> str:
+    """What it printed; it has to end well."""
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **environment}, timeout=280, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_million_tokens_on_a_laptop_made_small(tmp_path: Path) -> None:
+    """The laptop preset at 1k tokens: the plan first, then steps whose losses are those of the run without memo; resumed."""
+    script, steps = EXAMPLES / "train_1m.py", ("--preset", "laptop", "--seq", "1k", "--warmup", 0, "--steps")
+    losses = {}
+    for name, flags in {"memo": (), "plain": ("--offload", "none")}.items():
+        metrics, checkpoints = tmp_path / f"{name}.jsonl", tmp_path / name
+        said = run(
+            sys.executable, script, *steps, 2, *flags, "--metrics", metrics, "--checkpoint-dir", checkpoints
+        )  # fmt: skip
+        assert said.startswith(
+            "plan     alpha 0.25: 8.25 MiB a step to disk"
+        )  # 11/8 units of h a token, 2k of it float32
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        losses[name] = [line["loss"] for line in lines]
+        assert [line["disk_bytes"] for line in lines] == [0 if flags else 8650752] * 2
+    assert losses["memo"] == losses["plain"]
+    resumed = run(sys.executable, script, *steps, 3, "--checkpoint-dir", tmp_path / "memo", "--resume")
+    assert "step-00000002" in resumed
+    assert "\nstep 3  loss" in resumed
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "memory", "host", "ranks"),
+    [
+        (["--preset", "350m"], "NVIDIA H200", 141 * 10**9, 2 << 40, 1),
+        (["--preset", "350m", "--host-budget", "128GiB"], "NVIDIA H100 80GB HBM3", 80 << 30, 1 << 40, 1),
+        (["--preset", "7b"], "NVIDIA A100-SXM4-80GB", 80 << 30, 2 << 40, 8),
+        (["--preset", "7b", "--dp", "4", "--batch", "4"], "NVIDIA A800-SXM4-80GB", 80 << 30, 2 << 40, 8),
+    ],
+)
+def test_the_plan_that_a_gpu_would_get(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    gpu: str,
+    memory: int,
+    host: int,
+    ranks: int,
+) -> None:
+    module = example("train_1m")
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module.torch.cuda, "get_device_name", lambda: gpu)
+    monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    monkeypatch.setattr(module.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": host // 4096}.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    given: list[list[str]] = []
+    monkeypatch.setattr(module, "memo", lambda argv: given.append(argv) or 0)
+    monkeypatch.setattr(sys, "argv", ["train_1m.py", *flags, "--steps", "2"])
+    assert module.main() == 0
+    table = capsys.readouterr().out
+    assert "1m tokens on" in table
+    assert "device, a GPU" in table
+    (argv,) = given
+    alpha = float(argv[argv.index("--alpha") + 1])
+    assert 0 <= alpha < 1  # a million tokens do not fit as they are
+    budget = int(argv[argv.index("--host-budget") + 1])
+    assert budget == (128 << 30 if "128GiB" in flags else int(0.8 * host))
+    # memo train understands what comes after.
+    from memo.cli.main import main
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main([*argv, "--device", "cpu"]) == 2
+    assert "3" in capsys.readouterr().err  # the first complaint is of the number of processes, so all flags were read
+
+
+def test_an_unmodified_hugging_face_model_is_finetuned_saved_and_found_again(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2)
+    saved = ("--output", tmp_path / "model")
+    with_memo = run(sys.executable, script, *flags, "--alpha", 0.25, "--disk", tmp_path, *saved)
+    plain = run(sys.executable, script, *flags, "--without-memo")
+    losses = [re.findall(r"step \d  loss (\S+)", said) for said in (with_memo, plain)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert "8 layers (bit for bit)" in with_memo
+    again = run(sys.executable, script, "--model", tmp_path / "model", "--seq", 512, "--steps", 1)
+    assert float(re.findall(r"step 1  loss (\S+)", again)[0]) < float(losses[0][0])  # it starts where the other ended
+
+
+def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:
+    small = {"MODEL": "350m", "SEQ": "256k", "GPU": "h100", "GPUS": "1", "TP": "1", "RECORD_SEQ": "1k"}
+    said = run("sh", EXAMPLES / "plan_without_gpu.sh", tmp_path / "out", **small)
+    assert "checked, and simulated event by event" in said
+    assert "arena.json: valid" in said
+    plan = read_activation_plan(str(tmp_path / "out" / "plan.json"))
+    assert plan.problem.profile.signature.tokens == 256 << 10
+    assert (tmp_path / "out" / "timeline.html").read_text().startswith("<!")
+    assert (tmp_path / "out" / "arena.png").read_bytes().startswith(b"\x89PNG")
