@@ -2,7 +2,7 @@
 
     CPU laptop      python examples/train_1m.py --preset laptop
 
-    one GPU         python examples/train_1m.py --preset 350m --data books/ --steps 1000 \\
+    one H200        python examples/train_1m.py --preset 350m --data books/ --steps 1000 \\
                         --checkpoint-dir run --checkpoint-minutes 30 --metrics run.jsonl
 
     eight GPUs      torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --data books/ --steps 1000 \\
@@ -28,6 +28,7 @@ import torch
 
 from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
+from memo.errors import Infeasible
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
@@ -38,6 +39,8 @@ from memo.mip.hardware import Hardware
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
+# Of the host budget: the profile counts two bytes for each element, and autocast keeps a layer's input in four.
+PLANNED_HOST = 2 / 3
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
 # Heads of 128 are what the GPUs' attention kernels are fastest at; rotary positions cost no memory at any length.
@@ -68,7 +71,11 @@ def main() -> int:
     known, flags = parser.parse_known_args()
     flags = PRESETS[known.preset] + flags
     asked = read(flags)
-    offload = plan_on_gpu(asked) if asked.on_gpu else plan_on_cpu(asked)
+    try:
+        offload = plan_on_gpu(asked) if asked.on_gpu else plan_on_cpu(asked)
+    except Infeasible as error:
+        print(f"train_1m: {error}; a shorter --seq, such as 512k, needs less", file=sys.stderr)
+        return error.exit_code
     return memo(["train", *offload, *flags])
 
 
@@ -94,20 +101,14 @@ def read(flags: list[str]) -> Asked:
 
 def plan_on_gpu(asked: Asked) -> list[str]:
     """Solves for the shortest step within this machine's memory; the flags that carry the plan out."""
-    ranks = asked.dp * asked.tp
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = this_gpu()
     host = int(0.8 * machine.host_bytes) if asked.host is None else parse_bytes(asked.host)
+    ranks, together = asked.dp * asked.tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     layout = Layout(tokens=asked.tokens, batch=asked.batch // asked.dp, gpus=ranks, tp=asked.tp)
-    plan = solve_problem(
-        ActivationProblem(
-            profile=derive_profile(asked.config, machine, layout),
-            hardware=machine,
-            budgets=Budgets(
-                device_bytes=int(0.95 * machine.device_bytes), host_bytes=host, ranks_per_node=together
-            ),
-        )
-    )  # fmt: skip
+    device, planned = int(0.95 * machine.device_bytes), int(PLANNED_HOST * host)
+    budgets = Budgets(device_bytes=device, host_bytes=planned, ranks_per_node=together)
+    profile = derive_profile(asked.config, machine, layout)
+    plan = solve_problem(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
     if os.environ.get("RANK", "0") == "0":
         print(activation_table(plan), flush=True)
     return [] if asked.gives_alpha else flags_for(plan, host)
