@@ -2,6 +2,7 @@
 
     python3 -m benchmarks.gpu_bench short      350m at 8k tokens: what gpu-check prints
     python3 -m benchmarks.gpu_bench swap       350m and 1.3b at lengths that still fit without offload
+    python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
     python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
 Arms run in turn, round by round, on one GPU; ratios are medians over rounds within the run. Exits 3 without a GPU.
@@ -16,7 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import gpu_allocator
+from benchmarks import gpu_allocator, gpu_million
 from benchmarks.gpu_check import NO_GPU, gpu
 from benchmarks.results import write_result
 
@@ -43,6 +44,8 @@ ARMS: dict[str, tuple[Case, ...]] = {
 }
 ALLOCATOR = "allocator"
 """An arm of its own: an allocator is chosen once in a process."""
+MILLION = "1m"
+"""Likewise: one step each way, not rounds."""
 
 
 def ways(model: GPT) -> dict[str, Callable[[], Any]]:
@@ -179,7 +182,7 @@ def main(names: list[str]) -> int:
     if device is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    known = [*ARMS, ALLOCATOR]
+    known = [*ARMS, MILLION, ALLOCATOR]
     wanted = known if names in ([], ["all"]) else names
     unknown = [name for name in wanted if name not in known]
     if unknown:
@@ -188,6 +191,9 @@ def main(names: list[str]) -> int:
     failed = ALLOCATOR in wanted and gpu_allocator.main(["--rounds", "3"]) != 0
     for name in wanted:
         if name == ALLOCATOR:
+            continue
+        if name == MILLION:
+            failed |= gpu_million.main([]) != 0
             continue
         cases = [run_case(case) for case in ARMS[name]]
         print(f"Wrote {write_result(f'gpu-bench-{name}', {'device': device, 'cases': cases})}")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from memo.gpt.config import GPTConfig
-    from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
 
 __all__ = ["Request", "measure"]
@@ -106,17 +105,8 @@ def plan_for(request: Request, config: GPTConfig) -> ActivationPlan:
     return solve_problem(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
 
 
-def carry_out(plan: ActivationPlan, model: torch.nn.Module, host_bytes: int) -> Manager:
-    """The plan's levels, layer by layer; where the bytes go is the engine's: host memory, then nothing."""
-    import memo
-
-    manager = memo.offload(model, alpha=1.0, host=host_bytes, disk=None, on_full="recompute")
-    manager.choose_levels({index: layer.token_fractions for index, layer in enumerate(plan.layers)})
-    return manager
-
-
 class Steps:
-    """The same model, optimizer and batch for both ways."""
+    """A model, its optimizer and its batch: the same ones for both ways, so that their losses are equal."""
 
     def __init__(self, config: GPTConfig, device: torch.device) -> None:
         import torch
@@ -161,6 +151,7 @@ def wait(device: torch.device) -> None:
 
 def measure(request: Request, device: torch.device) -> dict[str, Any]:
     """Plans, then one warm-up and one measured step each way, memo first: it is the one that must not fail."""
+    import memo
     from benchmarks.gpu_bench import checkpointed
     from memo.gpt.counts import mfu_causal
     from memo.mip.hardware import hardware
@@ -175,11 +166,11 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
         f"host {format_bytes(predicted.peak_host_bytes)}",
         flush=True,
     )
-    steps = Steps(config, device)
 
     def ours() -> dict[str, Any]:
+        steps = Steps(config, device)
         begin = time.perf_counter()
-        manager = carry_out(plan, steps.model, request.host_bytes)
+        manager = memo.offload(steps.model, plan=plan, host=request.host_bytes, disk=None)
         opened_s = time.perf_counter() - begin
         try:
             steps.step(min(WARM_UP_TOKENS, request.seq), manager)
@@ -193,6 +184,7 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
             manager.close()
 
     def theirs() -> dict[str, Any]:
+        steps = Steps(config, device)
         steps.step(min(WARM_UP_TOKENS, request.seq), checkpointed(steps.model))
         return one_way(steps, request, lambda: checkpointed(steps.model))
 

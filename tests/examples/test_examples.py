@@ -142,7 +142,7 @@ def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:
     small = {"MODEL": "350m", "SEQ": "256k", "GPU": "h100", "GPUS": "1", "TP": "1", "RECORD_SEQ": "1k"}
     said = run("sh", EXAMPLES / "plan_without_gpu.sh", tmp_path / "out", **small)
     assert "checked, and simulated event by event" in said
-    assert "arena.json: valid" in said
+    assert ": valid, " in said
     plan = read_activation_plan(str(tmp_path / "out" / "plan.json"))
     assert plan.problem.profile.signature.tokens == 256 << 10
     assert (tmp_path / "out" / "timeline.html").read_text().startswith("<!")

@@ -1,4 +1,4 @@
-"""The arm for a million tokens, at two thousand and on a CPU: everything but the GPU is as it will be."""
+"""The arm for a million tokens, at eight thousand and on a CPU: everything but the GPU is as it will be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from benchmarks.gpu_million import Request, choose_depth, measure
 
 REQUEST = Request(
-    model="tiny", seq=2048, depths=(4, 2), seconds=1e9, host_bytes=64 << 20, device_bytes=38 << 20, gpu="h200"
+    model="tiny", seq=8192, depths=(4, 2), seconds=1e9, host_bytes=256 << 20, device_bytes=320 << 20, gpu="h200"
 )
 
 
