@@ -138,7 +138,7 @@ class Steps:
         wait(self.device)
         seconds = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        return seconds, peak, float(loss)
+        return seconds, peak, float(loss.detach())
 
 
 def wait(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.gpu_million import Request, choose_depth, measure
@@ -11,6 +12,7 @@ REQUEST = Request(
 )
 
 
+@pytest.mark.slow
 def test_both_ways_take_the_same_step_and_the_plan_is_carried_out() -> None:
     result = measure(REQUEST, torch.device("cpu"))
     assert result["layers"] == 4
