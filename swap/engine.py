@@ -300,8 +300,13 @@ class Engine:
 
         A recompute asks too, which says nothing of where backward is: `by_backward` is then false.
         """
-        if type(handle) is not Handle:
-            return self._unpack_other(handle, by_backward)
+        if type(handle) is Kept:
+            if handle.tensor._version != handle.version:
+                raise handle.modified()
+            return handle.tensor
+        if type(handle) is Sharded:
+            return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
+        assert type(handle) is Handle
         if handle.guard._version != handle.version:
             raise handle.modified()
         saved = handle.saved
@@ -322,14 +327,6 @@ class Engine:
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
-
-    def _unpack_other(self, handle: Kept | Sharded, by_backward: bool) -> torch.Tensor:
-        if type(handle) is Sharded:
-            return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
-        assert type(handle) is Kept
-        if handle.tensor._version != handle.version:
-            raise handle.modified()
-        return handle.tensor
 
     # Out of the device.
 
@@ -514,7 +511,7 @@ class Engine:
         stats = self.stats
         place = saved.place
         if place is not None:  # None where all of it is computed again
-            nbytes = saved.moving_nbytes
+            nbytes = saved.nbytes if saved.part is None else saved.part.head_nbytes
             saved.returning = place.enter(target, after=event)
             if place.tier is not self._on_device:
                 stats.bytes_reloaded += nbytes
