@@ -121,6 +121,8 @@ class _Regime:
     setting: ActivationPlan | Setting = Setting.SAFEST
     profile: Profile | None = None
     corrections: int = 0
+    in_flight: int = 1
+    """Microbatches whose forwards ran before the first one's backward: each may use its share of every budget."""
     margin_bytes: int = 0
     """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
     step_off: float | None = None
@@ -268,7 +270,7 @@ class AutoPlan:
         times = None
         if self._listening:
             self._managed.finish()
-            times = self._figures.times() if self._forwards == 1 else None
+            times = self._figures.times()
         if regime.phase is _Phase.WARM_UP:
             regime.phase, regime.setting = _Phase.MIXED, Setting.MIXED
         elif regime.phase is _Phase.MIXED:
@@ -278,7 +280,10 @@ class AutoPlan:
         elif regime.phase is _Phase.PROFILING and times is not None:
             self._profile(regime, times)
         elif regime.phase is _Phase.COMPARING and times is not None:
-            self._compare(regime, times, peak)
+            if any(layer.calls > 1 for layer in times.layers.values()):
+                regime.phase = _Phase.SETTLED
+            else:
+                self._compare(regime, times, peak)
         self._enter(regime)
 
     def _enter(self, regime: _Regime) -> None:
@@ -296,14 +301,19 @@ class AutoPlan:
         assert self._signature is not None
         try:
             regime.profile = measured_profile(times, self._managed.costs(), self._signature)
-            regime.planned(self._planned(regime.profile, times))
+            regime.in_flight = max(layer.calls for layer in times.layers.values())
+            regime.planned(self._planned(regime.profile, times, in_flight=regime.in_flight))
+            if regime.in_flight > 1:
+                regime.phase = _Phase.SETTLED  # a prediction is of one microbatch alone
             self._why_not = None
         except MemoError as error:
             regime.phase, regime.setting = _Phase.SETTLED, Setting.SAFEST
             self._why_not = str(error)
             self._warn("no-plan", f"no plan: {error}; every layer stays at the safest setting")
 
-    def _planned(self, profile: Profile, times: StepTimes | None, *, margin_bytes: int = 0) -> ActivationPlan:
+    def _planned(
+        self, profile: Profile, times: StepTimes | None, *, in_flight: int = 1, margin_bytes: int = 0
+    ) -> ActivationPlan:
         begin = time.perf_counter()
         limits = self._managed.limits()
         self._others_bytes = limits.others_bytes
@@ -318,9 +328,9 @@ class AutoPlan:
             profile=profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, limits.device_bytes - margin_bytes),
-                host_bytes=limits.host_bytes,
-                disk_bytes=limits.disk_bytes,
+                device_bytes=max(0, limits.device_bytes - margin_bytes) // in_flight,
+                host_bytes=limits.host_bytes // in_flight,
+                disk_bytes=limits.disk_bytes // in_flight,
             ),
         )
         try:

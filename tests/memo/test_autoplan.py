@@ -224,6 +224,22 @@ def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
     assert second.stages[0].peak_device_bytes <= first.stages[0].peak_device_bytes - excess
 
 
+def test_microbatches_in_flight_share_the_budgets() -> None:
+    """Two forwards before the first backward: what is planned for one may take half of everything."""
+    machine = tight(9)
+    auto = make(machine)
+    for number in range(3):
+        step(auto, machine)
+        if number == 2:
+            machine.tell()
+    step(auto, machine)
+    plan = auto.plan
+    assert plan is not None
+    assert plan.problem.budgets.device_bytes == machine.device_bytes // 2
+    assert plan.problem.budgets.host_bytes == machine.host_bytes // 2
+    assert auto.use().phase == "settled", "the prediction is of one microbatch, so it is compared with nothing"
+
+
 def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> None:
     machine = Machine(device_bytes=1 << 10)
     auto = make(machine)
