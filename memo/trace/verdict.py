@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from memo.trace.events import Event, Lane, Span, Stall, StallCause, TensorState
+from memo.trace.events import Event, Lane, Span, Stall, StallCause, TensorState, Tier
 from memo.trace.figures import LaneStats, RankStats, StepStats
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.lives import Life, layer_of
@@ -260,8 +260,11 @@ def _budget(evidence: Evidence) -> str | None:
 
 
 def _recompute(evidence: Evidence) -> str | None:
-    """Worth a word only when copying instead would have been free: D2H and H2D idle for most of their phase."""
+    """Worth a word only when copying instead would have been free: D2H and H2D idle for most of their phase, and room."""
     stats = evidence.stats
+    lower = [peak for peak in stats.peaks if peak.tier is not Tier.DEVICE and peak.used_nbytes]
+    if lower and all(peak.budget_nbytes and peak.used_nbytes > TIGHT * peak.budget_nbytes for peak in lower):
+        return None
     out, back = evidence.lane(Lane.D2H).forward_busy_percent, evidence.lane(Lane.H2D).backward_busy_percent
     if not evidence.notable(stats.recompute_ns) or stats.stall_ns or not out or not back or max(out, back) > 80:
         return None

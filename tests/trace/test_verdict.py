@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,15 @@ def test_recompute_while_the_links_are_idle_is_said(say: Say) -> None:
         "a larger share could be moved instead."
     )
     assert "recompute" not in say(*events, reload_stall(700, 20))
+
+
+def test_recompute_is_no_waste_where_there_is_no_room_to_move_more_to(say: Say) -> None:
+    recompute = Span(t=640 * MS, d=40 * MS, step=0, lane=Lane.RECOMPUTE, module="layers.1", phase="backward")
+    away = [state(100, S.LEAVING, nbytes=100, id=9), state(300, S.AWAY, nbytes=100, id=9)]
+    in_host = [dataclasses.replace(one, tier=Tier.HOST) for one in away]
+    events = [*LAYERS, copy(450, 100, Lane.H2D), recompute, state(50, S.LIVE, nbytes=100, id=9), *in_host]
+    assert "recompute" in say(*events, meta={"budgets": {"host": 200}})
+    assert "recompute" not in say(*events, meta={"budgets": {"host": 100}})
 
 
 def test_the_plan_is_said_where_it_was_off_by_more_than_a_twentieth(say: Say) -> None:
