@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memo.allocation import memory_stats, use_planned_allocator
     from memo.manager import Manager, offload
     from memo.parallel.hugging_face import parallelize
+    from memo.profiling import measure_profile as profile
     from memo.swap.answers import memoize
 
 __version__ = "0.1.0"
@@ -33,16 +34,18 @@ __all__ = [
     "memory_stats",
     "offload",
     "parallelize",
+    "profile",
     "use_planned_allocator",
 ]
 
 _HOME = {
-    "offload": "memo.manager",
-    "Manager": "memo.manager",
-    "memoize": "memo.swap.answers",
-    "memory_stats": "memo.allocation",
-    "parallelize": "memo.parallel.hugging_face",
-    "use_planned_allocator": "memo.allocation",
+    "offload": "memo.manager:offload",
+    "Manager": "memo.manager:Manager",
+    "memoize": "memo.swap.answers:memoize",
+    "memory_stats": "memo.allocation:memory_stats",
+    "parallelize": "memo.parallel.hugging_face:parallelize",
+    "profile": "memo.profiling:measure_profile",
+    "use_planned_allocator": "memo.allocation:use_planned_allocator",
 }
 
 
@@ -50,7 +53,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        module, attribute = _HOME[name].split(":")
+        value = getattr(importlib.import_module(module), attribute)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'memo' has no attribute {name!r}")
