@@ -102,7 +102,15 @@ def test_json_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--checkpoint"], ["--optimizer"], ["--real"], ["--variant", "llama"], ["--batch", "2"]]
+    "options",
+    [
+        ["--checkpoint"],
+        ["--optimizer"],
+        ["--optimizer", "--alpha", "0.5"],
+        ["--real"],
+        ["--variant", "llama"],
+        ["--batch", "2"],
+    ],
 )
 def test_every_way_of_a_step_is_recorded(options: list[str], tmp_path: Path) -> None:
     plain, other = str(tmp_path / "plain.csv"), str(tmp_path / "other.csv")
