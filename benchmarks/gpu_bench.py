@@ -3,6 +3,8 @@
     python3 -m benchmarks.gpu_bench short      350m at 8k tokens: what gpu-check prints
     python3 -m benchmarks.gpu_bench swap       350m and 1.3b at lengths that still fit without offload
     python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
+    python3 -m benchmarks.gpu_bench plan       the automatic plan, predicted and measured, beside fixed ways (gpu_plans)
+    python3 -m benchmarks.gpu_bench alpha      350m at 128k tokens over alpha, table and plot (gpu_plans)
     python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
 Arms run in turn, round by round, on one GPU; ratios are medians over rounds within the run. Exits 3 without a GPU.
@@ -46,6 +48,8 @@ ALLOCATOR = "allocator"
 """An arm of its own: an allocator is chosen once in a process."""
 MILLION = "1m"
 """Likewise: one step each way, not rounds."""
+PLANS = ("plan", "alpha")
+"""Likewise: rows of their own."""
 
 
 def ways(model: GPT) -> dict[str, Callable[[], Any]]:
@@ -182,7 +186,7 @@ def main(names: list[str]) -> int:
     if device is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    known = [*ARMS, MILLION, ALLOCATOR]
+    known = [*ARMS, *PLANS, MILLION, ALLOCATOR]
     wanted = known if names in ([], ["all"]) else names
     unknown = [name for name in wanted if name not in known]
     if unknown:
@@ -191,6 +195,11 @@ def main(names: list[str]) -> int:
     failed = ALLOCATOR in wanted and gpu_allocator.main(["--rounds", "3"]) != 0
     for name in wanted:
         if name == ALLOCATOR:
+            continue
+        if name in PLANS:
+            from benchmarks import gpu_plans
+
+            failed |= gpu_plans.main([name]) != 0
             continue
         if name == MILLION:
             failed |= gpu_million.main([]) != 0
