@@ -41,9 +41,9 @@ HIDDEN = 256
 LAYERS = 8
 SAVED = 12
 """Tensors of the input's size that a layer saves."""
-TOKEN_S = 8e-6
+TOKEN_S = 5e-5
 """What a layer's token-wise operations take for a token, forward; backward takes twice that."""
-SQUARE_S = 2e-9
+SQUARE_S = 1.2e-8
 """What attention takes for a pair of tokens."""
 
 
@@ -140,12 +140,12 @@ class Case:
 
 def cases(*, quick: bool) -> list[Case]:
     """Lengths by link speeds by budgets; one more with a host tier too small for everything, and a disk behind it."""
-    lengths, links, budgets = (512, 1024), (60e6, 200e6, 800e6), (3.2, 5.5)
+    lengths, links, budgets = (512, 1024), (30e6, 120e6, 480e6), (3.2, 5.5)
     made = [
         Case(tokens=tokens, link_bytes_per_s=link, device_layers=budget, host_layers=LAYERS)
         for tokens, link, budget in itertools.product(lengths, links, budgets)
     ]
-    made.append(Case(tokens=1024, link_bytes_per_s=800e6, device_layers=3.2, host_layers=2, disk_bytes_per_s=150e6))
+    made.append(Case(tokens=1024, link_bytes_per_s=480e6, device_layers=3.2, host_layers=2, disk_bytes_per_s=60e6))
     return made[::4] if quick else made
 
 
