@@ -103,7 +103,7 @@ class Native:
         library.memo_arena_add_plan.restype = ctypes.c_int64
         library.memo_arena_events.restype = ctypes.c_int64
         library.memo_arena_close.restype = ctypes.c_int64
-        self.library = library
+        self.arena = library
 
     def open(self, runtime: Path | str) -> None:
         """Connects to the CUDA runtime at this path: the one that torch has loaded.
@@ -111,17 +111,17 @@ class Native:
         Raises:
             AllocatorError: it cannot be loaded or is too old.
         """
-        error = self.library.memo_arena_open(str(runtime).encode())
+        error = self.arena.memo_arena_open(str(runtime).encode())
         if error is not None:
             raise AllocatorError(f"the CUDA runtime cannot be used: {error.decode(errors='replace')}")
 
     def close(self) -> int:
         """Forgets the plans and returns the arena to the device, unless blocks are in use: their number is the answer."""
-        return int(self.library.memo_arena_close())
+        return int(self.arena.memo_arena_close())
 
     def address_of(self, name: str) -> int:
         """The address of one of the functions that torch calls."""
-        return int(ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0)
+        return int(ctypes.cast(getattr(self.arena, name), ctypes.c_void_p).value or 0)
 
     def begin_step(self, device: int, plan: int | None) -> Begun:
         """Opens a step on this device, by this plan if there is one.
@@ -129,7 +129,7 @@ class Native:
         Raises:
             AllocatorError: a step is open.
         """
-        begun = int(self.library.memo_arena_begin_step(ctypes.c_int(device), ctypes.c_int64(plan or 0)))
+        begun = int(self.arena.memo_arena_begin_step(ctypes.c_int(device), ctypes.c_int64(plan or 0)))
         if begun < 0:
             raise AllocatorError("a step of the planned allocator begins inside another one")
         return Begun(begun)
@@ -141,7 +141,7 @@ class Native:
             AllocatorError: none is open.
         """
         summary = _Summary()
-        if not self.library.memo_arena_end_step(ctypes.byref(summary)):
+        if not self.arena.memo_arena_end_step(ctypes.byref(summary)):
             raise AllocatorError("a step of the planned allocator ends that never began")
         counts = {name: getattr(summary, name) for name in _COUNTS}
         return StepSummary(first=_divergence(summary.first), **counts)
@@ -156,7 +156,7 @@ class Native:
         """
         n = len(sizes)
         why = ctypes.c_char_p()
-        plan = self.library.memo_arena_add_plan(
+        plan = self.arena.memo_arena_add_plan(
             ctypes.c_int64(n),
             (ctypes.c_int64 * n)(*sizes),
             (ctypes.c_int64 * n)(*(-1 if offset is None else offset for offset in offsets)),
@@ -170,15 +170,15 @@ class Native:
 
     def forget_plan(self, plan: int) -> None:
         """Drops a plan."""
-        self.library.memo_arena_forget_plan(ctypes.c_int64(plan))
+        self.arena.memo_arena_forget_plan(ctypes.c_int64(plan))
 
     def events(self) -> tuple[Event, ...]:
         """What happened in the step under way, or in the last one; empty when it was too much to write down."""
-        n = int(self.library.memo_arena_events(None, ctypes.c_int64(0)))
+        n = int(self.arena.memo_arena_events(None, ctypes.c_int64(0)))
         if n <= 0:
             return ()
         events = (_Event * n)()
-        n = min(n, int(self.library.memo_arena_events(events, ctypes.c_int64(n))))
+        n = min(n, int(self.arena.memo_arena_events(events, ctypes.c_int64(n))))
         return tuple(
             Event(
                 kind=EventKind(event.kind),
@@ -193,16 +193,16 @@ class Native:
     def counters(self, device: int) -> MemoryCounters:
         """Counts since the start, and what is in use now."""
         stats = _Stats()
-        self.library.memo_arena_stats(ctypes.c_int(device), ctypes.byref(stats))
+        self.arena.memo_arena_stats(ctypes.c_int(device), ctypes.byref(stats))
         return MemoryCounters(**{name: getattr(stats, name) for name in _COUNTERS})
 
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
-        self.library.memo_arena_reset_peaks()
+        self.arena.memo_arena_reset_peaks()
 
     def trim(self, device: int) -> None:
         """Returns to the device what the pool keeps in reserve."""
-        self.library.memo_arena_trim(ctypes.c_int(device))
+        self.arena.memo_arena_trim(ctypes.c_int(device))
 
 
 def _divergence(raw: _Divergence) -> Divergence | None:

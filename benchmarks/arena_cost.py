@@ -68,9 +68,7 @@ class Loop:
 def measure(native: Native, trace: AllocationTrace, rounds: int) -> dict[str, Any]:
     """One kind of step: both arms in turn, round by round."""
     loop = Loop(trace)
-    ours = tuple(
-        getattr(native.library, name) for name in (MALLOC, FREE, "memo_arena_begin_step", "memo_arena_end_step")
-    )
+    ours = tuple(getattr(native.arena, name) for name in (MALLOC, FREE, "memo_arena_begin_step", "memo_arena_end_step"))
     theirs = tuple(
         getattr(ctypes.CDLL(str(build(ROOT / "arena_cost.cpp"))), f"plain_{name}") for name in ("malloc", "free")
     )

@@ -44,11 +44,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Native, Standin]]
 @pytest.fixture
 def installed(machine: object, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What torch was given."""
-    given = SimpleNamespace(library=None, functions=None, record_stream=None, current=None)
+    given = SimpleNamespace(path=None, functions=None, record_stream=None, current=None)
 
     class Pluggable:
         def __init__(self, path: str, malloc: str, free: str) -> None:
-            given.library, given.functions = path, (malloc, free)
+            given.path, given.functions = path, (malloc, free)
 
         def allocator(self) -> object:
             return SimpleNamespace(set_record_stream_fn=lambda address: setattr(given, "record_stream", address))
@@ -63,7 +63,7 @@ def installed(machine: object, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
 def test_torch_is_given_the_three_functions_of_the_compiled_library(installed: SimpleNamespace) -> None:
     allocator = use_planned_allocator()
     assert installed.functions == (MALLOC, FREE)
-    library = ctypes.CDLL(installed.library)
+    library = ctypes.CDLL(installed.path)
     assert installed.record_stream == ctypes.cast(getattr(library, RECORD_STREAM), ctypes.c_void_p).value
     assert installed.current is not None
     assert use_planned_allocator() is allocator is memo.use_planned_allocator()
@@ -75,7 +75,7 @@ def test_cuda_in_use_is_refused_before_anything_changes(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AllocatorError, match="at the start of the program"):
         use_planned_allocator()
-    assert installed.library is None
+    assert installed.path is None
 
 
 def test_torchs_own_refusal_is_one_line(installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_out_of_memory_is_thrown_as_torch_expects_it(machine: tuple[Native, Stan
     source.write_text(THROWS)
     library = ctypes.CDLL(str(build(source)))
     library.said.restype = ctypes.c_char_p
-    malloc = ctypes.cast(getattr(native.library, MALLOC), ctypes.c_void_p)
+    malloc = ctypes.cast(getattr(native.arena, MALLOC), ctypes.c_void_p)
     text = library.said(malloc, ctypes.c_size_t(2 << 20)).decode()
     assert text.startswith("CUDA out of memory: tried to allocate 2097152 bytes; 0 are allocated")
 

@@ -98,7 +98,7 @@ class Driver:
     """Makes a step's calls, and holds every block against all the others that are live."""
 
     def __init__(self, native: Native) -> None:
-        self._library = native.library
+        self._library = native.arena
         self._malloc = self._library.memo_arena_try_malloc
         self._malloc.restype = ctypes.c_void_p
         self.live: dict[str, tuple[int, int]] = {}
