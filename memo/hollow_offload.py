@@ -135,7 +135,7 @@ class _Lanes:
         self.d2h = _Stream()
         self.h2d = _Stream()
 
-    def compute_event(self) -> Event:
+    def compute_event(self) -> _Copied:
         return _COPIED
 
     def compute_wait(self, event: Event) -> None:

@@ -96,7 +96,7 @@ class Backend(Protocol):
     @property
     def h2d(self) -> CopyStream: ...
 
-    def compute_event(self) -> Event:
+    def compute_event(self) -> Timed:
         """An event at the current end of the caller's compute stream, read at call time and never cached (R5)."""
 
     def compute_wait(self, event: Event) -> None:

@@ -17,7 +17,7 @@ import torch
 from memo.swap.aligned import aligned_empty, private_pages
 
 if TYPE_CHECKING:
-    from memo.swap.backend import Event
+    from memo.swap.backend import Event, Timed
 
 __all__ = ["CpuBackend", "Done", "HostEvent", "ThreadStream"]
 
@@ -30,6 +30,12 @@ class Done:
 
     def synchronize(self) -> None:
         return None
+
+    def interval_ns(self) -> tuple[int, int] | None:
+        return None
+
+    def cancel(self) -> bool:
+        return False
 
 
 _DONE = Done()
@@ -160,7 +166,7 @@ class CpuBackend:
         self.d2h = ThreadStream("d2h")
         self.h2d = ThreadStream("h2d")
 
-    def compute_event(self) -> Event:
+    def compute_event(self) -> Timed:
         return _DONE
 
     def compute_wait(self, event: Event) -> None:

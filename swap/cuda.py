@@ -21,7 +21,7 @@ from memo.swap.numa import node_of_pci_device, prefer_node
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
-    from memo.swap.backend import Event
+    from memo.swap.backend import Event, Timed
 
 __all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node", "page_locked"]
 
@@ -54,6 +54,12 @@ class _CudaEvent:
     def synchronize(self) -> None:
         self._event.synchronize()
 
+    def interval_ns(self) -> tuple[int, int] | None:
+        return None
+
+    def cancel(self) -> bool:
+        return False  # what stands in a stream's order cannot be taken back
+
     def order(self, stream: torch.cuda.Stream) -> None:
         """Work issued later on `stream` runs after this event; the host does not wait."""
         stream.wait_event(self._event)
@@ -71,9 +77,6 @@ class _CudaCopy(_CudaEvent):
         if self._begin is None or self._clock is None or not self._event.query():
             return None
         return self._clock.ns(self._begin), self._clock.ns(self._event)
-
-    def cancel(self) -> bool:
-        return False  # what stands in a stream's order cannot be taken back
 
 
 class CudaStream:
@@ -133,7 +136,7 @@ class CudaBackend:
         # Storage -> the stream its memory belongs to.
         self._home: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
-    def compute_event(self) -> Event:
+    def compute_event(self) -> Timed:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return _CudaEvent(event)

@@ -1,7 +1,8 @@
 """Room on the device itself: where the first tokens of a storage stay whose other tokens are computed again.
 
 A storage that is kept whole needs no room, it just stays. Of a divided one the source must go for any memory to be saved, so
-what is kept of it is copied aside. Both copies run on the compute stream, in its order: there is nothing to wait for.
+what is kept of it is copied aside. Both copies run on the compute stream of whoever asks; where forward and backward have
+different ones, events order them.
 """
 
 from __future__ import annotations
@@ -19,25 +20,6 @@ if TYPE_CHECKING:
     from memo.swap.tiers import Place, Tier
 
 __all__ = ["DeviceTier"]
-
-
-class _InOrder:
-    """The end of what the compute stream was given: whoever uses it next comes after it."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def interval_ns(self) -> tuple[int, int] | None:
-        return None
-
-    def cancel(self) -> bool:
-        return False
-
-
-_IN_ORDER = _InOrder()
 
 
 class DeviceTier:
@@ -71,28 +53,35 @@ class DeviceTier:
 
 
 class _Aside:
-    __slots__ = ("_block", "_nbytes", "_tier")
+    __slots__ = ("_block", "_nbytes", "_tier", "_written")
 
     def __init__(self, tier: DeviceTier, nbytes: int) -> None:
         self._tier = tier
         self._nbytes = nbytes
         self._block: torch.Tensor | None = None
+        self._written: Event | None = None
 
     @property
     def tier(self) -> Tier:
         return self._tier
 
     def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
-        self._block = self._tier.backend.empty(self._nbytes)
+        backend = self._tier.backend
+        self._block = backend.empty(self._nbytes)
         self._block.copy_(source)
-        self._tier.backend.compute_uses(self._block)
-        return _IN_ORDER
+        backend.compute_uses(self._block)
+        written = self._written = backend.compute_event()
+        return written
 
     def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
         assert self._block is not None
+        assert self._written is not None
+        backend = self._tier.backend
+        backend.compute_wait(self._written)
         target.copy_(self._block)
-        self._tier.backend.compute_uses(self._block)
-        return _IN_ORDER
+        backend.compute_uses(self._block)
+        backend.compute_uses(target)
+        return backend.compute_event()
 
     def release(self) -> None:
         self._block = None
