@@ -58,7 +58,7 @@ def install() -> None:
 def run_tests() -> tuple[int, str, float]:
     """(exit code, pytest's last line, seconds)."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "-x", "tests"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "--maxfail=10", "tests"]
     try:
         done = subprocess.run(command, cwd=ROOT, timeout=TEST_LIMIT_S, stdout=subprocess.PIPE, text=True, check=False)
     except subprocess.TimeoutExpired as late:
