@@ -1,0 +1,43 @@
+"""What the ranks of a group decide alike: each says what it has, and all hear the same answer.
+
+A recompute repeats its layer's collectives, so whatever starts one (fractions of tokens, a plan, the step at which it
+changes) must be equal on all ranks that talk within the layer. Every function here is a collective call: each rank of the
+group makes it, in the same order as the group's other collectives. Without a process group a rank agrees with itself.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from memo.errors import UsageError
+
+__all__ = ["agree", "everyones", "require_equal"]
+
+_T = TypeVar("_T")
+
+
+def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    said: list[_T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, value, group=group)
+    return cast("list[_T]", said)
+
+
+def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
+    """What the group's first rank said."""
+    return everyones(value, group)[0]
+
+
+def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:
+    """Raises UsageError on every rank, in one line, where ranks said different things of `what`."""
+    said = everyones(value, group)
+    other = next((index for index, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is not None:
+        ranks = dist.get_process_group_ranks(group)
+        raise UsageError(
+            f"{what}: {said[0]} on rank {ranks[0]}, but {said[other]} on rank {ranks[other]}, which must have the same"
+        )

@@ -1,0 +1,30 @@
+"""Runs under torchrun: ranks of two groups that say different things, and what each hears."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from memo.errors import UsageError
+from memo.parallel.agreement import agree, everyones, require_equal
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    first = rank // 2 * 2
+    assert everyones({"rank": rank}, pair) == [{"rank": first}, {"rank": first + 1}]
+    assert agree(f"plan of {rank}", pair) == f"plan of {first}"
+    assert agree(rank) == 0
+    require_equal(first, pair, what="alpha")
+    said = f"alpha: 0.0 on rank {first}, but 0.25 on rank {first + 1}, which must have the same"
+    with pytest.raises(UsageError, match=f"^{said}$"):
+        require_equal(rank % 2 / 4, pair, what="alpha")
+    if rank == 0:
+        print("agreed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
