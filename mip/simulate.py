@@ -6,12 +6,14 @@ with the planner, only the nouns: the two are held against each other before a p
     plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
 
 Ranks of a node do the same at the same time, so each has its share of links, disks and host memory. Bytes are whole:
-a fraction of a layer is rounded down to bytes for each tier, and what that leaves is kept.
+a fraction of a layer is rounded down to bytes for the device and each tier, and what that leaves is computed again: a plan
+that fits to the last byte must not break a budget by what rounding adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanInvalid
@@ -25,6 +27,8 @@ __all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
 
 MAX_CALLS = 200_000
 """Layers times microbatches: about 20 microseconds and 3 KiB each."""
+_ALMOST = 1e-6
+"""Of a byte: what floating point took away of a whole one."""
 
 
 def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> Simulation:
@@ -70,8 +74,7 @@ def require_within_budgets(simulation: Simulation) -> None:
 def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     """What a layer does under its plan."""
     saved = plan.saved_bytes(layer)
-    host, disk = int(saved * plan.host), int(saved * plan.disk)
-    kept = round(saved) - host - disk
+    kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
     recompute_s = plan.recompute_s(layer)
     return LayerWork(
         name=name,
