@@ -21,14 +21,16 @@ import dataclasses
 import enum
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memo.errors import Infeasible, MemoError
+from memo.managed import Setting
 from memo.measured import measured_hardware, measured_profile, scaled_profile
 from memo.mip.activation import ActivationProblem, Budgets
 from memo.mip.profile import Signature
+from memo.plan_use import PlanUse
 from memo.step_figures import StepFigures
 from memo.swap.capture import layer_input
 from memo.units import format_bytes, format_duration
@@ -36,67 +38,19 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from memo.managed import Managed
     from memo.mip.activation import ActivationPlan
     from memo.mip.profile import Profile
     from memo.step_figures import StepTimes
-    from memo.swap.levels import LayerCosts
     from memo.trace.events import Tracer
 
-__all__ = ["AutoPlan", "Limits", "Managed", "PlanUse", "Setting"]
+__all__ = ["AutoPlan"]
 
 MAX_PLANS = 32
 """Signatures whose plans are kept; the one not used for longest goes."""
 TOLERANCE = 0.05
 """How far a measurement may be from its prediction."""
 MAX_CORRECTIONS = 3
-
-
-class Managed(Protocol):
-    """What a plan is carried out on."""
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is saved now: another setting may come into force."""
-
-    def listen(self, tracer: Tracer | None) -> None:
-        """Tells `tracer` of everything from now on; None goes back to what was listened with before."""
-
-    def finish(self) -> None:
-        """Everything of the last step has happened and been told."""
-
-    def use(self, setting: ActivationPlan | Setting) -> None:
-        """Brings a plan into force, or one of the settings before it."""
-
-    def costs(self) -> Mapping[str, LayerCosts]:
-        """Of the layers that can be treated token by token, by name."""
-
-    def limits(self) -> Limits:
-        """What a plan may use, as things are now."""
-
-    def link(self) -> tuple[float, float, float] | None:
-        """Bytes per second out, in and both ways of a link that was measured on its own."""
-
-    def take_peak(self) -> int:
-        """The most bytes of saved tensors that the device had at once since the last call."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else."""
-
-    device_bytes: int
-    others_bytes: int
-    host_bytes: int
-    disk_bytes: int
-
-
-class Setting(enum.Enum):
-    """What is in force where no plan is."""
-
-    SAFEST = enum.auto()
-    """Everything moves that is not recomputed, and everything but attention is recomputed."""
-    MIXED = enum.auto()
-    """Some tokens at each level of recompute."""
 
 
 class _Phase(enum.Enum):
@@ -138,45 +92,6 @@ class _Regime:
         """Another plan is to be tried, unless it does nothing at all."""
         self.setting = plan
         self.phase = _Phase.PLANNED if plan.declined is None else _Phase.SETTLED
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanUse:
-    """What a report says of planning."""
-
-    phase: str
-    signature: Signature | None
-    plan: ActivationPlan | None
-    measured_s: float | None
-    """Of forward and backward; None before a planned step was measured."""
-    measured_peak_bytes: int | None
-    plans: int
-    """How many signatures have one."""
-    planning_s: float
-    """Host time spent planning, in all."""
-    why_not: str | None
-    """Why there is no plan."""
-    others_bytes: int = 0
-    """Of device memory, in use for everything but saved tensors."""
-
-    def lines(self) -> list[str]:
-        """For people."""
-        if self.plan is None:
-            return [f"plan: none yet ({self.phase})" if self.why_not is None else f"plan: none: {self.why_not}"]
-        stage = self.plan.stages[0]
-        if self.plan.declined is not None:
-            used, budget = stage.peak_device_bytes, self.plan.problem.budgets.device_bytes
-            fits = f"{format_bytes(used + self.others_bytes)} of {format_bytes(budget + self.others_bytes)}"
-            return [f"plan: declined: fits in {fits}, {format_bytes(used)} of it saved tensors"]
-        told = [
-            f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"
-            + ("" if self.measured_s is None else f", {format_duration(self.measured_s)} measured")
-            + f"; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)}; activations at "
-            f"most {format_bytes(stage.peak_device_bytes)} on the device predicted"
-            + ("" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured")
-        ]
-        told += [f"because: {reason}" for reason in self.plan.binding]
-        return told
 
 
 class AutoPlan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.autoplan import Limits, Setting
+from memo.managed import Limits, Setting
 from memo.swap.levels import TokenLevels
 from memo.swap.placement import Placement
 from memo.trace.events import Tier
@@ -37,7 +37,7 @@ UNBOUNDED_DISK = 1 << 60
 
 
 class Carrier:
-    """Satisfies `memo.autoplan.Managed`."""
+    """Satisfies `memo.managed.Managed`."""
 
     def __init__(
         self,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LayerClock", "StepTimes", "time_step"]
+__all__ = ["ClockedStep", "LayerClock", "time_step"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class ClockedStep:
     """One forward and backward, in seconds."""
 
     forward_s: tuple[float, ...]
@@ -31,7 +31,7 @@ class StepTimes:
     behind_backward_s: float
 
     @classmethod
-    def least(cls, steps: Sequence[StepTimes]) -> StepTimes:
+    def least(cls, steps: Sequence[ClockedStep]) -> ClockedStep:
         """The shortest time seen of each part: what disturbs a measurement only ever adds to it."""
         ends = ("before_forward_s", "before_backward_s", "behind_forward_s", "behind_backward_s")
         return cls(
@@ -71,7 +71,7 @@ class LayerClock:
             torch.cuda.synchronize(self._device)
         self._marks.append((what, number, time.perf_counter()))
 
-    def times(self) -> StepTimes:
+    def times(self) -> ClockedStep:
         """What was measured between the marks `begin`, `loss` and `end` and those of the layers."""
         at: dict[tuple[str, int], list[float]] = {}
         for what, number, moment in self._marks:
@@ -80,7 +80,7 @@ class LayerClock:
         forward = [at["forward", number] for number in range(count)]
         backward = [at["backward", number] for number in range(count)]
         (begin,), (loss,), (end,) = at["begin", -1], at["loss", -1], at["end", -1]
-        return StepTimes(
+        return ClockedStep(
             forward_s=tuple(span[-1] - span[0] for span in forward),
             backward_s=tuple(span[-1] - span[0] for span in backward),
             before_forward_s=min(span[0] for span in forward) - begin,
@@ -96,7 +96,7 @@ class LayerClock:
         return mark
 
 
-def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> StepTimes:
+def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> ClockedStep:
     """One forward and backward."""
     with LayerClock(layers, device) as clock:
         clock.mark("begin")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocation import model_steps
@@ -21,41 +19,30 @@ from memo.autoplan import AutoPlan
 from memo.carrier import Carrier
 from memo.device_memory import device_memory
 from memo.errors import MemoError, UsageError
-from memo.node import available_host_bytes, share_of_node
+from memo.opening import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, read_plan
 from memo.report import DiskUse, Report
-from memo.swap.cpu import CpuBackend
-from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels, setting_of
-from memo.swap.probe import measure_lanes
 from memo.swap.saved import Group
-from memo.swap.tiers import DiskTier, HostTier
 from memo.swap.tokenwise import TokenWise
-from memo.trace.recorder import TraceRecorder
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from memo.mip.activation import ActivationPlan
-    from memo.swap.backend import Backend, Disk
+    from memo.swap.backend import Backend
+    from memo.swap.disk import DiskStore
     from memo.swap.stats import Stats
     from memo.swap.tiers import Tier
-    from memo.trace.events import Lane
+    from memo.trace.recorder import TraceRecorder
 
 __all__ = ["Manager", "offload"]
-
-# Of the host memory that is free at construction, what `host="auto"` may take: the rest is the data loader's, the
-# checkpoint's and the operating system's.
-AUTO_HOST_SHARE = 0.7
-LINK_SECONDS = 0.05
-"""How long links are measured, each: long enough for a rate, short enough to begin with."""
 
 _Path = str | os.PathLike[str]
 
@@ -127,27 +114,13 @@ def offload(
     automatic = fixed is None and alpha is None and levels is None
     setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
-    where = _device_of(model)
+    where = device_of(model)
     memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
-    disk_bytes = None if disk_budget is None else share_of_node(parse_bytes(disk_budget, what="disk_budget"))
-    host_bytes = _host_budget(host, where)
-    directories = _directories(disk, where, host_bytes)
-    if host_bytes == 0 and not directories:
-        raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
-    recorder = None
-    if trace is not None:
-        budgets = {"device": _device_budget(where), "host": host_bytes, "disk": disk_bytes}
-        links = measure_lanes(where, host=host_bytes > 0, directories=directories, seconds=LINK_SECONDS)
-        recorder = _recorder(trace, model, budgets, links)
-    backend = _backend(where, timing=recorder is not None or automatic)
-    tiers: list[Tier] = []
-    store = None
-    if host_bytes > 0:
-        tiers.append(HostTier(backend, host_bytes))
-    if directories:
-        disk_tier, store = _open_disk(directories, disk_bytes, where, verify=verify)
-        tiers.append(DiskTier(disk_tier, disk_bytes))
+    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget)
+    recorder = None if trace is None else open_recorder(trace, model, room)
+    backend = open_backend(where, timing=recorder is not None or automatic)
+    tiers, store = open_tiers(room, backend, verify=verify)
     engine = Engine(
         backend,
         tiers,
@@ -164,7 +137,7 @@ def offload(
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     if levels is not None:
         manager.choose_levels(levels)
-    carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(_link_rates, where))
+    carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(link_rates, where))
     if automatic:
         manager.plan_with(AutoPlan(carrier, checked_plan, beyond=recorder, model=type(model).__name__))
     elif fixed is not None:
@@ -372,102 +345,3 @@ def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | 
     backend.close()
     if recorder is not None:
         recorder.close()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
-    kinds = {device.type for device in devices}
-    if kinds == {"meta"}:
-        raise UsageError("the model is on the meta device; move it to a real one before memo.offload")
-    accelerators = {device for device in devices if device.type == "cuda"}
-    if len(accelerators) > 1:
-        names = ", ".join(sorted(map(str, accelerators)))
-        raise UsageError(f"the model is spread over {names}; memo manages one GPU a process")
-    return accelerators.pop() if accelerators else torch.device("cpu")
-
-
-def _host_budget(host: int | str, where: torch.device) -> int:
-    """This rank's bytes of host memory: a budget is the node's, and its ranks share it."""
-    if host == "auto":
-        return 0 if where.type == "cpu" else share_of_node(int(available_host_bytes() * AUTO_HOST_SHARE))
-    nbytes = parse_bytes(host, what="host")
-    return share_of_node(nbytes) if nbytes else 0
-
-
-def _directories(disk: _Path | Sequence[_Path] | None, where: torch.device, host_bytes: int) -> list[Path]:
-    from pathlib import Path
-
-    if disk is None:
-        return [Path(tempfile.gettempdir())] if where.type == "cpu" and host_bytes == 0 else []
-    if isinstance(disk, (str, os.PathLike)):
-        return [Path(disk)]
-    return [Path(directory) for directory in disk]
-
-
-def _backend(where: torch.device, *, timing: bool) -> Backend:
-    if where.type == "cpu":
-        return CpuBackend()
-    from memo.swap.cuda import CudaBackend
-
-    return CudaBackend(where, timing=timing)
-
-
-def _link_rates(where: torch.device) -> tuple[float, float, float] | None:
-    """Out, in and both ways, in bytes per second; None where host memory is the device."""
-    if where.type == "cpu":
-        return None
-    from memo.swap.probe import measure_link
-
-    rates = measure_link(where, seconds=LINK_SECONDS)
-    both = rates.d2h_together_bytes_per_s + rates.h2d_together_bytes_per_s
-    return rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, both
-
-
-def _open_disk(
-    directories: Sequence[Path], nbytes: int | None, where: torch.device, *, verify: bool
-) -> tuple[Disk, DiskStore | None]:
-    """The disk as the device reaches it, and the store under it whose counters the report shows.
-
-    The CPU's memory is the store's own. A GPU's bytes go straight to the disk where GPUDirect Storage has just been seen
-    working there, and through page-locked host blocks otherwise; checksums need the host to see the bytes.
-    """
-    if where.type == "cpu":
-        store = DiskStore(directories, nbytes, verify=verify)
-        return store, store
-    from memo.swap.cuda import copy_stream, numa_node, page_locked
-    from memo.swap.gds import GdsDisk
-    from memo.swap.gdsprobe import obstacles, try_gds
-    from memo.swap.staged import StagedDisk
-
-    if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):
-        return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(where)), None
-    store = DiskStore(directories, nbytes, verify=verify)
-    staging = functools.partial(page_locked, node=numa_node(where))
-    return StagedDisk(store, copy_stream(where), copy_stream(where), staging), store
-
-
-def _device_budget(where: torch.device) -> int | None:
-    """What this process may take of a GPU; the CPU's memory is not a device's."""
-    if where.type == "cpu":
-        return None
-    share = torch.cuda.get_per_process_memory_fraction(where)
-    return int(torch.cuda.get_device_properties(where).total_memory * share)
-
-
-def _recorder(
-    trace: _Path, model: nn.Module, budgets: Mapping[str, int | None], links: Mapping[Lane, float]
-) -> TraceRecorder:
-    import platform
-    import sys
-    from pathlib import Path
-
-    meta = {
-        "command": " ".join(sys.argv),
-        "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "plan": None,
-        "budgets": dict(budgets),
-        "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
-    }
-    return TraceRecorder.beside(Path(trace), rank=int(os.environ.get("RANK", "0")), meta=meta)

@@ -7,24 +7,21 @@ planner's nouns (memo.mip.profile, memo.mip.hardware). Nothing is measured here.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import TYPE_CHECKING
 
 from memo.errors import PlanError
+from memo.layer_classes import classes_of, levels_of
 from memo.mip.hardware import Hardware
 from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
-from memo.swap.levels import Level as SwapLevel
 from memo.trace.events import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memo.step_figures import LayerTimes, StepTimes
     from memo.swap.levels import LayerCosts
 
 __all__ = ["measured_hardware", "measured_profile", "scaled_profile"]
-
-_LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
 
 # A lane that nobody measured because nothing crosses it: never what a plan waits for.
 _NO_BOUND = 1e15
@@ -33,23 +30,18 @@ _NO_BOUND = 1e15
 def measured_profile(times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature) -> Profile:
     """What one step showed of each layer.
 
-    `costs` has the layers that can be treated token by token; of the others only whole tensors are known. Layers with the
-    same bytes at each level are one class and share their median times, so that noise makes no two of them differ.
+    `costs` has the layers that can be treated token by token; of the others only whole tensors are known.
 
     Raises:
         PlanError: a layer ran forward and not backward, or not at all.
     """
-    made = {name: _layer(name, layer, costs.get(name)) for name, layer in times.layers.items()}
-    classes: dict[tuple[object, ...], list[LayerProfile]] = {}
-    for layer in made.values():
-        classes.setdefault(_kind(layer), []).append(layer)
-    shared = {kind: _median(f"class {number}", group) for number, (kind, group) in enumerate(classes.items())}
+    classes, names = classes_of([_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()])
     head_ns = times.turn_ns[1] - times.turn_ns[0]
     return Profile(
         signature=signature,
         role=Role.MEASURED,
-        classes=tuple(shared.values()),
-        layers=tuple(shared[_kind(layer)].name for layer in made.values()),
+        classes=classes,
+        layers=names,
         embedding=EndProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
         head=EndProfile(forward_s=max(0, head_ns) / 1e9),
     )
@@ -59,52 +51,16 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     if not times.calls or not times.backward_ns:
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
-    forward_s = times.forward_ns / calls / 1e9
-    backward_s = max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9
-    saved = times.saved_bytes // calls
-    if costs is None or len(costs.recompute_s_per_token) < 2:  # nothing but ALL: no recompute was accepted
-        levels = (LevelProfile(level=Level.ALL, saved_bytes=saved),)
-        return LayerProfile(name=name, always_bytes=0, levels=levels, forward_s=forward_s, backward_s=backward_s)
+    always_bytes = 0
+    levels: tuple[LevelProfile, ...] = (LevelProfile(level=Level.ALL, saved_bytes=times.saved_bytes // calls),)
+    if costs is not None and len(costs.recompute_s_per_token) > 1:  # beside ALL, so a recompute was accepted
+        always_bytes, levels = costs.always_bytes, levels_of(costs)
     return LayerProfile(
-        name=name,
-        always_bytes=costs.always_bytes,
-        levels=_levels(costs),
-        forward_s=forward_s,
-        backward_s=backward_s,
-    )
-
-
-def _levels(costs: LayerCosts) -> tuple[LevelProfile, ...]:
-    """What is known of each level; a level that saves no less than the one before it is none."""
-    found: list[LevelProfile] = []
-    for level, name in _LEVELS.items():
-        nbytes = round(costs.bytes_per_token[name] * costs.tokens)
-        if level is not Level.ALL and nbytes >= found[-1].saved_bytes:
-            continue
-        per_token = 0.0 if level is Level.ALL else costs.recompute_s_per_token.get(name)
-        if per_token is not None:
-            found.append(LevelProfile(level=level, saved_bytes=nbytes, recompute_s=per_token * costs.tokens))
-    return tuple(found)
-
-
-def _kind(layer: LayerProfile) -> tuple[object, ...]:
-    return layer.always_bytes, *((known.level, known.saved_bytes) for known in layer.levels)
-
-
-def _median(name: str, group: Sequence[LayerProfile]) -> LayerProfile:
-    def of(values: Sequence[float]) -> float:
-        return statistics.median(values)
-
-    levels = tuple(
-        dataclasses.replace(known, recompute_s=of([layer.levels[number].recompute_s for layer in group]))
-        for number, known in enumerate(group[0].levels)
-    )
-    return dataclasses.replace(
-        group[0],
-        name=name,
+        name="layer",
+        always_bytes=always_bytes,
         levels=levels,
-        forward_s=of([layer.forward_s for layer in group]),
-        backward_s=of([layer.backward_s for layer in group]),
+        forward_s=times.forward_ns / calls / 1e9,
+        backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
     )
 
 

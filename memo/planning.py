@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.autoplan import PlanUse
 from memo.errors import PlanError
 from memo.mip.activation import ActivationPlan
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_files import read_activation_plan
 from memo.mip.activation_prove import prove
 from memo.mip.activation_solve import solve_problem
+from memo.plan_use import PlanUse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

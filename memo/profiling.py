@@ -7,22 +7,20 @@ memory, which tells what stands on the device besides what is saved. Needs room 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from memo.errors import UsageError
-from memo.layer_clock import StepTimes, time_step
+from memo.layer_classes import classes_of, levels_of
+from memo.layer_clock import ClockedStep, time_step
 from memo.layer_flops import Flops, forward_flops, repeated_flops
 from memo.manager import offload
-from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.profile import EndProfile, LayerProfile, Level, Profile, Role, Signature
 from memo.recording import Step
 from memo.saved_bytes import saved_bytes
 from memo.swap.layers import Layer, find_layers
@@ -32,7 +30,6 @@ from memo.transients import Transients, transients_of
 
 __all__ = ["measure_profile"]
 
-LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
 THIRDS = (1 / 3, 1 / 3, 1 / 3)
 
 
@@ -67,7 +64,7 @@ def measure_profile(
     modules = [layer.module for layer in layers]
     step.loss().backward()  # the first plain step is slower than those that follow
     try:
-        times = StepTimes.least([time_step(step.loss, modules, where) for _ in range(repeats)])
+        times = ClockedStep.least([time_step(step.loss, modules, where) for _ in range(repeats)])
     except KeyError as error:
         raise UsageError(f"profile: {error} is missing: every layer has to run exactly once a step") from None
     flops, whole = forward_flops(step, layers)
@@ -75,7 +72,7 @@ def measure_profile(
     # The last layer's backward follows its forward at once, and it repeats nothing.
     share = again / (sum(flop.whole - flop.attention for flop in flops[:-1]) or 1.0)
     found = _Found(costs, times, flops, transients, state_bytes, share)
-    classes, names = _classes(layers, found)
+    classes, names = classes_of([_layer(layer, number, found) for number, layer in enumerate(layers)])
     inside = {parameter for module in modules for parameter in module.parameters()}
     outside = sum(_bytes(parameter) for parameter in step.model.parameters() if parameter not in inside)
     a_token = whole.whole / (batch * tokens)
@@ -167,7 +164,7 @@ class _Found:
     """All that was measured."""
 
     costs: Sequence[LayerCosts]
-    times: StepTimes
+    times: ClockedStep
     flops: Sequence[Flops]
     transients: Transients
     state_bytes: float
@@ -176,64 +173,25 @@ class _Found:
     """Of forward's matrix products, the part that level ATTENTION repeats."""
 
 
-def _classes(layers: Sequence[Layer], found: _Found) -> tuple[tuple[LayerProfile, ...], tuple[str, ...]]:
-    """Layers that are of one Python class and save the same are alike; their times are the median of theirs."""
-    by_name = {cost.layer: cost for cost in found.costs}
-    missing = [layer.name for layer in layers if layer.name not in by_name]
-    if missing:
-        raise UsageError(
-            f"profile: layer {missing[0]!r} saved nothing in a step; is it run, and does it need gradients?"
-        )
-    members: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
-    for number, layer in enumerate(layers):
-        cost = by_name[layer.name]
-        kind = (type(layer.module).__name__, cost.always_bytes, *sorted(cost.bytes_per_token.values()))
-        members[kind].append(number)
-    classes: list[LayerProfile] = []
-    names = [""] * len(layers)
-    for (python_class, *_), numbers in members.items():
-        known = sum(one.name.split("#")[0] == python_class for one in classes)
-        name = python_class if not known else f"{python_class}#{known + 1}"
-        alike = [by_name[layers[number].name] for number in numbers]
-        classes.append(_class(name, numbers, [layers[number] for number in numbers], alike, found))
-        for number in numbers:
-            names[number] = name
-    return tuple(classes), tuple(names)
-
-
-def _class(
-    name: str, numbers: Sequence[int], layers: Sequence[Layer], alike: Sequence[LayerCosts], found: _Found
-) -> LayerProfile:
-    first, flop, transients = alike[0], found.flops[numbers[0]], found.transients
-    forward_s = statistics.median(found.times.forward_s[number] for number in numbers)
-    levels = []
-    for level, known in LEVELS.items():
-        if known not in first.bytes_per_token:
-            continue
-        seen = [cost.recompute_s_per_token[known] for cost in alike if known in cost.recompute_s_per_token]
-        if level is not Level.ALL and not seen:
-            continue  # never run: nothing is known of what it costs
-        levels.append(
-            LevelProfile(
-                level=level,
-                saved_bytes=round(first.bytes_per_token[known] * first.tokens),
-                recompute_s=0.0 if level is Level.ALL else statistics.median(seen) * first.tokens,
-                recompute_flops=(flop.whole - flop.attention) * found.repeated if level is Level.ATTENTION else 0.0,
-            )
-        )
-    weights = sum(_bytes(parameter) for parameter in layers[0].module.parameters())
+def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
+    costs, flop, forward_s = found.costs[number], found.flops[number], found.times.forward_s[number]
+    weights = sum(_bytes(parameter) for parameter in layer.module.parameters())
+    repeated = (flop.whole - flop.attention) * found.repeated
     return LayerProfile(
-        name=name,
-        always_bytes=first.always_bytes,
-        levels=tuple(levels),
+        name=type(layer.module).__name__,
+        always_bytes=costs.always_bytes,
+        levels=tuple(
+            dataclasses.replace(known, recompute_flops=repeated) if known.level is Level.ATTENTION else known
+            for known in levels_of(costs)
+        ),
         forward_s=forward_s,
-        backward_s=statistics.median(found.times.backward_s[number] for number in numbers),
+        backward_s=found.times.backward_s[number],
         forward_flops=flop.whole,
         backward_flops=2 * flop.whole,
         attention_flops=flop.attention,
         attention_s=forward_s * flop.attention / flop.whole if flop.whole else 0.0,
-        forward_transient_bytes=max(transients.forward.get(layer.name, 0) for layer in layers),
-        backward_transient_bytes=max(transients.backward.get(layer.name, 0) for layer in layers),
+        forward_transient_bytes=found.transients.forward.get(layer.name, 0),
+        backward_transient_bytes=found.transients.backward.get(layer.name, 0),
         static_bytes=round(weights * found.state_bytes),
     )
 

@@ -9,7 +9,7 @@ from memo.trace.events import StallCause, Tier, UseKind
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memo.autoplan import PlanUse
+    from memo.plan_use import PlanUse
     from memo.swap.engine import Engine
     from memo.swap.tokenwise import TokenWise
 

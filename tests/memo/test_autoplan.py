@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from memo.autoplan import MAX_CORRECTIONS, AutoPlan, Limits, Setting
+from memo.autoplan import MAX_CORRECTIONS, AutoPlan
+from memo.managed import Limits, Setting
 from memo.mip.activation import ActivationPlan
 from memo.mip.activation_solve import solve_problem
 from memo.swap.levels import LayerCosts, Level

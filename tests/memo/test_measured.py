@@ -56,7 +56,7 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     layers = {"a": layer(10, 30, recompute_ms=4, waited_ms=6), "b": layer(11, 20), "c": layer(90, 20)}
     profile = measured_profile(times(layers), {name: costs(name) for name in layers}, SIGNATURE)
     assert profile.role is Role.MEASURED
-    assert profile.layers == ("class 0",) * 3
+    assert profile.layers == ("layer",) * 3
     (known,) = profile.classes
     assert known.forward_s == pytest.approx(0.011)
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
@@ -74,7 +74,7 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
 def test_layers_that_save_other_bytes_are_other_classes() -> None:
     layers = {"a": layer(10, 30), "b": layer(10, 30)}
     profile = measured_profile(times(layers), {"a": costs("a"), "b": costs("b", always=1001)}, SIGNATURE)
-    assert profile.layers == ("class 0", "class 1")
+    assert profile.layers == ("layer", "layer#2")
 
 
 def test_a_layer_without_token_levels_moves_whole() -> None:

@@ -1,0 +1,67 @@
+"""What planning at run time is carried out on: the interface between the choice of a plan and the engine that follows it.
+
+Owns the nouns that both sides speak. memo.autoplan decides, memo.carrier carries out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from memo.mip.activation import ActivationPlan
+    from memo.swap.levels import LayerCosts
+    from memo.trace.events import Tracer
+
+__all__ = ["Limits", "Managed", "Setting"]
+
+
+class Setting(enum.Enum):
+    """What is in force where no plan is."""
+
+    SAFEST = enum.auto()
+    """Everything moves that is not recomputed, and everything but attention is recomputed."""
+    MIXED = enum.auto()
+    """Some tokens at each level of recompute."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else."""
+
+    device_bytes: int
+    others_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+class Managed(Protocol):
+    """What a plan is carried out on."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is saved now: another setting may come into force."""
+
+    def listen(self, tracer: Tracer | None) -> None:
+        """Tells `tracer` of everything from now on; None goes back to what was listened with before."""
+
+    def finish(self) -> None:
+        """Everything of the last step has happened and been told."""
+
+    def use(self, setting: ActivationPlan | Setting) -> None:
+        """Brings a plan into force, or one of the settings before it."""
+
+    def costs(self) -> Mapping[str, LayerCosts]:
+        """Of the layers that can be treated token by token, by name."""
+
+    def limits(self) -> Limits:
+        """What a plan may use, as things are now."""
+
+    def link(self) -> tuple[float, float, float] | None:
+        """Bytes per second out, in and both ways of a link that was measured on its own."""
+
+    def take_peak(self) -> int:
+        """The most bytes of saved tensors that the device had at once since the last call."""
