@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +176,7 @@ def _span(level: Level, first: int, stop: int, found: Sequence[_Divisible], toke
     wanted = tuple(
         Wanted(
             position=item.position,
-            saved=weakref.ref(item.saved),
+            hold=item.saved.hold,
             axis=item.axis,
             rows=item.rows,
             layout=layout_of_part(item.tensor, item.axis, item.rows, stop - first, tokens),

@@ -53,6 +53,7 @@ from memo.swap.saved import (
     Geometry,
     Group,
     Handle,
+    Hold,
     Kept,
     SavedStorage,
     Sharded,
@@ -220,8 +221,8 @@ class Engine:
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The life of a storage that autograd saved."""
         known = self._known.find(ref(storage))
-        saved: SavedStorage | None = None if known is None or known is _KEEP else known()
-        return None if saved is None or saved.ended else saved
+        hold: Hold | None = None if known is None or known is _KEEP else known()
+        return None if hold is None else hold.saved
 
     def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
         """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others."""
@@ -261,18 +262,16 @@ class Engine:
         if known is _KEEP:
             return Kept(tensor)
         with self._lock:
-            saved = None if known is None else known()
-            if saved is not None and not saved.ended and saved.version == tensor._version:
+            hold = None if known is None else known()
+            if hold is not None and hold.saved.version == tensor._version:
                 self.stats.deduplicated += 1
             else:
-                if saved is not None and saved.ended:
-                    # Its last handle died while it was being copied; that copy still reads the source.
-                    self._end_dropped()
-                    self._clear_limbo()
+                if hold is None and known is not None:
+                    self._clear_limbo_of(storage)
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                saved = self._take(tensor, storage, nbytes, group)
+                hold = self._take(tensor, storage, nbytes, group)
             self.stats.packed += 1
         if self._dropped:
             self._drain()
@@ -280,7 +279,7 @@ class Engine:
         if nothing is None:
             nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return Handle(tensor, saved, self._geometries.setdefault(geometry, geometry), nothing)
+        return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), nothing)
 
     def _pack_other(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
         """Parameters, sparse tensors and most subclasses stay; of a DTensor the local part moves."""
@@ -309,19 +308,23 @@ class Engine:
         assert type(handle) is Handle
         if handle.guard._version != handle.version:
             raise handle.modified()
-        saved = handle.saved
-        if saved.part is not None and saved.source is None and not saved.part.filled:
-            self._recompute(saved, saved.part)
-        with self._lock:
-            if by_backward and saved.group is not self._reading and not self._closed:
-                self._reach(saved.group)
-            if saved.state is not BACK:
-                self._bring(saved)
-            buffer = saved.source
-            if buffer is None:
-                buffer = saved.returned
-                assert buffer is not None
-                self.backend.compute_uses(buffer)
+        saved = handle.hold.saved
+        while True:
+            with self._lock:
+                part = saved.part
+                if part is None or saved.source is not None or part.filled:
+                    if by_backward and saved.group is not self._reading and not self._closed:
+                        self._reach(saved.group)
+                    if saved.state is not BACK:
+                        self._bring(saved)
+                    buffer = saved.source
+                    if buffer is None:
+                        buffer = saved.returned
+                        assert buffer is not None
+                        self.backend.compute_uses(buffer)
+                    break
+            # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
+            self._recompute(saved, part)
         if self._dropped:
             self._drain()
         # Inductor asserts the exact offset, size and stride.
@@ -340,11 +343,12 @@ class Engine:
         self._known[storage] = _KEEP
         return True
 
-    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> SavedStorage:
+    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> Hold:
         """The life of a storage begins."""
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
         saved = SavedStorage(source, nbytes, tensor._version, group, self._dropping, self._changed)
-        self._known[storage] = weak = ref(saved)
+        hold = Hold(saved)
+        self._known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
         self.stats.live_entries += 1
@@ -353,7 +357,7 @@ class Engine:
             self._journal.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
             self._send(saved, source)
-        return saved
+        return hold
 
     def _send(self, saved: SavedStorage, source: torch.Tensor) -> None:
         """Issues the copy out (E1)."""
@@ -540,11 +544,12 @@ class Engine:
 
     def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
         """Recomputed tokens of a storage take their place behind those that a tier had."""
-        saved = wanted.saved()
-        if saved is None or saved.ended or saved.part is None:
+        hold = wanted.hold()
+        if hold is None:
             return  # backward is through with it
+        saved = hold.saved
         with self._lock:
-            if saved.source is not None or not saved.part.lacks(span.first):
+            if saved.source is not None or saved.part is None or not saved.part.lacks(span.first):
                 return
             if saved.state is AWAY:
                 self._fetch([saved])
@@ -655,6 +660,12 @@ class Engine:
                     self._warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
                 self._waited(begin, _DRAIN, saved.module, saved.id)
             self._free(saved)
+
+    def _clear_limbo_of(self, storage: torch.UntypedStorage) -> None:
+        """A storage is saved again whose handles are gone: what was on its way for them must not count twice."""
+        self._end_dropped()
+        if any(old.source is not None and old.source.untyped_storage() is storage for old in self._limbo):
+            self._clear_limbo()
 
     def _poll_limbo(self) -> None:
         """Frees what is done already; waits for nothing."""

@@ -34,7 +34,7 @@ from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
 if TYPE_CHECKING:
     from memo.swap.arguments import Arguments
     from memo.swap.engine import Engine
-    from memo.swap.saved import Handle, Kept, SavedStorage, Sharded
+    from memo.swap.saved import Handle, Hold, Kept, Sharded
 
 __all__ = ["LayerCall", "Span", "Take", "Wanted"]
 
@@ -44,7 +44,8 @@ class Wanted:
     """A saved tensor that is computed again; `position` counts what autograd saves."""
 
     position: int
-    saved: weakref.ref[SavedStorage]
+    hold: weakref.ref[Hold]
+    """Of the saved storage; dead when backward is through with it."""
     axis: Axis | None
     """Where its tokens are; None where the layer runs again whole."""
     rows: Rows
@@ -64,8 +65,8 @@ class Span:
 
     def is_filled(self) -> bool:
         """Whatever of it backward may still ask for is there already."""
-        living = (want.saved() for want in self.wanted)
-        parts = (saved.part for saved in living if saved is not None and not saved.ended and saved.source is None)
+        holds = (want.hold() for want in self.wanted)
+        parts = (hold.saved.part for hold in holds if hold is not None and hold.saved.source is None)
         return not any(part.lacks(self.first) for part in parts if part is not None)
 
 

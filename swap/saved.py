@@ -1,16 +1,22 @@
 """One saved storage: what it is, where its bytes are, and which way its life may go (rules R2, R4, R11).
 
-    Handle --strong--> SavedStorage <--weak-- identity map, groups
-      ^ what pack returned
+    Handle --strong--> Hold --strong--> SavedStorage
+      ^ what pack       ^ weak: identity map, groups, recomputes
+        returned
 
-Autograd holds handles. When the last handle of a storage dies the SavedStorage dies, and tells the engine to give
-everything back; nothing else ends a life, so a graph that is never backwarded frees itself (R1).
+Autograd holds handles. When the last handle of a storage dies its hold dies, and with it the SavedStorage, which tells the
+engine to give everything back; nothing else ends a life, so a graph that is never backwarded frees itself (R1).
+
+Weak references point at the hold and never at the SavedStorage. An object with a finalizer can be found by its weak
+references until the finalizer is over; another thread that found it then would share a life that is being ended. A hold has
+no finalizer: whoever gets one keeps the life going, and whoever comes too late gets None.
 """
 
 from __future__ import annotations
 
 import itertools
 from typing import TYPE_CHECKING, Any, final
+from weakref import ref
 
 import torch
 from torch.nn import Parameter
@@ -19,7 +25,6 @@ from memo.errors import ModifiedAfterSave
 from memo.trace.events import TensorState as State
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable
 
     from memo.swap.backend import Stamp, Timed
@@ -37,6 +42,7 @@ __all__ = [
     "Geometry",
     "Group",
     "Handle",
+    "Hold",
     "Kept",
     "SavedStorage",
     "Sharded",
@@ -78,7 +84,7 @@ class Group:
         self.module = module
         self.wait_for_next = wait_for_next  # copies begin only when another layer follows
         self.held = False  # copies begin only when it is known what of each storage moves
-        self.saved: list[weakref.ref[SavedStorage]] = []
+        self.saved: list[ref[Hold]] = []
         self.alive = 0  # how many of these are
         self.external: set[torch.UntypedStorage] = set()
         self.quota: Quota | None = None  # where its storages go; without one, to the first tier with room
@@ -86,7 +92,7 @@ class Group:
 
     def living(self) -> list[SavedStorage]:
         """What still has handles, in the order it was saved."""
-        return [saved for weak in self.saved if (saved := weak()) is not None and not saved.ended]
+        return [hold.saved for weak in self.saved if (hold := weak()) is not None]
 
 
 class SavedStorage:
@@ -97,11 +103,10 @@ class SavedStorage:
     """
 
     __slots__ = (
-        "__weakref__",
         "changed",
         "dropped",
-        "ended",
         "group",
+        "hold",
         "id",
         "nbytes",
         "out",
@@ -124,11 +129,11 @@ class SavedStorage:
         changed: Callable[[SavedStorage], None] | None,
     ) -> None:
         self.id = next(_ids)
+        self.hold: ref[Hold]  # dead when no handle is left
         self.nbytes = nbytes
         self.version = version
         self.group = group
         self.state = LIVE
-        self.ended = False  # no handle is left: weak references may still find it, but nobody may use it again
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
@@ -139,7 +144,6 @@ class SavedStorage:
         self.changed = changed  # told of each transition, for a trace
 
     def __del__(self) -> None:
-        self.ended = True
         # The engine takes it into its queue, which brings the object back for a moment; Python calls this only once.
         self.dropped(self)
 
@@ -187,18 +191,28 @@ class Kept:
         return _modified(self.tensor.shape, self.tensor.dtype, self.version, self.tensor._version)
 
 
+class Hold:
+    """What the handles of one storage share, and they alone: its life does not end while this exists."""
+
+    __slots__ = ("__weakref__", "saved")
+
+    def __init__(self, saved: SavedStorage) -> None:
+        self.saved = saved
+        saved.hold = ref(self)
+
+
 @final
 class Handle:
-    """What pack returns for a storage that may move: its life, and the exact geometry of this tensor in it.
+    """What pack returns for a storage that may move: a share in its life, and the exact geometry of this tensor in it.
 
     `guard` is an empty tensor of the same type that shares the saved tensor's version counter and holds none of its memory:
     the in-place check that autograd loses behind hooks.
     """
 
-    __slots__ = ("geometry", "guard", "saved", "version")
+    __slots__ = ("geometry", "guard", "hold", "version")
 
-    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, geometry: Geometry, nothing: torch.Tensor) -> None:
-        self.saved = saved
+    def __init__(self, tensor: torch.Tensor, hold: Hold, geometry: Geometry, nothing: torch.Tensor) -> None:
+        self.hold = hold
         self.geometry = geometry
         self.guard = guard = tensor.detach()
         self.version = guard._version
@@ -206,7 +220,7 @@ class Handle:
 
     def modified(self) -> ModifiedAfterSave:
         """What to raise when the guard's version is no longer `version`."""
-        return _modified(self.geometry[1], self.guard.dtype, self.version, self.guard._version, self.saved.module)
+        return _modified(self.geometry[1], self.guard.dtype, self.version, self.guard._version, self.hold.saved.module)
 
 
 class Sharded:

@@ -7,7 +7,6 @@ Attention is repeated too.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import MemoError
@@ -82,7 +81,7 @@ def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wan
         seen.add(storage)
         wanted[saved] = Wanted(
             position=position,
-            saved=weakref.ref(saved),
+            hold=saved.hold,
             axis=None,
             rows=Rows(rows=1, width=saved.nbytes),
             layout=Layout(shape=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset())),
