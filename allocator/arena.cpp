@@ -12,88 +12,25 @@
 // One lock, held for every call: torch frees from several threads. One instance, never destroyed: torch frees tensors
 // until the process ends, later than static objects live.
 
-#include <atomic>
-#include <cstring>
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
 #include "arena_memory.h"
 #include "cuda_runtime.h"
 #include "device_pool.h"
+#include "figures.h"
 #include "live_blocks.h"
 #include "short_lock.h"
+#include "step_log.h"
 #include "step_plan.h"
 
 namespace memo {
 namespace {
-
-// The structs and numbers below are read by allocator/native.py.
-
-enum class Kind : std::int32_t { kMalloc = 0, kFree = 1, kUsedElsewhere = 2 };
-
-struct LoggedEvent {
-  std::int64_t request;  // which of the step's mallocs, from 0
-  std::int64_t nbytes;
-  Stream stream;  // of the block, or the other one that uses it
-  Kind kind;
-  std::int32_t thread;  // a number for each thread, by first appearance
-};
-
-enum class Reason : std::int64_t {
-  kNone = 0,
-  kOtherSize = 1,
-  kOtherStream = 2,
-  kExtra = 3,          // after the plan's last request
-  kMissing = 4,        // planned requests did not come
-  kTaken = 5,          // the planned place is still held by a block that was to be freed by now
-  kUsedElsewhere = 6,  // a planned block was used by another stream
-  kUnknownFree = 7     // freed twice, or never allocated
-};
-
-struct Divergence {
-  Reason reason;
-  std::int64_t request;  // the step's, from 0
-  std::int64_t slot;     // the plan's
-  std::int64_t expected_nbytes;
-  Stream expected_stream;
-  std::int64_t got_nbytes;
-  Stream got_stream;
-};
-
-struct StepSummary {
-  std::int64_t requests;
-  std::int64_t planned;  // served at their planned place
-  std::int64_t outside;  // by plan served from the pool
-  std::int64_t fallbacks;
-  std::int64_t fallback_nbytes;
-  std::int64_t divergences;
-  Divergence first;
-};
-
-struct Stats {
-  std::int64_t allocated, allocated_peak;
-  std::int64_t reserved, reserved_peak;
-  std::int64_t arena, arena_used, arena_used_peak;
-  std::int64_t requests, frees, planned, outside, fallbacks, fallback_nbytes;
-  std::int64_t divergences, divergent_steps, unknown_frees, rescues, out_of_memory;
-  std::int64_t arena_mallocs, device_mallocs, pool_mallocs;
-};
-
-enum Begin : int { kWatching = 0, kReplaying = 1, kBusy = 2, kNoRoom = 3, kAlreadyOpen = -1 };
-
-constexpr std::size_t kMaxEvents = 1u << 22;
-
-std::int32_t this_thread() {
-  static std::atomic<std::int32_t> count{0};
-  constinit thread_local std::int32_t number = -1;  // constant: an initialiser would be asked after at each call
-  if (number < 0) number = count++;
-  return number;
-}
 
 class Allocator {
  public:
@@ -115,7 +52,7 @@ class Allocator {
     if (step_open_ && device == step_device_) {
       block.step = step_;
       block.request = static_cast<std::uint32_t>(summary_.requests++);
-      log(Kind::kMalloc, block, stream);
+      log_.write(Kind::kMalloc, block, stream);
       if (plan_ != nullptr) place_by_plan(block);
     }
     if (block.address == 0 && !place_in_pool(block) && !place_in_hole(block)) {
@@ -138,7 +75,7 @@ class Allocator {
     }
     ++stats_.frees;
     stats_.allocated -= static_cast<std::int64_t>(block.nbytes);
-    if (in_this_step(block)) log(Kind::kFree, block, block.stream);
+    if (in_this_step(block)) log_.write(Kind::kFree, block, block.stream);
     const std::vector<Stream> elsewhere = forget_elsewhere(block);
     if (block.home == Home::kPool) pool_.release(at, block.nbytes, block.device, block.stream, elsewhere);
     else leave_arena(block, elsewhere);
@@ -153,7 +90,7 @@ class Allocator {
     streams.push_back(stream);
     block->used_elsewhere = true;
     if (!in_this_step(*block)) return;
-    log(Kind::kUsedElsewhere, *block, stream);
+    log_.write(Kind::kUsedElsewhere, *block, stream);
     if (block->home == Home::kArena) {
       Block seen = *block;
       seen.stream = stream;
@@ -168,8 +105,7 @@ class Allocator {
     step_open_ = true;
     step_device_ = device;
     summary_ = {};
-    n_logged_ = 0;
-    log_whole_ = true;
+    log_.start();
     const auto found = plans_.find(plan_id);
     if (found == plans_.end()) return kWatching;
     note_reserved(device);
@@ -229,10 +165,7 @@ class Allocator {
   // The events of the step under way, or of the last one: how many, and the first `capacity` of them. -1: too many.
   std::int64_t events(LoggedEvent* out, std::int64_t capacity) {
     std::lock_guard lock(lock_);
-    if (!log_whole_) return -1;
-    const std::size_t n = std::min(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 0)), n_logged_);
-    if (n != 0) std::memcpy(out, log_.data(), n * sizeof(LoggedEvent));
-    return static_cast<std::int64_t>(n_logged_);
+    return log_.read(out, capacity);
   }
 
   Stats stats(int device) {
@@ -272,22 +205,6 @@ class Allocator {
 
  private:
   bool in_this_step(const Block& block) const { return step_open_ && block.step == step_; }
-
-  void log(Kind kind, const Block& block, Stream stream) {
-    if (n_logged_ == log_.size()) {
-      if (n_logged_ >= kMaxEvents) {
-        log_whole_ = false;
-        return;
-      }
-      log_.resize(std::max<std::size_t>(1024, 2 * n_logged_));
-    }
-    LoggedEvent& event = log_[n_logged_++];
-    event.request = block.request;
-    event.nbytes = static_cast<std::int64_t>(block.nbytes);
-    event.stream = stream;
-    event.kind = kind;
-    event.thread = this_thread();
-  }
 
   // Stands for a request that did not come.
   Block next_request() const {
@@ -436,9 +353,7 @@ class Allocator {
   Cursor cursor_;
   Occupancy occupancy_;
   StepSummary summary_{};
-  std::vector<LoggedEvent> log_;  // the first n_logged_
-  std::size_t n_logged_ = 0;
-  bool log_whole_ = true;
+  StepLog log_;
   Stats stats_{};
 };
 

@@ -1,7 +1,8 @@
 """The border to arena.cpp: builds and loads it, and turns its structs into the package's nouns.
 
-Owns the ctypes declarations and nothing else; what the numbers mean is said in arena.cpp. There is one allocator in a
-process, as torch's interface has one. Pointers are integers here: a stream is its handle, a block its address.
+Owns the ctypes declarations and nothing else; what the numbers mean is said in figures.h and step_log.h. There is one
+allocator in a process, as torch's interface has one. Pointers are integers here: a stream is its handle, a block its
+address.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ MALLOC, FREE, RECORD_STREAM = "memo_arena_malloc", "memo_arena_free", "memo_aren
 _COUNTS = [field.name for field in dataclasses.fields(StepSummary) if field.name != "first"]
 _COUNTERS = [field.name for field in dataclasses.fields(MemoryCounters)]
 _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
-_HEADERS = ("arena_memory.h", "cuda_runtime.h", "device_pool.h", "live_blocks.h", "short_lock.h", "step_plan.h")
 
 
 class Begun(enum.IntEnum):
@@ -54,7 +54,7 @@ def library_path() -> Path:
     """
     source = Path(__file__).with_name("arena.cpp")
     try:
-        return build(source, includes=[source.with_name(name) for name in _HEADERS], flags=_FLAGS)
+        return build(source, includes=sorted(source.parent.glob("*.h")), flags=_FLAGS)
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise AllocatorError(f"the planned allocator cannot be compiled: {reason}; it needs a C++20 compiler") from None

@@ -11,7 +11,7 @@ __all__ = ["Divergence", "Event", "EventKind", "MemoryCounters", "Reason", "Step
 
 
 class EventKind(enum.IntEnum):
-    """What was asked of the allocator; the numbers are those of arena.cpp."""
+    """What was asked of the allocator; the numbers are those of step_log.h."""
 
     MALLOC = 0
     FREE = 1
@@ -33,7 +33,7 @@ class Event:
 
 
 class Reason(enum.IntEnum):
-    """How a step left its plan; the numbers are those of arena.cpp."""
+    """How a step left its plan; the numbers are those of figures.h."""
 
     OTHER_SIZE = 1
     OTHER_STREAM = 2
