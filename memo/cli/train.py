@@ -11,7 +11,7 @@ from typing import TypeVar
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS
 from memo.gpt.health import HealthConfig, OnNan, OnSpike
-from memo.gpt.run_config import OffloadConfig, OffloadMode, RunConfig
+from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel.layout import Layout, PipelineSchedule
@@ -79,6 +79,13 @@ def _data_flags(group: argparse._ArgumentGroup) -> None:
         help="text files, directories, globs, .jsonl or .parquet (default: the source of Python's standard library)",
     )
     group.add_argument("--field", default="text", metavar="NAME", help="the text's field in .jsonl and .parquet")
+    group.add_argument(
+        "--documents",
+        type=_argument(_one_of(Documents)),
+        default=Documents.PACKED,
+        metavar="{packed,whole}",
+        help="a row is a window across documents (default), or lies in one; those shorter than --seq are left out",
+    )
     group.add_argument("--mask-documents", action="store_true", help="no attention from one document to another")
     group.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json (default: bytes)")
     group.add_argument("--seq", type=_tokens, default=1024, metavar="TOKENS", help="such as 32k or 1m (default 1k)")

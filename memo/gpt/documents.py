@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import sysconfig
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from memo.errors import DataError
 
-__all__ = ["find_files", "read_documents", "standard_library"]
+__all__ = ["find_files", "read_documents", "read_packages", "standard_library"]
 
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".md", ".rst", ".tex", ".csv", ".tsv", ".html", ".htm", ".xml", ".toml", ".yaml", ".yml"}
@@ -73,6 +74,19 @@ def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[st
                     yield text
         except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file cut short, or damaged
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_packages(files: Iterable[Path]) -> Iterator[str]:
+    """The standard library's `files` as one document a package, its modules in succession; others are documents alone."""
+    root = Path(sysconfig.get_path("stdlib"))
+
+    def package(path: Path) -> str:
+        return path.relative_to(root).parts[0]
+
+    for _, modules in itertools.groupby(files, key=package):
+        text = "".join(f"{module.rstrip()}\n" for module in read_documents(modules) if module.strip())
+        if text:
+            yield text
 
 
 def _named(name: str) -> list[Path]:

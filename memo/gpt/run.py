@@ -18,11 +18,12 @@ from memo.allocation import planned_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.async_checkpoint import AsyncCheckpointDir
 from memo.gpt.attention_kernel import Kind, choose
-from memo.gpt.batches import Batches
+from memo.gpt.batches import Batches, Split
 from memo.gpt.cadence import Cadence
 from memo.gpt.checkpoint import Checkpoint
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.counts import parameter_count
+from memo.gpt.document_batches import DocumentBatches
 from memo.gpt.interrupt import StopRequest
 from memo.gpt.metrics import MetricsFile
 from memo.gpt.model import GPT
@@ -30,11 +31,11 @@ from memo.gpt.observer import Observer
 from memo.gpt.offloading import open_manager
 from memo.gpt.process_memory import return_freed_memory
 from memo.gpt.progress import Reporter
-from memo.gpt.run_config import RunConfig
+from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.tensorboard import TensorBoard
 from memo.gpt.tokens import TokenFile, open_tokens
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.gpt.training import StepResult, Trainer, weight_dtype
+from memo.gpt.training import BatchSource, StepResult, Trainer, weight_dtype
 from memo.parallel.layout import Layout
 from memo.units import format_tokens
 
@@ -96,10 +97,8 @@ class _Run:
         training = _training(config, device)
         self.settings = _settings(config, shape, training)
         notes += _differences(start, self.settings)
-        batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="train")
-        self.eval_batches = None
-        if config.eval_every:
-            self.eval_batches = Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split="eval")
+        batches = _batches(config, tokens, "train")
+        self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
         self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
             self.manager.step = self.done + 1
@@ -118,7 +117,7 @@ class _Run:
         )
         steps = config.training.schedule.steps
         self.reporter = stack.enter_context(Reporter(done=self.done, steps=steps, quiet=not leads))
-        for line in (*notes, *self._banner(shape, device, tokens)):
+        for line in (*notes, *self._banner(shape, device, tokens, batches)):
             self.reporter.line(line)
 
     def go(self) -> ExitCode:
@@ -197,7 +196,9 @@ class _Run:
         if failure is not None:
             self.reporter.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
-    def _banner(self, shape: GPTConfig, device: torch.device, tokens: TokenFile) -> list[str]:
+    def _banner(
+        self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
+    ) -> list[str]:
         config = self.config
         where = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -207,6 +208,7 @@ class _Run:
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
+            f"rows     {batches.told}",
             f"attention {self._attention(shape, device)}",
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
@@ -267,7 +269,8 @@ def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
 
 def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
     def opened() -> TokenFile:
-        return open_tokens(config.data, tokenizer=config.tokenizer, field=config.field)
+        whole = config.documents is Documents.WHOLE
+        return open_tokens(config.data, tokenizer=config.tokenizer, field=config.field, packages=whole)
 
     if world is None:
         return opened()
@@ -276,11 +279,24 @@ def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
     return local_rank_first(opened)
 
 
+def _batches(config: RunConfig, tokens: TokenFile, split: Split) -> Batches | DocumentBatches:
+    if config.documents is Documents.PACKED:
+        return Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split=split)
+    return DocumentBatches(
+        tokens,
+        batch=config.batch,
+        seq=config.seq,
+        seed=config.seed,
+        accumulate=config.training.accumulate if split == "train" else 1,
+        split=split,
+    )
+
+
 def _open_trainer(
     config: RunConfig,
     shape: GPTConfig,
     training: TrainConfig,
-    batches: Batches,
+    batches: BatchSource,
     world: World | None,
     device: torch.device,
     stack: ExitStack,
@@ -376,6 +392,7 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
         "training": dataclasses.asdict(training),
         "data": None if config.data is None else [str(path) for path in config.data],
+        "documents": config.documents,
         "seq": config.seq,
         "batch": config.batch,
         "seed": config.seed,
@@ -388,7 +405,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     """A line for each setting that is not what it was; another model is refused."""
     if start is None:
         return []
-    former = start.settings
+    former = {"documents": Documents.PACKED, **start.settings}  # the only way there was
     if former.get("model") != settings["model"]:
         was, now = dict(former.get("model") or {}), settings["model"]
         changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])

@@ -13,7 +13,7 @@ from memo.gpt.config import PRESETS, Variant
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel.layout import Layout
 
-__all__ = ["OffloadConfig", "OffloadMode", "RunConfig"]
+__all__ = ["Documents", "OffloadConfig", "OffloadMode", "RunConfig"]
 
 
 class OffloadMode(enum.StrEnum):
@@ -23,6 +23,15 @@ class OffloadMode(enum.StrEnum):
     HOST = "host"
     DISK = "disk"
     AUTO = "auto"
+
+
+class Documents(enum.StrEnum):
+    """What a row of a batch is."""
+
+    PACKED = "packed"
+    """A window of the text anywhere, across ends of documents."""
+    WHOLE = "whole"
+    """Tokens of one document, from its beginning on; shorter documents are left out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,7 @@ class RunConfig:
     heads: int | None = None
     dropout: float | None = None
     mlp_tiles: int = 1
+    documents: Documents = Documents.PACKED
     mask_documents: bool = False
     """Attention stays within documents, whose positions begin anew."""
     data: Sequence[str] | None = None
@@ -133,6 +143,8 @@ class RunConfig:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
             raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
+        if self.documents is Documents.WHOLE and self.mask_documents:
+            raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
         if self.layout.ranks > 1 and self.mask_documents:
             raise UsageError("--mask-documents needs whole sequences on one rank; leave it out")
         if self.layout.pp > 1 and self.eval_every:

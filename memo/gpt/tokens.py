@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memo.errors import DataError
-from memo.gpt.documents import find_files, read_documents
+from memo.gpt.documents import find_files, read_documents, read_packages
 from memo.gpt.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["TokenFile", "default_cache_dir", "open_tokens"]
@@ -34,6 +34,7 @@ __all__ = ["TokenFile", "default_cache_dir", "open_tokens"]
 MAGIC = b"MEMOTOK\x01"
 HEADER = struct.Struct("<8sIIQQQ24x")
 DOCUMENTS_PER_ENCODE = 64
+TOKENS_PER_SCAN = 1 << 24
 SUFFIX, UNFINISHED = ".tokens", ".unfinished"
 # An unfinished file that nobody has written to for a day has lost its writer (a kill -9).
 ABANDONED_S = 86_400.0
@@ -53,6 +54,14 @@ class TokenFile:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each document ends, ascending: found by reading all tokens once, a part at a time."""
+        parts = (
+            first + np.flatnonzero(self.tokens[first : first + TOKENS_PER_SCAN] == self.end_of_document)
+            for first in range(0, len(self.tokens), TOKENS_PER_SCAN)
+        )
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
 
 def open_tokens(
     data: Sequence[str] | None,
@@ -60,11 +69,13 @@ def open_tokens(
     tokenizer: str | None = None,
     field: str = "text",
     cache_dir: Path | None = None,
+    packages: bool = False,
 ) -> TokenFile:
     """The tokens of `data`, from the cache if they are there, else read, encoded and cached.
 
     `data` names text files, directories, globs, JSON lines (`.gz` too) or Parquet files; None is the source of the
-    running Python's standard library. `tokenizer` is a Hugging Face tokenizer.json; None means one token a byte.
+    running Python's standard library: a document a file, or, with `packages`, a document a package, of which some have a
+    million bytes and more. `tokenizer` is a Hugging Face tokenizer.json; None means one token a byte.
     `cache_dir` must be writable; None is the user's cache directory, or a private one under the system's temporary
     directory where that cannot be written.
 
@@ -74,14 +85,15 @@ def open_tokens(
     files = find_files(data)
     encoder = load_tokenizer(tokenizer)
     folder = _writable(cache_dir)
-    path = folder / f"{_key(files, encoder, field)}{SUFFIX}"
+    by_package = packages and data is None
+    path = folder / f"{_key(files, encoder, field, by_package)}{SUFFIX}"
     cached = _opened(path)
     if cached is not None:
         return cached
     try:
         _remove_abandoned(folder)
         with _replacing(path) as out:
-            _write(out, read_documents(files, field=field), encoder)
+            _write(out, read_packages(files) if by_package else read_documents(files, field=field), encoder)
     except OSError as error:
         raise DataError(f"cannot write the token cache in {folder}: {error.strerror or error}") from error
     built = _opened(path)
@@ -128,9 +140,9 @@ def _private_temporary() -> Path:
     raise DataError(f"cannot write the token cache in {folder}: {reason}; name a directory with XDG_CACHE_HOME")
 
 
-def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str) -> str:
+def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
     digest = hashlib.sha256(MAGIC)
-    for part in (tokenizer.identity, field):
+    for part in (tokenizer.identity, field, *["by package"] * by_package):
         digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
     for file in files:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memo.errors import DataError
-from memo.gpt.documents import find_files, read_documents, standard_library
+from memo.gpt.documents import find_files, read_documents, read_packages, standard_library
 
 
 def _texts(*names: Path | str, field: str = "text") -> list[str]:
@@ -172,3 +172,19 @@ def test_python_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match=r"no source of its standard library .* name data with --data"):
         find_files(None)
+
+
+def test_packages_of_the_standard_library_are_documents_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    for name, text in {"a.py": "a\n\n", "b/__init__.py": "\n", "b/c/d.py": "d", "b/e.py": "e\n", "b.py": "b"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert list(read_packages(standard_library())) == ["a\n", "d\ne\n", "b\n"]
+
+
+def test_the_standard_library_has_a_package_of_a_million_bytes() -> None:
+    # What examples/train_1m.py trains on without --data: idlelib and test may be missing, encodings never is.
+    assert max(map(len, read_packages(standard_library()))) > 1 << 20

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -277,3 +278,19 @@ def test_token_file_knows_its_length(text: Path, cache: Path) -> None:
     file = open_tokens([str(text)], cache_dir=cache)
     assert isinstance(file, TokenFile)
     assert len(file) == len(file.tokens) == 7
+
+
+def test_packages_and_files_of_the_standard_library_are_cached_apart(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    for name in "bc":
+        path = tmp_path / "a" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{name}\n")
+    by_file, by_package = (open_tokens(None, cache_dir=cache, packages=packages) for packages in (False, True))
+    assert (by_file.documents, by_file.ends().tolist()) == (2, [2, 5])
+    assert (by_package.documents, by_package.ends().tolist()) == (1, [4])
+    assert (
+        open_tokens([str(tmp_path / "a")], cache_dir=cache, packages=True).documents == 2
+    )  # what is named stays apart
