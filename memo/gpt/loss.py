@@ -59,14 +59,15 @@ def linear_cross_entropy(
     When no token counts the loss and its gradients are zero. Matrix products run in the autocast dtype where
     autocast is on, else in the inputs' dtype; the gradient is once differentiable.
 
-    With a `VocabularyShard`, `weight` is this rank's rows, `hidden` and `targets` are the same on all ranks; the loss and
-    the gradient of `hidden` are those of the whole, on every rank. With `keep_gradients=False` nothing is kept between
-    forward and backward but the inputs, for one more matrix product.
+    With a `VocabularyShard`, `weight` is this rank's rows, `hidden` and `targets` are the same on all ranks or, where it
+    divides tokens, this rank's; the loss is the mean over all of them, on every rank, and the gradient of `hidden` is that
+    of the whole. With `keep_gradients=False` nothing is kept between forward and backward but the inputs, for one more
+    matrix product.
     """
     compute = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
-    rows = chunk or chunk_tokens(vocabulary.widest(weight.shape[0]))
+    rows = max(1, (chunk or chunk_tokens(vocabulary.widest(weight.shape[0]))) // vocabulary.token_shards)
     flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
     if not keep_gradients and torch.is_grad_enabled():
         return _kept_nothing(flat, weight, flat_targets, rows, compute, vocabulary)
@@ -158,12 +159,13 @@ def _chunked(
     """The loss, and the gradients that are asked for, at an incoming gradient of one."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     matrix = weight.to(compute)
-    count = (targets != IGNORE).sum().clamp(min=1)
+    count = vocabulary.counted((targets != IGNORE).sum()).clamp(min=1)
     total = torch.zeros((), device=hidden.device, dtype=torch.float64)
     grad_hidden = torch.empty_like(hidden) if for_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
     for first in range(0, hidden.shape[0], rows):
-        x, target = hidden[first : first + rows].to(compute), targets[first : first + rows]
+        own = slice(first, first + rows)
+        x, target = vocabulary.all_tokens(hidden[own].to(compute)), vocabulary.all_tokens(targets[own])
         counted = (target != IGNORE)[:, None]
         index = target[:, None].where(counted, 0)
         logits = (x @ matrix.T).to(wide)
@@ -177,7 +179,7 @@ def _chunked(
         vocabulary.subtract_targets(steep, index)
         slope = steep.mul_(counted.to(wide) / count).to(compute)
         if grad_hidden is not None:
-            grad_hidden[first : first + rows] = vocabulary.sum_over_ranks(slope @ matrix)
+            grad_hidden[own] = vocabulary.sum_over_ranks(slope @ matrix)
         if grad_weight is not None:
             grad_weight += slope.T @ x
     mean = (total / count).to(wide)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -18,8 +17,10 @@ from memo.gpt.config import GPTConfig
 from memo.gpt.initial import initialise
 from memo.gpt.model import GPT, Attention
 from memo.gpt.stage import Stage, TokenRange
+from memo.gpt.vocabulary import VocabularyShard
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.ulysses import Ulysses
+from memo.parallel.vocabulary_rows import RowsOfVocabulary
 from memo.parallel.world import World
 
 __all__ = ["build_stages"]
@@ -39,18 +40,17 @@ def build_stages(
     layout = world.layout
     own = TokenRange.shard(seq, world.token_shard, layout.token_shards)
     attended = TokenRange.shard(seq, world.cp, layout.cp)
-    stages = []
+    stages: list[Stage] = []
     for index in layout.stages_of(world.pp):
         stage = Stage(
             GPT(shape, device="meta", dtype=dtype),
             layers=layout.layers_of(index, shape.layers),
             own=own,
             attended=attended,
-            # Tensor-parallel ranks add their gradients up, each having the mean over its own tokens.
-            loss_weight=1 / layout.tp if layout.shards_tokens else 1.0,
             autocast=autocast,
         )
-        _divide(stage, world)
+        _divide_layers(stage, world)
+        _divide_ends(stage, world)
         _shard(stage, world)
         stage.to_empty(device=device)
         initialise(stage, shape, seed)
@@ -58,7 +58,7 @@ def build_stages(
     return stages
 
 
-def _divide(stage: Stage, world: World) -> None:
+def _divide_layers(stage: Stage, world: World) -> None:
     """Tensor and context parallelism of each layer."""
     layout = world.layout
     sequence = layout.shards_tokens
@@ -83,24 +83,37 @@ def _divide(stage: Stage, world: World) -> None:
             parallelize_module(layer, world.mesh["tp"], plan)
 
 
+def _divide_ends(stage: Stage, world: World) -> None:
+    """Tensor parallelism of what stands before the layers and after them: no rank has the whole vocabulary."""
+    layout = world.layout
+    if layout.tp == 1:
+        return
+    mesh, rows = world.mesh["tp"], RowsOfVocabulary(sequence=layout.shards_tokens)
+    for table in (stage.tokens, stage.head):
+        if table is not None:
+            rows._apply(table, mesh)
+    if stage.norm is not None:
+        Replicated(sequence=layout.shards_tokens)._apply(stage.norm, mesh)
+    stage.vocabulary = VocabularyShard.of(
+        stage.config.vocab_size, world.group("tp"), divides_tokens=layout.shards_tokens
+    )
+
+
 def _shard(stage: Stage, world: World) -> None:
-    """Data parallelism: layers over the ranks that hold the same matrices, the rest over all that hold other tokens.
+    """Data parallelism: matrices over the ranks that hold the same, positions over all that hold other tokens.
 
     In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each
     of many microbatches would cost more than it saves.
     """
     reshard = world.layout.pp == 1
-    inside: set[nn.Parameter] = set()
-    for layer in stage.layers.values():
-        if world.replicas.size() > 1:
+    if stage.positions is not None and world.token_ranks.size() > world.replicas.size():
+        fully_shard(stage.positions, mesh=world.token_ranks, reshard_after_forward=reshard)
+        # Tensor-parallel ranks have the same loss, of other tokens: of these ranks gradients are added, not averaged.
+        # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
+        positions = cast("FSDPModule", stage.positions)
+        positions.set_gradient_divide_factor(world.replicas.size())
+        positions.set_force_sum_reduction_for_comms(True)
+    if world.replicas.size() > 1:
+        for layer in stage.layers.values():
             fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
-        else:
-            inside |= set(layer.parameters())
-    if world.token_ranks.size() > 1:
-        fully_shard(stage, mesh=world.token_ranks, reshard_after_forward=False, ignored_params=inside)
-        if world.token_ranks.size() > world.replicas.size():
-            # The loss is weighted for tensor parallelism already: of its ranks the gradients are added, not averaged.
-            # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
-            root = cast("FSDPModule", stage)
-            root.set_gradient_divide_factor(world.replicas.size())
-            root.set_force_sum_reduction_for_comms(True)
+        fully_shard(stage, mesh=world.replicas, reshard_after_forward=False)

@@ -89,16 +89,13 @@ class ParallelTrainer(Trainer):
         return mean, tokens
 
     def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
-        """Over all ranks: those of the last stage have the losses of their rows and tokens, the others have none."""
+        """Over all ranks: those of the last stage have the losses of their rows, alike under tp; the others have none."""
         layout = self.world.layout
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             total += loss.double()
         dist.all_reduce(total)
-        alike = (
-            1 if layout.shards_tokens else layout.tp
-        )  # ranks with the same tokens; else the loss is weighted already
-        return float((total / (microbatches * layout.dp * layout.cp * alike)).float())
+        return float((total / (microbatches * layout.dp * layout.cp * layout.tp)).float())
 
     def evaluate(self, batches: BatchSource) -> float:
         """As the Trainer's, of every rank's part. Not for pipelines, whose forwards run under a schedule."""

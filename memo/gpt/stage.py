@@ -2,7 +2,7 @@
 
     first    tokens (b, s) -> embedding -> layers
     others   hidden (b, s, h) -> layers
-    last     ... -> norm -> loss, this rank's weighted share of it
+    last     ... -> norm -> loss, the mean over the tokens of its tensor-parallel group
 
 Owns which modules a stage keeps and which positions its tokens have. Parameter names are the whole model's, so that a
 checkpoint does not know how many stages wrote it.
@@ -18,6 +18,8 @@ from torch import nn
 from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.model import GPT
 from memo.gpt.rotary import RotaryTables, rotary_tables
+from memo.gpt.vocabulary import Vocabulary, WholeVocabulary
+from memo.parallel.vocabulary_rows import own_rows
 
 __all__ = ["Stage", "TokenRange"]
 
@@ -53,7 +55,6 @@ class Stage(nn.Module):
         layers: range,
         own: TokenRange,
         attended: TokenRange,
-        loss_weight: float = 1.0,
         autocast: torch.dtype | None = None,
     ) -> None:
         """`own` are the tokens this rank holds between the layers, `attended` those that its projections see.
@@ -63,7 +64,8 @@ class Stage(nn.Module):
         super().__init__()
         self.config = whole.config
         self.is_first, self.is_last = layers.start == 0, layers.stop == whole.config.layers
-        self.own, self.attended, self.loss_weight, self.autocast = own, attended, loss_weight, autocast
+        self.own, self.attended, self.autocast = own, attended, autocast
+        self.vocabulary: Vocabulary = WholeVocabulary()
         tied = whole.head is None
         self.tokens = whole.tokens if self.is_first or (self.is_last and tied) else None
         self.positions = whole.positions if self.is_first else None
@@ -78,7 +80,7 @@ class Stage(nn.Module):
         return self.tokens is not None and not self.is_first
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states, or on the last stage the weighted mean loss over this rank's tokens."""
+        """Hidden states, or on the last stage the mean loss."""
         if self.autocast is None:
             return self._forward(x, targets)
         with torch.autocast(x.device.type, self.autocast):
@@ -93,13 +95,14 @@ class Stage(nn.Module):
         if self.norm is None:
             return x
         assert targets is not None
-        return linear_cross_entropy(self.norm(x), self._output_weight(), targets) * self.loss_weight
+        weight = own_rows(self._output_weight())
+        return linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.tokens is not None
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions.weight[self.own.slice]
+            x = x + self.positions(torch.arange(self.own.first, self.own.last, device=x.device))
         return self.dropout(x)  # type: ignore[no-any-return]
 
     def _rotary(self, x: torch.Tensor) -> RotaryTables | None:

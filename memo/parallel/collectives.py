@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "join",
     "own_shard",
+    "reduce_scattered",
     "scatter_sum",
     "split",
     "sum_out",
@@ -106,14 +107,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scattered(grad, ctx.group, ctx.dim), None, None
+        return reduce_scattered(grad, ctx.group, ctx.dim), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return _reduce_scattered(x, group, dim)
+        return reduce_scattered(x, group, dim)
 
     @staticmethod
     @once_differentiable
@@ -171,7 +172,8 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-def _reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's shard, along `dim`, of the sum over the group. Outside of autograd."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     result: torch.Tensor = parts.new_empty(parts.shape[1:])
     _reduce_scatter(result.view(-1), parts.view(-1), group=group)

@@ -36,7 +36,7 @@ class World:
     replicas: DeviceMesh
     """dp and cp in one dimension: ranks that hold the same layers' matrices and other tokens."""
     token_ranks: DeviceMesh
-    """And tp too, where its ranks hold other tokens: what stands outside of the layers is sharded over these."""
+    """And tp too, where its ranks hold other tokens: learned positions are sharded over these."""
     rank: int
     pp: int
     dp: int

@@ -49,6 +49,23 @@ def equals_the_whole(vocab: int, split: int, chunk: int | None, keep: bool) -> N
     torch.testing.assert_close(grads[1], grad_weight[shard.first : shard.first + len(part)], rtol=0, atol=1e-12)
 
 
+def equals_the_whole_when_tokens_are_divided_too(vocab: int, chunk: int | None, keep: bool) -> None:
+    x, weight, targets = case(vocab, torch.float64, tokens=2 * TOKENS)
+    targets[:, :TOKENS:2] = IGNORE  # not equally many count on both ranks
+    expected = F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    grad_x, grad_weight = torch.autograd.grad(expected * 0.37, (x, weight))
+    assert dist.group.WORLD is not None
+    shard = VocabularyShard.of(vocab, dist.group.WORLD, divides_tokens=True)
+    part = weight.detach()[shard.first :][: shard.largest].clone().requires_grad_()
+    own = slice(dist.get_rank() * TOKENS, (dist.get_rank() + 1) * TOKENS)
+    mine = x.detach()[:, own].clone().requires_grad_()
+    loss = linear_cross_entropy(mine, part, targets[:, own], chunk=chunk, vocabulary=shard, keep_gradients=keep)
+    grads = torch.autograd.grad(loss * 0.37, (mine, part))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads[0], grad_x[:, own], rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads[1], grad_weight[shard.first : shard.first + len(part)], rtol=0, atol=1e-12)
+
+
 def is_close_in_bfloat16() -> None:
     x, weight, targets = case(257, torch.bfloat16, tokens=2048)
     exact = F.cross_entropy(F.linear(x.float(), weight.float()).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
@@ -90,6 +107,9 @@ def main() -> None:
         for chunk in (16, None):
             for keep in (True, False):
                 equals_the_whole(vocab, split, chunk, keep)
+    for chunk in (1, 16, None):
+        for keep in (True, False):
+            equals_the_whole_when_tokens_are_divided_too(53, chunk, keep)
     is_close_in_bfloat16()
     logits_far_out_do_not_overflow()
     holds_a_chunk_of_its_own_logits_at_a_time()

@@ -101,7 +101,7 @@ def managed(world: World) -> tuple[int, int]:
 
     def count(*_: object) -> None:
         nonlocal most
-        groups = manager._engine._groups.values()
+        groups = manager._engine._groups
         most = max(most, sum(saved.nbytes for group in groups for saved in group.living()))
 
     for layer in layers:
