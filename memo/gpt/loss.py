@@ -166,21 +166,36 @@ def _chunked(
     for first in range(0, hidden.shape[0], rows):
         own = slice(first, first + rows)
         x, target = vocabulary.all_tokens(hidden[own].to(compute)), vocabulary.all_tokens(targets[own])
-        counted = (target != IGNORE)[:, None]
-        index = target[:, None].where(counted, 0)
-        logits = (x @ matrix.T).to(wide)
-        normaliser, chosen = vocabulary.reduce(logits, index)
-        losses = (normaliser - chosen).where(counted, 0)
-        total += losses.sum(dtype=torch.float64)
         if grad_hidden is None and grad_weight is None:
+            total += _losses((x @ matrix.T).to(wide), target, vocabulary)[0]
             continue
-        # d loss / d logits: softmax minus one-hot, written over the logits.
-        steep = logits.sub_(normaliser).exp_()
-        vocabulary.subtract_targets(steep, index)
-        slope = steep.mul_(counted.to(wide) / count).to(compute)
+        chunk_total, slope = _losses_and_slope((x @ matrix.T).to(wide), target, count, vocabulary, compute)
+        total += chunk_total
         if grad_hidden is not None:
             grad_hidden[own] = vocabulary.sum_over_ranks(slope @ matrix)
         if grad_weight is not None:
             grad_weight += slope.T @ x
+        del slope  # before the next chunk's logits are made
     mean = (total / count).to(wide)
     return mean, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _losses(
+    logits: torch.Tensor, target: torch.Tensor, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of a chunk's losses; and for the slope: the normaliser, which tokens count, and the index of their targets."""
+    counted = (target != IGNORE)[:, None]
+    index = target[:, None].where(counted, 0)
+    normaliser, chosen = vocabulary.reduce(logits, index)
+    losses = (normaliser - chosen).where(counted, 0)
+    return losses.sum(dtype=torch.float64), normaliser, counted, index
+
+
+def _losses_and_slope(
+    logits: torch.Tensor, target: torch.Tensor, count: torch.Tensor, vocabulary: Vocabulary, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a chunk's losses, and d loss / d logits: softmax minus one-hot, written over the logits."""
+    total, normaliser, counted, index = _losses(logits, target, vocabulary)
+    slope = logits.sub_(normaliser).exp_()
+    vocabulary.subtract_targets(slope, index)
+    return total, slope.mul_(counted.to(slope.dtype) / count).to(compute)

@@ -149,6 +149,9 @@ def test_memory_beyond_gradients_does_not_depend_on_the_length() -> None:
     assert kept_short == grad_hidden(short) + grad_weight + 4
     assert kept_long == grad_hidden(long) + grad_weight + 4
     assert forward_long - grad_hidden(long) == forward_short - grad_hidden(short)
+    # Beside the gradients: the logits of one chunk, of the weight's gradient its part, and a few numbers a token of it.
+    chunk = 64 * vocab * 4
+    assert chunk < forward_long - kept_long <= chunk + grad_weight + 64 * (hidden + 16) * 4
     # Backward holds the gradients and their product with the incoming one.
     assert backward_long <= max(forward_long, 2 * (grad_hidden(long) + grad_weight) + 64)
     # The plain loss keeps the log-probabilities of all tokens.
