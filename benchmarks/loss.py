@@ -131,13 +131,11 @@ def relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def rounds(case: Case, named: dict[str, Loss], count: int) -> dict[str, dict[str, float]]:
-    """Each way's figures: the least time and the largest peak of interleaved rounds, the first of which warms up."""
+    """Each way's figures: the least time and the largest peak of interleaved rounds."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in named}
-    for number in range(count + 1):
+    for _ in range(count):
         for name, loss in named.items():
-            figures = measure(case, loss)
-            if number:
-                rows[name].append(figures)
+            rows[name].append(measure(case, loss))
     seconds = {name: min(row["seconds"] for row in seen) for name, seen in rows.items()}
     peaks = {name: max(row["peak_bytes"] for row in seen) for name, seen in rows.items()}
     memos = next(iter(seconds.values()))
