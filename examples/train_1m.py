@@ -1,4 +1,4 @@
-"""Trains on sequences of a million tokens: the same script on a laptop, on one GPU and on many, by flags alone.
+"""Trains on documents of a million tokens: the same script on a laptop, on one GPU and on many, by flags alone.
 
     CPU laptop      python examples/train_1m.py --preset laptop
 
@@ -11,9 +11,10 @@
     four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
                         examples/train_1m.py --preset 7b --dp 4 --batch 4 --data books/ --steps 1000 ...
 
-Before anything runs it prints what will be kept, moved and recomputed, and the peaks this leads to; then a line a step. A
-row of a batch is `seq` tokens in succession, so a book of a million tokens is one; without --data the text is the source
-of Python's standard library. Any flag of `memo train` may follow and has the last word; after a stop, --resume goes on.
+Before anything runs it prints what each layer will keep, move and recompute, and the peaks this leads to; then a line a
+step. A row of a batch is the first million tokens of a book, or the next of the same one; what is shorter is left out.
+Without --data the books are the packages of Python's standard library. For short texts: --documents packed
+--mask-documents. Any flag of `memo train` may follow and has the last word; after a stop, --resume goes on.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ import dataclasses
 import functools
 import os
 import sys
+import tempfile
 
 import torch
 
 from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
-from memo.errors import Infeasible
+from memo.errors import MemoError
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets
-from memo.mip.activation_solve import solve_problem
+from memo.mip.activation import ActivationProblem, Budgets
+from memo.mip.activation_files import plan_to_json, read_hardware
+from memo.mip.files import write_file
 from memo.mip.hardware import PRESETS as GPUS
 from memo.mip.hardware import Hardware
+from memo.planning import checked_plan
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
@@ -47,7 +51,7 @@ LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the
 PRESETS = {
     "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--device", "cpu"],
     "350m": ["--model", "350m", "--variant", "llama", "--heads", "8", "--seq", "1m"],
-    "7b": ["--model", "7b", "--seq", "1m", "--tp", "8"],
+    "7b": ["--model", "7b", "--variant", "llama", "--seq", "1m", "--tp", "8"],
 }
 
 
@@ -56,70 +60,69 @@ class Asked:
     """What the flags of `memo train` say about size; the plan needs no more."""
 
     config: GPTConfig
-    tokens: int
-    batch: int
-    dp: int
-    tp: int
+    layout: Layout
+    device: str | None
     host: str | None
     on_gpu: bool
-    gives_alpha: bool
+    says_where: bool  # the flags themselves say where activations go
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False  # what is not known here is memo train's
     parser.add_argument("--preset", choices=PRESETS, required=True)
+    parser.add_argument("--gpu", metavar="FILE", help="a machine's description, to plan for instead of this GPU")
+    parser.add_argument("--plan-file", metavar="FILE", help="keep the plan here, for memo show and memo simulate")
     known, flags = parser.parse_known_args()
-    flags = PRESETS[known.preset] + flags
-    asked = read(flags)
-    try:
-        offload = plan_on_gpu(asked) if asked.on_gpu else plan_on_cpu(asked)
-    except Infeasible as error:
-        print(f"train_1m: {error}; a shorter --seq, such as 512k, needs less", file=sys.stderr)
-        return error.exit_code
-    return memo(["train", *offload, *flags])
+    flags = [*PRESETS[known.preset], "--documents", "whole", *flags]
+    with tempfile.TemporaryDirectory(prefix="memo-plan-") as folder:
+        file = known.plan_file if known.plan_file is not None and leads() else f"{folder}/plan.json"
+        try:
+            asked = read(flags)
+            offload = by_plan(asked, known.gpu, file) if known.gpu or asked.on_gpu else to_disk(asked)
+        except MemoError as error:
+            print(f"train_1m: {error}", file=sys.stderr)
+            return error.exit_code
+        return memo(["train", *([] if asked.says_where else offload), *flags])
 
 
 def read(flags: list[str]) -> Asked:
     """The last of each flag counts, as it does for `memo train`."""
     sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model", "variant", "seq", "host-budget", "alpha", "offload", "device"):
+    for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
         sizes.add_argument(f"--{name}")
-    for name in ("layers", "hidden", "heads", "batch", "dp", "tp"):
-        sizes.add_argument(f"--{name}", type=int)
+    for name, default in {"layers": None, "hidden": None, "heads": None, "batch": 1, "dp": 1, "tp": 1, "cp": 1}.items():
+        sizes.add_argument(f"--{name}", type=int, default=default)
     given, _ = sizes.parse_known_args(flags)
-    tokens = parse_tokens(given.seq)
-    config = preset(
-        given.model, variant=given.variant or "gpt", max_seq=tokens, layers=given.layers, hidden=given.hidden,
-        heads=given.heads,
-    )  # fmt: skip
+    tokens, ranks = parse_tokens(given.seq), given.dp * given.tp * given.cp
+    shape = {"layers": given.layers, "hidden": given.hidden, "heads": given.heads}
     return Asked(
-        config=config, tokens=tokens, batch=given.batch or 1, dp=given.dp or 1, tp=given.tp or 1,
-        host=given.host_budget, on_gpu=given.device != "cpu" and torch.cuda.is_available(),
-        gives_alpha=given.alpha is not None or given.offload is not None,
-    )  # fmt: skip
+        config=preset(given.model, variant=given.variant or "gpt", max_seq=tokens, **shape),
+        layout=Layout(tokens=tokens, batch=max(given.batch // given.dp, 1), gpus=ranks, tp=given.tp, cp=given.cp),
+        device=given.device_budget,
+        host=given.host_budget,
+        on_gpu=given.device != "cpu" and torch.cuda.is_available(),
+        says_where=given.alpha is not None or given.offload is not None,
+    )
 
 
-def plan_on_gpu(asked: Asked) -> list[str]:
-    """Solves for the shortest step within this machine's memory; the flags that carry the plan out."""
-    machine = this_gpu()
+def by_plan(asked: Asked, description: str | None, file: str) -> list[str]:
+    """Solves for the shortest step of one rank within the machine's memory; the flags that carry the plan out."""
+    machine = this_gpu() if description is None else read_hardware(description)
+    device = int(0.95 * machine.device_bytes) if asked.device is None else parse_bytes(asked.device)
     host = int(0.8 * machine.host_bytes) if asked.host is None else parse_bytes(asked.host)
-    ranks, together = asked.dp * asked.tp, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    layout = Layout(tokens=asked.tokens, batch=asked.batch // asked.dp, gpus=ranks, tp=asked.tp)
-    device, planned = int(0.95 * machine.device_bytes), int(PLANNED_HOST * host)
-    budgets = Budgets(device_bytes=device, host_bytes=planned, ranks_per_node=together)
-    profile = derive_profile(asked.config, machine, layout)
-    plan = solve_problem(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
-    if os.environ.get("RANK", "0") == "0":
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    budgets = Budgets(device_bytes=device, host_bytes=int(PLANNED_HOST * host), ranks_per_node=together)
+    profile = derive_profile(asked.config, machine, asked.layout)
+    plan = checked_plan(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
+    write_file(file, plan_to_json(plan), overwrite=True)
+    if leads():
         print(activation_table(plan), flush=True)
-    return [] if asked.gives_alpha else flags_for(plan, host)
+    return ["--offload", "auto", "--plan", file, "--host-budget", str(host)]
 
 
-def flags_for(plan: ActivationPlan, host: int) -> list[str]:
-    """One fraction for all layers: the least of theirs, so that no memory holds more than the plan says."""
-    if plan.declined:
-        return []  # everything fits
-    alpha = min(layer.all_tokens for layer in plan.layers)
-    return ["--offload", "host", "--host-budget", str(host), "--alpha", f"{alpha:.4f}"]
+def leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def this_gpu() -> Hardware:
@@ -130,9 +133,10 @@ def this_gpu() -> Hardware:
     return dataclasses.replace(known, device_bytes=torch.cuda.get_device_properties(0).total_memory, host_bytes=memory)
 
 
-def plan_on_cpu(asked: Asked) -> list[str]:
+def to_disk(asked: Asked) -> list[str]:
     """Where host memory is the device there is one choice, the disk: plays a step without memory to foretell the peak."""
-    step = functools.partial(gpt_step, asked.config, batch=asked.batch, tokens=asked.tokens, precision=Precision.FP32)
+    layout = asked.layout
+    step = functools.partial(gpt_step, asked.config, batch=layout.batch, tokens=layout.tokens, precision=Precision.FP32)
     plain, ours = (record_step(step, alpha=alpha, exact=True) for alpha in (None, LAPTOP_ALPHA))
     state = 3 * plain.static_nbytes  # the weights, and AdamW's two moments of each
     peak, without = (format_bytes(state + played.trace.peak_nbytes) for played in (ours, plain))
@@ -140,7 +144,7 @@ def plan_on_cpu(asked: Asked) -> list[str]:
     print(
         f"plan     predicted peak of tensors {peak}, without memo {without}; the program adds some 300 MiB", flush=True
     )
-    return [] if asked.gives_alpha else ["--offload", "disk", "--alpha", str(LAPTOP_ALPHA)]
+    return ["--offload", "disk", "--alpha", str(LAPTOP_ALPHA)]
 
 
 if __name__ == "__main__":

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from run_examples import EXAMPLES, example, run
 
 from memo.mip.activation_files import read_activation_plan
-
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-}
-
-
-def run(*command: object, **environment: str) -> str:
-    """What it printed; it has to end well."""
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **environment}, timeout=280, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_million_tokens_on_a_laptop_made_small(tmp_path: Path) -> None:
@@ -90,6 +62,7 @@ def test_what_does_not_fit_is_said_in_one_line(
 def test_the_plan_that_a_gpu_would_get(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     flags: list[str],
     gpu: str,
     memory: int,
@@ -104,18 +77,23 @@ def test_the_plan_that_a_gpu_would_get(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     given: list[list[str]] = []
     monkeypatch.setattr(module, "memo", lambda argv: given.append(argv) or 0)
-    monkeypatch.setattr(sys, "argv", ["train_1m.py", *flags, "--steps", "2"])
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr(sys, "argv", ["train_1m.py", *flags, "--plan-file", str(file), "--steps", "2"])
     assert module.main() == 0
     table = capsys.readouterr().out
     assert "k tokens on" in table or "1m tokens on" in table
     assert "device, a GPU" in table
     (argv,) = given
-    alpha = float(argv[argv.index("--alpha") + 1])
-    assert 0 <= alpha <= 1
-    if "128GiB" in flags:
-        assert alpha < 1  # not all of it has room there
+    assert argv[argv.index("--plan") + 1] == str(file)
+    plan = read_activation_plan(file)
+    signature = plan.problem.profile.signature
+    assert (signature.tokens, signature.batch) == ((512 if "512k" in flags else 1024) << 10, 1)
+    assert signature.tp == ranks
+    assert plan.problem.budgets.ranks_per_node == ranks
     budget = int(argv[argv.index("--host-budget") + 1])
     assert budget == (128 << 30 if "128GiB" in flags else int(0.8 * host))
+    if "128GiB" in flags:
+        assert any(layer.all_tokens < 1 for layer in plan.layers)  # not all of it has room there
     # memo train understands what comes after.
     from memo.cli.main import main
 

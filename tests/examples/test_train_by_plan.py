@@ -1,0 +1,118 @@
+"""examples/train_1m.py carries out the plan it makes, layer by layer, and changes no loss: on this CPU, as on a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from run_examples import EXAMPLES, example, run
+
+from memo.mip.activation import ActivationPlan
+from memo.mip.activation_files import hardware_to_json, read_activation_plan
+from memo.mip.hardware import Hardware
+
+MIB = 1 << 20
+LAYERS, TOKENS = 6, 2048
+LARGEST_STORAGE = TOKENS * 128 * 4
+"""The input of a layer in float32: a storage goes to one place whole, so a fraction of bytes holds to within one."""
+
+TWO_CORES = Hardware(
+    name="two cores",
+    peak_flops=40e9,
+    matmul_efficiency=0.5,
+    attention_efficiency=0.3,
+    device_bytes=1024 * MIB,
+    hbm_bytes_per_s=5e9,
+    d2h_bytes_per_s=1e9,
+    h2d_bytes_per_s=1e9,
+    duplex_bytes_per_s=2e9,
+    node_d2h_bytes_per_s=2e9,
+    node_h2d_bytes_per_s=2e9,
+    nvlink_bytes_per_s=1e9,
+    gpus_per_node=2,
+    host_bytes=2048 * MIB,
+)
+
+
+def saved_bytes(plan: ActivationPlan) -> list[float]:
+    """Of each layer, at the levels of the plan."""
+    return [
+        own.saved_bytes(known) for own, known in zip(plan.layers, plan.problem.profile.layer_profiles(), strict=True)
+    ]
+
+
+def moved_bytes(trace: Path, step: int) -> list[int]:
+    """To the host in one step, by layer."""
+    events = [event for event in map(json.loads, trace.read_text().splitlines()) if event.get("step") == step]
+    layer = {event["id"]: event["module"] for event in events if event["k"] == "state" and event["to"] == "live"}
+    moved: Counter[str] = Counter()
+    for event in events:
+        if event["k"] == "span" and event["lane"] == "d2h":
+            moved[layer[event["id"]]] += event["nbytes"]
+    return [moved[f"layers.{number}"] for number in range(LAYERS)]
+
+
+def losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> None:
+    machine, file, trace = (tmp_path / name for name in ("machine.json", "plan.json", "trace.rank0.jsonl"))
+    machine.write_text(hardware_to_json(TWO_CORES))
+    size = ["--layers", LAYERS, "--seq", TOKENS, "--tp", ranks, "--precision", "bf16-autocast"]
+    # Room for all first, to know how much to take away: three fifths of what the layers save, so that they differ.
+    module = example("train_1m")
+    asked = module.read([*module.PRESETS["laptop"], *map(str, size)])
+    module.by_plan(asked, str(machine), str(file))
+    free = read_activation_plan(file)
+    assert free.declined is not None
+    lacking = int(0.6 * sum(saved_bytes(free)))
+    start = [sys.executable] if ranks == 1 else [Path(sys.executable).parent / "torchrun", "--nproc-per-node", ranks]
+    train = [*start, EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
+    budgets = ["--device-budget", free.stages[0].peak_device_bytes - lacking, "--host-budget", lacking // 2 * ranks]
+    by_plan = [
+        *train,
+        "--gpu",
+        machine,
+        "--plan-file",
+        file,
+        "--trace",
+        trace,
+        *budgets,
+        "--metrics",
+        tmp_path / "by-plan",
+    ]
+    said = run(*by_plan)
+    run(*train, "--offload", "none", "--metrics", tmp_path / "plain")
+
+    assert losses(tmp_path / "by-plan") == losses(tmp_path / "plain")
+    assert len(losses(tmp_path / "plain")) == 2
+    assert "bytes: kept" in said
+    plan = read_activation_plan(file)
+    signature = plan.problem.profile.signature
+    assert (signature.tokens, signature.tp, len(plan.layers)) == (TOKENS, ranks, LAYERS)
+    assert len({layer.host for layer in plan.layers}) >= 3  # else one fraction for all would do as well
+    planned = [own.host * saved for own, saved in zip(plan.layers, saved_bytes(plan), strict=True)]
+    moved = moved_bytes(trace, step=2)
+    assert all(abs(one - other) <= LARGEST_STORAGE / ranks for one, other in zip(moved, planned, strict=True)), (
+        moved,
+        planned,
+    )
+    assert max(planned) - min(planned) > 2 * LARGEST_STORAGE / ranks
+
+
+def test_a_choice_of_the_callers_is_not_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = tmp_path / "machine.json"
+    machine.write_text(hardware_to_json(TWO_CORES))
+    module = example("train_1m")
+    given: list[list[str]] = []
+    monkeypatch.setattr(module, "memo", lambda argv: given.append(argv) or 0)
+    flags = ["--preset", "laptop", "--seq", "2k", "--gpu", str(machine)]
+    for more in ([], ["--alpha", "0.5", "--offload", "disk"], ["--offload", "none"]):
+        monkeypatch.setattr(sys, "argv", ["train_1m.py", *flags, *more])
+        assert module.main() == 0
+    assert ["--plan" in argv for argv in given] == [True, False, False]
