@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.head_dim, self.group = config.head_dim, config.group
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
-        self.attend = attend  # context parallelism puts its own here
+        self.attend, self.attend_within = attend, attend_within  # context parallelism puts its own here
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
@@ -55,7 +55,10 @@ class Attention(nn.Module):
             # Rotation makes new queries and keys; copying the values as well frees the projection, of which attention
             # would otherwise keep all for the sake of its smallest part.
             query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
-        mixed = self.attend(query, key, value) if spans is None else attend_within(query, key, value, spans)
+        if spans is None:
+            mixed = self.attend(query, key, value)
+        else:
+            mixed = self.attend_within(query, key, value, spans)
         return self.out(mixed.flatten(2))  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from memo.gpt.config import GPTConfig
 from memo.gpt.initial import initialise
 from memo.gpt.model import GPT, Attention
-from memo.gpt.stage import Stage, TokenRange
+from memo.gpt.stage import Stage
+from memo.gpt.token_places import TokenPlaces
 from memo.gpt.vocabulary import VocabularyShard
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.ulysses import Ulysses
@@ -38,8 +39,8 @@ def build_stages(
 ) -> list[Stage]:
     """This rank's stages of the pipeline, in the order of the layers."""
     layout = world.layout
-    own = TokenRange.shard(seq, world.token_shard, layout.token_shards)
-    attended = TokenRange.shard(seq, world.cp, layout.cp)
+    attended = TokenPlaces.whole(seq).shard(world.cp, layout.cp)
+    own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
     stages: list[Stage] = []
     for index in layout.stages_of(world.pp):
         stage = Stage(
@@ -66,6 +67,7 @@ def _divide_layers(stage: Stage, world: World) -> None:
         if layout.cp > 1:
             attention = cast("Attention", layer.attention)
             attention.attend = Ulysses(attention.attend, world.group("cp"))
+            attention.attend_within = Ulysses(attention.attend_within, world.group("cp"))
         if layout.tp > 1:
             column, row = ColumnParallel(sequence=sequence), RowParallel(sequence=sequence)
             entry, norm = Entry(sequence=sequence), Replicated(sequence=sequence)

@@ -6,6 +6,7 @@ over ranks. The rest of a step is the Trainer's.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -21,26 +22,52 @@ from memo.gpt.stage import Stage
 from memo.gpt.train_config import TrainConfig
 from memo.gpt.training import BatchSource, Trainer
 from memo.parallel.gradients import clip_gradients, gradient_norm
-from memo.parallel.pipeline import make_schedule
+from memo.parallel.pipeline import make_schedule, pass_through
 from memo.parallel.world import World
 
 __all__ = ["ParallelTrainer", "RankBatches"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """What one rank takes of a microbatch, or of several one after another."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor | None
+    """All tokens of its rows, where attention stays within documents: their ends are anywhere."""
+
+    @classmethod
+    def join(cls, batches: Sequence[RankBatch]) -> RankBatch:
+        """One that schedules divide into these again."""
+        rows = [batch.rows for batch in batches if batch.rows is not None]
+        return cls(
+            tokens=torch.cat([batch.tokens for batch in batches]),
+            targets=torch.cat([batch.targets for batch in batches]),
+            rows=torch.cat(rows) if rows else None,
+        )
+
+
 class RankBatches:
     """A rank's part of every microbatch: some rows, and of these some tokens."""
 
-    def __init__(self, whole: BatchSource, world: World, stage: Stage) -> None:
+    def __init__(self, whole: BatchSource, world: World, stage: Stage, device: torch.device) -> None:
         self._whole = whole
         self._world = world
-        self._tokens = stage.own.slice
+        self._own = stage.own
+        self._whole_rows = stage.config.end_of_document is not None
+        self._device = device
 
-    def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets) of that microbatch, contiguous."""
+    def at(self, step: int, microbatch: int = 0) -> RankBatch:
+        """That microbatch, on the device."""
         tokens, targets = self._whole.at(step, microbatch)
         rows = tokens.shape[0] // self._world.layout.dp
         mine = slice(self._world.dp * rows, (self._world.dp + 1) * rows)
-        return tokens[mine, self._tokens].contiguous(), targets[mine, self._tokens].contiguous()
+        return RankBatch(
+            tokens=self._own.of(tokens[mine]).contiguous().to(self._device),
+            targets=self._own.of(targets[mine]).contiguous().to(self._device),
+            rows=tokens[mine].to(self._device) if self._whole_rows else None,
+        )
 
 
 class ParallelTrainer(Trainer):
@@ -62,9 +89,10 @@ class ParallelTrainer(Trainer):
         self.stages = stages
         self.world = world
         self.seed = seed
-        ours = RankBatches(batches, world, stages[0])
-        super().__init__(nn.ModuleList(stages), ours, config, device=device, around_forward=around_forward)
-        self.schedule = self._make_schedule(rows // world.layout.dp) if world.layout.pp > 1 else None
+        super().__init__(nn.ModuleList(stages), batches, config, device=device, around_forward=around_forward)
+        self._ours = RankBatches(batches, world, stages[0], device)
+        self._rows = rows // world.layout.dp
+        self.schedule = self._make_schedule() if world.layout.pp > 1 else None
         """torch's pipeline schedule, with its order."""
         self._tied = _TiedEmbedding(stages, world)
 
@@ -85,7 +113,8 @@ class ParallelTrainer(Trainer):
         self._tied.add_gradients()
         layout = self.world.layout
         mean = self._mean(losses, self.config.accumulate)
-        tokens = self.config.accumulate * self._batches.at(step)[0].numel() * layout.dp * layout.token_shards
+        own = self._rows * len(self.stages[0].own)
+        tokens = self.config.accumulate * own * layout.dp * layout.token_shards
         return mean, tokens
 
     def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
@@ -98,59 +127,78 @@ class ParallelTrainer(Trainer):
         return float((total / (microbatches * layout.dp * layout.cp * layout.tp)).float())
 
     def evaluate(self, batches: BatchSource) -> float:
-        """As the Trainer's, of every rank's part. Not for pipelines, whose forwards run under a schedule."""
-        (stage,) = self.stages
-        ours = RankBatches(batches, self.world, stage)
-        stage.eval()
+        """As the Trainer's, of every rank's part."""
+        ours = RankBatches(batches, self.world, self.stages[0], self.device)
+        self.model.eval()
         try:
             with torch.no_grad():
-                losses = [stage(*self._to_device(ours.at(index))) for index in range(self.config.eval_steps)]
+                losses = [self._forward(ours.at(index)) for index in range(self.config.eval_steps)]
         finally:
-            stage.train()
-        return self._mean(losses, self.config.eval_steps)
+            self.model.train()
+        return self._mean([loss for loss in losses if loss is not None], self.config.eval_steps)
+
+    def _forward(self, batch: RankBatch) -> torch.Tensor | None:
+        """The loss of a batch that goes through all stages, where the last one is."""
+        if self.schedule is None:
+            return cast("torch.Tensor", self.stages[0](batch.tokens, batch.targets, batch.rows))
+        return pass_through(
+            self.world.layout,
+            self._by_index,
+            self.world.group("pp"),
+            batch.tokens,
+            hidden=self._hidden(),
+            targets=batch.targets,
+            rows=batch.rows,
+        )
 
     def _one_by_one(self, step: int) -> list[torch.Tensor]:
         """No pipeline: forward and backward of each microbatch in turn."""
         (stage,) = self.stages
         losses = []
         for microbatch in range(self.config.accumulate):
-            inputs, targets = self._to_device(self._batches.at(step, microbatch))
+            batch = self._ours.at(step, microbatch)
             last = microbatch == self.config.accumulate - 1
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(last, recurse=False)
             with self._around_forward:
-                loss = stage(inputs, targets)
+                loss = stage(batch.tokens, batch.targets, batch.rows)
             (loss / self.config.accumulate).backward()
             losses.append(loss.detach())
         return losses
 
     def _pipelined(self, step: int) -> list[torch.Tensor]:
-        both = [self._batches.at(step, microbatch) for microbatch in range(self.config.accumulate)]
-        inputs, targets = self._to_device((torch.cat([b[0] for b in both]), torch.cat([b[1] for b in both])))
+        batch = RankBatch.join([self._ours.at(step, microbatch) for microbatch in range(self.config.accumulate)])
         losses: list[torch.Tensor] = []
-        first = (inputs,) if self.stages[0].is_first else ()
-        last = {"target": targets, "losses": losses, "targets": targets} if self._holds_last else {}
+        first = (batch.tokens,) if self.stages[0].is_first else ()
+        last = {"target": batch.targets, "losses": losses, "targets": batch.targets} if self._holds_last else {}
+        every = {} if batch.rows is None else {"rows": batch.rows}
         assert self.schedule is not None
         with self._around_forward:
-            self.schedule.step(*first, **last, return_outputs=False)
+            self.schedule.step(*first, **last, **every, return_outputs=False)
         return losses
 
     @property
     def _holds_last(self) -> bool:
         return any(stage.is_last for stage in self.stages)
 
-    def _make_schedule(self, rows: int) -> Any:
-        config = self.stages[0].config
-        own = len(self.stages[0].own)
-        weight = next(self.stages[0].parameters())
-        stages = self.world.layout.stages_of(self.world.pp)
+    @property
+    def _by_index(self) -> dict[int, Stage]:
+        return dict(zip(self.world.layout.stages_of(self.world.pp), self.stages, strict=True))
+
+    def _hidden(self) -> torch.Tensor:
+        """What passes between stages, without memory."""
+        stage = self.stages[0]
+        shape, dtype = (self._rows, len(stage.own), stage.config.hidden), next(stage.parameters()).dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def _make_schedule(self) -> Any:
         return make_schedule(
             self.world.layout,
-            dict(zip(stages, self.stages, strict=True)),
+            self._by_index,
             self.world.group("pp"),
-            tokens=torch.empty(rows, own, dtype=torch.int64, device="meta"),
-            hidden=torch.empty(rows, own, config.hidden, dtype=weight.dtype, device="meta", requires_grad=True),
+            tokens=torch.empty(self._rows, len(self.stages[0].own), dtype=torch.int64, device="meta"),
+            hidden=self._hidden(),
             microbatches=self.config.accumulate,
             device=self.device,
         )

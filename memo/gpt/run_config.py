@@ -145,9 +145,5 @@ class RunConfig:
             raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
-        if self.layout.ranks > 1 and self.mask_documents:
-            raise UsageError("--mask-documents needs whole sequences on one rank; leave it out")
-        if self.layout.pp > 1 and self.eval_every:
-            raise UsageError("--eval-every cannot be used with --pp; evaluate a checkpoint without it")
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")

@@ -10,39 +10,18 @@ checkpoint does not know how many stages wrote it.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import nn
 
 from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.model import GPT
-from memo.gpt.rotary import RotaryTables, rotary_tables
+from memo.gpt.rotary import RotaryTables, rotary_tables, tables_at
+from memo.gpt.spans import Spans
+from memo.gpt.token_places import TokenPlaces
 from memo.gpt.vocabulary import Vocabulary, WholeVocabulary
 from memo.parallel.vocabulary_rows import own_rows
 
-__all__ = ["Stage", "TokenRange"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRange:
-    """Tokens [first, last) of a sequence."""
-
-    first: int
-    last: int
-
-    @classmethod
-    def shard(cls, seq: int, index: int, count: int) -> TokenRange:
-        """Number `index` of `count` equal parts."""
-        part = seq // count
-        return cls(first=index * part, last=(index + 1) * part)
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.first, self.last)
+__all__ = ["Stage"]
 
 
 class Stage(nn.Module):
@@ -53,8 +32,8 @@ class Stage(nn.Module):
         whole: GPT,
         *,
         layers: range,
-        own: TokenRange,
-        attended: TokenRange,
+        own: TokenPlaces,
+        attended: TokenPlaces,
         autocast: torch.dtype | None = None,
     ) -> None:
         """`own` are the tokens this rank holds between the layers, `attended` those that its projections see.
@@ -79,39 +58,61 @@ class Stage(nn.Module):
         """Whether this stage holds a second copy of the first one's embedding, to make logits with."""
         return self.tokens is not None and not self.is_first
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states, or on the last stage the mean loss."""
-        if self.autocast is None:
-            return self._forward(x, targets)
-        with torch.autocast(x.device.type, self.autocast):
-            return self._forward(x, targets)
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states, or on the last stage the mean loss.
 
-    def _forward(self, x: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        `rows` are all tokens of the rows that `x` is of, for a model that attends within documents.
+        """
+        if self.autocast is None:
+            return self._forward(x, targets, rows)
+        with torch.autocast(x.device.type, self.autocast):
+            return self._forward(x, targets, rows)
+
+    def _forward(self, x: torch.Tensor, targets: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+        spans = self._spans(rows)
         if self.is_first:
-            x = self._embed(x)
-        rotary = self._rotary(x)
+            x = self._embed(x, spans)
+        rotary = self._rotary(x, spans)
         for layer in self.layers.values():
-            x = layer(x, rotary)
+            x = layer(x, rotary, spans)
         if self.norm is None:
             return x
         assert targets is not None
         weight = own_rows(self._output_weight())
         return linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _spans(self, rows: torch.Tensor | None) -> Spans | None:
+        end = self.config.end_of_document
+        if end is None:
+            return None
+        assert rows is not None
+        return Spans.of(rows, end)
+
+    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> torch.Tensor:
         assert self.tokens is not None
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(self.own.first, self.own.last, device=x.device))
+            own = self.own.positions(x.device) if spans is None else self.own.of(spans.positions)
+            x = x + self.positions(own)
         return self.dropout(x)  # type: ignore[no-any-return]
 
-    def _rotary(self, x: torch.Tensor) -> RotaryTables | None:
-        config = self.config
-        if config.positions != "rotary":
+    def _rotary(self, x: torch.Tensor, spans: Spans | None) -> RotaryTables | None:
+        if self.config.positions != "rotary":
             return None
-        tables = self.attended
+        if spans is not None:
+            return tables_at(self._tables(range(spans.longest), x), self.attended.of(spans.positions))
+        tables = [self._tables(places, x) for places in self.attended.ranges]
+        if len(tables) == 1:
+            return tables[0]
+        cos, sin = zip(*tables, strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
+    def _tables(self, places: range, x: torch.Tensor) -> RotaryTables:
+        config = self.config
         return rotary_tables(
-            len(tables), config.head_dim, config.rope_theta, first=tables.first, device=x.device, dtype=x.dtype
+            len(places), config.head_dim, config.rope_theta, first=places.start, device=x.device, dtype=x.dtype
         )
 
     def _output_weight(self) -> torch.Tensor:

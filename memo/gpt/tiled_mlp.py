@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from memo.errors import UsageError
-
 __all__ = ["tiled_mlp"]
 
 Activation = Callable[..., torch.Tensor]
@@ -39,35 +37,59 @@ def tiled_mlp(
 ) -> torch.Tensor:
     """down(activation(*[linear(x) for linear in wide])), in about `tiles` tiles; `activation` works element by element.
 
-    Matrix products run in the autocast dtype where autocast is on. The gradient is once differentiable.
+    Matrix products run in the autocast dtype where autocast is on. The gradient is once differentiable. Under tensor
+    parallelism the tiles are of this rank's columns, and what is saved is the input's shard.
 
     Raises:
-        UsageError: the weights are sharded over ranks, whose products need communication in between.
+        UsageError: the weights are divided over ranks by something else than memo's tensor parallelism.
     """
-    if any(
-        hasattr(linear.weight, "device_mesh") for linear in (*wide, down)
-    ):  # a DTensor; its module is slow to import
-        raise UsageError("mlp_tiles does not work with tensor parallelism; give one or the other")
+    if hasattr(down.weight, "device_mesh"):  # a DTensor; its module is slow to import
+        from memo.parallel.layers import kept_for, own_parts, row_sum
+
+        partial = _tiled(x, *kept_for(x), tiles, activation, [own_parts(linear) for linear in (down, *wide)])
+        return row_sum(down, partial)
+    return _tiled(x, x, _itself, tiles, activation, [(linear.weight, linear.bias) for linear in (down, *wide)])
+
+
+def _itself(kept: torch.Tensor) -> torch.Tensor:
+    return kept
+
+
+def _tiled(
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    again: Callable[[torch.Tensor], torch.Tensor],
+    tiles: int,
+    activation: Activation,
+    pairs: Sequence[_Pair],
+) -> torch.Tensor:
+    """`kept` is saved, and `again` makes `x` of it in backward; `pairs` are weight and bias, of `down` first."""
     kind, compute = x.device.type, x.dtype
     if torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
     # Casts are outside of the function: their backward is autograd's own.
-    parameters = [parameter for linear in (down, *wide) for parameter in (linear.weight, linear.bias)]
-    cast_ = [None if parameter is None else parameter.to(compute) for parameter in parameters]
+    cast_ = [None if parameter is None else parameter.to(compute) for pair in pairs for parameter in pair]
+    kept = x.to(compute) if kept is x else kept
     flat = x.flatten(0, -2).to(compute)
-    out = _TiledMlp.apply(flat, tiles, activation, *cast_)  # type: ignore[no-untyped-call]
+    out = _TiledMlp.apply(flat, kept, again, tiles, activation, *cast_)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", out.unflatten(0, x.shape[:-1]))
 
 
 class _TiledMlp(torch.autograd.Function):
-    """Parameters are weight and bias of `down`, then of each wide linear."""
+    """Parameters are weight and bias of `down`, then of each wide linear; x is (tokens, hidden), `kept` as it came."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, tiles: int, activation: Activation, *parameters: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        kept: torch.Tensor,
+        again: Callable[[torch.Tensor], torch.Tensor],
+        tiles: int,
+        activation: Activation,
+        *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, *parameters)
-        ctx.tiles, ctx.activation = tiles, activation
+        ctx.save_for_backward(kept, *parameters)
+        ctx.again, ctx.tiles, ctx.activation = again, tiles, activation
         down, *wide = _pairs(parameters)
         out = x.new_empty(x.shape[0], down[0].shape[0])
         with torch.autocast(x.device.type, enabled=False):
@@ -78,11 +100,12 @@ class _TiledMlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
+        kept, *parameters = ctx.saved_tensors
+        x = ctx.again(kept).flatten(0, -2)
         down, *wide = _pairs(parameters)
-        grads: list[torch.Tensor | None] = [None, None, None]
+        grads: list[torch.Tensor | None] = [None] * 5
         with torch.autocast(x.device.type, enabled=False):
-            if any(ctx.needs_input_grad[3:]):
+            if any(ctx.needs_input_grad[5:]):
                 grads += _weights(x, grad, ctx.tiles, ctx.activation, down, wide)
             else:
                 grads += [None] * len(parameters)

@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from memo.errors import UsageError
 from memo.parallel.collectives import all_gathered, copy_in, gather, scatter_sum, sum_out
 
-__all__ = ["ColumnParallel", "Entry", "Replicated", "RowParallel", "token_dim"]
+__all__ = ["ColumnParallel", "Entry", "Replicated", "RowParallel", "kept_for", "own_parts", "row_sum", "token_dim"]
 
 Group = dist.ProcessGroup
 
@@ -78,6 +79,16 @@ def _enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
     whole = gather(x, group, token_dim(x))
     _gathered[whole.untyped_storage()] = (_Gathering(group, token_dim(x)), x.detach())
     return whole
+
+
+def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """What a function of `x` saves in its place, and what gives `x` again in backward: the shard, if it was gathered."""
+    found = _gathered.get(x.untyped_storage())
+    if found is None or not torch.is_grad_enabled():
+        return x, lambda kept: kept
+    gathering, shard = found
+    gathering.consumers += 1
+    return shard, gathering.again
 
 
 class _LinearOfGathered(torch.autograd.Function):
@@ -150,13 +161,34 @@ class _ColumnParallel(_Divided):
 
 class _RowParallel(_Divided):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        partial = F.linear(x, self._matrix())
+        return self._summed(F.linear(x, self._matrix()))
+
+    def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         bias, group = self._part("bias"), self._tp_group
         if self._tp_sequence:
             summed = scatter_sum(partial, group, token_dim(partial))
             return summed if bias is None else summed + copy_in(bias, group)
         summed = sum_out(partial, group)
         return summed if bias is None else summed + bias
+
+
+def own_parts(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's (outputs, inputs) of a divided linear layer, and the bias that belongs to these outputs.
+
+    The bias of a RowParallel belongs to the sum over the ranks: `row_sum` adds it.
+
+    Raises:
+        UsageError: it was divided by something else, torch's own styles for instance.
+    """
+    if not isinstance(linear, _Divided):
+        raise UsageError(f"a {type(linear).__name__} is divided over ranks, but not by memo's own tensor parallelism")
+    return linear._matrix(), None if isinstance(linear, _RowParallel) else linear._part("bias")
+
+
+def row_sum(linear: nn.Module, partial: torch.Tensor) -> torch.Tensor:
+    """What a RowParallel gives, `partial` being this rank's part of its product."""
+    assert isinstance(linear, _RowParallel)
+    return linear._summed(partial)
 
 
 class _Replicated(_Divided):

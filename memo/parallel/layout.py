@@ -89,14 +89,6 @@ class Layout:
 
     def check(self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int) -> None:
         """Raises UsageError for whatever does not divide, naming the flag and the numbers that would."""
-        if shape.end_of_document is not None:
-            raise UsageError(
-                "attention within documents needs whole sequences and one stage; use one rank, or leave it out"
-            )
-        if shape.mlp_tiles > 1 and self.tp > 1:
-            raise UsageError(
-                f"--mlp-tiles {shape.mlp_tiles} and --tp {self.tp} divide the same matrices; use one of them"
-            )
         heads = self.tp * self.cp
         if shape.heads % heads or shape.kv_heads % heads:
             short = "heads" if shape.heads % heads else "key/value heads"

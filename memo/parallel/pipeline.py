@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from memo.parallel.layout import Layout, PipelineSchedule
 
-__all__ = ["in_flight", "make_schedule", "microbatches_in_flight"]
+__all__ = ["in_flight", "make_schedule", "microbatches_in_flight", "pass_through"]
 
 _NAMES = {
     PipelineSchedule.GPIPE: "GPipe",
@@ -59,6 +59,35 @@ def make_schedule(
     ]
     kind: Any = get_schedule_class(_NAMES[layout.schedule])
     return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+
+
+def pass_through(
+    layout: Layout,
+    modules: Mapping[int, nn.Module],
+    group: dist.ProcessGroup,
+    tokens: torch.Tensor,
+    *,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Forward of one batch through all stages, outside of any schedule: the loss on the rank of the last stage.
+
+    Batches that follow one another fill the pipeline by themselves, since a rank waits only for what it needs. torch's
+    schedules have an `eval`, but for as many microbatches as a step has.
+    """
+    rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
+    x, last = tokens, layout.stages - 1
+    for index, module in modules.items():
+        if index and rank_of[index - 1] != group.rank():
+            x = torch.empty_like(hidden, device=tokens.device, requires_grad=False)
+            dist.recv(x, group=group, group_src=rank_of[index - 1])
+        x = module(x if index else tokens, targets if index == last else None, rows)
+        if index == last:
+            return x
+        if rank_of[index + 1] != group.rank():
+            dist.send(x.contiguous(), group=group, group_dst=rank_of[index + 1])
+    return None
 
 
 def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

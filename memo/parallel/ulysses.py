@@ -8,6 +8,7 @@ alone has 16, divided by all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,16 @@ __all__ = ["Ulysses"]
 
 _TOKENS, _HEADS = 1, 2
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 class Ulysses:
-    """`attend` for tensors of (batch, tokens / ranks, heads, head size)."""
+    """`attend` for tensors of (batch, tokens / ranks, heads, head size); what else it takes is of all tokens."""
 
     def __init__(self, attend: Attend, group: dist.ProcessGroup) -> None:
         self._attend = attend
         self._group = group
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
         whole = [exchange(x, self._group, scatter=_HEADS, gather=_TOKENS) for x in (query, key, value)]
-        return exchange(self._attend(*whole), self._group, scatter=_TOKENS, gather=_HEADS)
+        return exchange(self._attend(*whole, *others), self._group, scatter=_TOKENS, gather=_HEADS)

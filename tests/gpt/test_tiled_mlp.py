@@ -133,7 +133,7 @@ def test_no_tiles_are_refused() -> None:
         _config(0)
 
 
-def test_weights_that_are_sharded_are_refused(tmp_path: Path) -> None:
+def test_weights_that_something_else_divided_are_refused(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -141,7 +141,7 @@ def test_weights_that_are_sharded_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         parallelize_module(mlp, init_device_mesh("cpu", (1,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        with pytest.raises(UsageError, match="tensor parallelism"):
+        with pytest.raises(UsageError, match="not by memo's own tensor parallelism"):
             mlp(torch.zeros(1, 8, HIDDEN))
     finally:
         dist.destroy_process_group()

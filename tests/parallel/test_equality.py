@@ -30,8 +30,21 @@ LAYOUTS = {
         "pp2_interleaved-zero-bubble",
         "pp2_zbv",
         "pp2_zbv_llama",
+        "tp2_llama_tiles_float64",
+        "tp2_documents_float64",
+        "cp2_llama_documents_float64",
+        "pp2_interleaved-1f1b_documents_float64",
     ],
-    4: ["dp4", "tp4", "dp2_tp2", "cp2_tp2", "tp2_pp2_interleaved-zero-bubble", "dp2_pp2_zbv", "pp4"],
+    4: [
+        "dp4",
+        "tp4",
+        "dp2_tp2",
+        "cp2_tp2",
+        "tp2_pp2_interleaved-zero-bubble",
+        "tp2_pp2_zbv_tiles_float64",
+        "dp2_pp2_zbv",
+        "pp4",
+    ],
     8: ["dp2_tp2_pp2", "dp2_cp2_tp2"],
 }
 

@@ -30,7 +30,7 @@ BOUND = 1e-5
 def training(data: Path, metrics: Path, *flags: str) -> list[str]:
     """A run of `memo train` on a model of four small layers."""
     model = ["--layers", "4", "--hidden", "32", "--heads", "4", "--seq", "256", "--batch", "4", "--accumulate", "4"]
-    files = ["--data", str(data), "--metrics", str(metrics)]
+    files = ["--data", str(data), "--metrics", str(metrics), "--eval-every", "8", "--eval-steps", "3"]
     return ["-m", "memo.cli.main", "train", "--device", "cpu", "--warmup", "2", *model, *files, *flags]
 
 
@@ -39,6 +39,12 @@ def losses(metrics: Path) -> list[float]:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(lines[0]["step"], lines[0]["step"] + len(lines)))
     return [line["loss"] for line in lines]
+
+
+def evaluations(metrics: Path) -> dict[int, float]:
+    """Losses on text held out, by the steps that they follow."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
 
 
 def finish(command: list[str]) -> str:
@@ -56,14 +62,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process."""
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The metrics of one process."""
     metrics = tmp_path_factory.mktemp("alone") / "metrics"
     finish([sys.executable, *training(data, metrics, "--steps", "24")])
-    return losses(metrics)
+    return metrics
 
 
-def test_a_checkpoint_of_one_layout_goes_on_at_others(data: Path, uninterrupted: list[float], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def uninterrupted(alone: Path) -> list[float]:
+    return losses(alone)
+
+
+def test_a_checkpoint_of_one_layout_goes_on_at_others(
+    data: Path, alone: Path, uninterrupted: list[float], tmp_path: Path
+) -> None:
     first, kept = tmp_path / "first", str(tmp_path / "kept")
     stop_early = ("--steps", "24", "--checkpoint-dir", kept, "--checkpoint-every", "12", "--checkpoint-keep", "5")
     finish([*torchrun(4), *training(data, first, *stop_early, "--dp", "2", "--tp", "2")])
@@ -73,6 +86,9 @@ def test_a_checkpoint_of_one_layout_goes_on_at_others(data: Path, uninterrupted:
         second = tmp_path / f"second{number}"
         finish([*torchrun(4), *training(data, second, "--steps", "24", "--resume", checkpoint, *layout)])
         assert losses(second) == pytest.approx(uninterrupted[12:], rel=BOUND)
+        later = {step: loss for step, loss in evaluations(alone).items() if step > 12}
+        assert evaluations(second) == pytest.approx(later, rel=BOUND)
+        assert list(later) == [16, 24]
 
 
 def children(parent: int) -> dict[int, int]:

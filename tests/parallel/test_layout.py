@@ -30,12 +30,11 @@ V = PipelineSchedule.ZERO_BUBBLE_V
         ({"pp": 8, "schedule": V}, {}, "8 layers do not divide over 16 pipeline stages"),
         ({"pp": 4}, {"microbatches": 3}, "--accumulate 3 is too few for 1f1b on --pp 4; at least 4"),
         ({"pp": 2, "schedule": V}, {"microbatches": 3}, "--accumulate 3 is too few for zbv on --pp 2; at least 4"),
-        ({"tp": 2}, {"mlp_tiles": 4}, "--mlp-tiles 4 and --tp 2"),
     ],
 )
 def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     run = {"seq": 64, "batch": 4, "microbatches": 4} | changes
-    model = {name: run.pop(name) for name in ("kv_heads", "ffn", "mlp_tiles") if name in run}
+    model = {name: run.pop(name) for name in ("kv_heads", "ffn") if name in run}
     shape = preset("tiny", layers=8, hidden=64, heads=8, **model)
     with pytest.raises(UsageError, match=reason):
         Layout(**sizes).check(shape, **run)

@@ -93,6 +93,17 @@ def test_a_llama_layer_saves_a_share_of_what_one_process_saves() -> None:
     assert divided == pytest.approx(alone / 8)
 
 
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+def test_a_tiled_mlp_saves_its_input_alone_as_a_shard(sequence: bool) -> None:
+    shape = preset("tiny", vocab_size=61, max_seq=SEQ, layers=2, hidden=HIDDEN, heads=HEADS, mlp_tiles=2)
+    layer = layer_of(shape, tp=8, sequence_parallel=sequence)
+    units, _ = saved_units(layer, SEQ // 8 if sequence else SEQ)
+    whole = (4 + SMALL - HEADS / HIDDEN) / (
+        8 if sequence else 1
+    )  # the norms' inputs and statistics, and what they give
+    assert units == pytest.approx(whole + (4 + HEADS / HIDDEN) / 8)  # attention
+
+
 def test_gate_and_up_share_one_gather_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = preset(
         "tiny", variant="llama", vocab_size=61, max_seq=SEQ, layers=2, hidden=HIDDEN, heads=HEADS, kv_heads=8
