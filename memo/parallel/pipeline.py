@@ -82,13 +82,10 @@ def pass_through(
         if index and rank_of[index - 1] != group.rank():
             x = torch.empty_like(hidden, device=tokens.device, requires_grad=False)
             dist.recv(x, group=group, group_src=rank_of[index - 1])
-        made: torch.Tensor = module(x if index else tokens, targets if index == last else None, rows)
-        if index == last:
-            return made
-        x = made
-        if rank_of[index + 1] != group.rank():
+        x = module(x, targets if index == last else None, rows)
+        if index < last and rank_of[index + 1] != group.rank():
             dist.send(x.contiguous(), group=group, group_dst=rank_of[index + 1])
-    return None
+    return x if last in modules else None
 
 
 def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
