@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from memo.allocator.record import asked_for_shapes, runs_itself
 from memo.errors import RecordError
 
 __all__ = ["Hollow", "hollow_storage"]
@@ -108,11 +109,17 @@ class Hollow(TorchDispatchMode):
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if asked_for_shapes():
+            return func(*args, **kwargs)
+        if runs_itself(types):
+            return NotImplemented  # a DTensor's own code first: it comes back with the tensors that this rank holds
         kind = _kind(func)
         if kind is _Kind.COMPARES:
             return True  # there is nothing in which they could differ
         if kind is _Kind.MOVES_NOTHING:
             return func(*args, **kwargs)
+        if kind is _Kind.COMMUNICATES:
+            return _communicated(func, args)
         tensors: list[torch.Tensor] = []
         key = (func, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ())
         if _is_on_meta(tensors, kwargs):
@@ -156,6 +163,7 @@ class _Kind(enum.Enum):
 
     COMPARES = "answers whether contents are equal"
     MOVES_NOTHING = "runs as it is"
+    COMMUNICATES = "fills its first argument with what other ranks have"
     CHANGES_FIRST = "returns its first argument, changed: `add_`, but not `add.out`"
     COMPUTES = "makes new tensors, or returns nothing"
 
@@ -166,6 +174,8 @@ def _kind(func: torch._ops.OpOverload) -> _Kind:
         return _Kind.COMPARES
     if func.namespace == "profiler":  # marks of optimizers; their objects cannot be compared with each other
         return _Kind.MOVES_NOTHING
+    if func.namespace == "c10d":
+        return _Kind.COMMUNICATES
     if func.is_view or func in _AS_THEY_ARE or torch.Tag.inplace_view in func.tags:
         return _Kind.MOVES_NOTHING
     returned = func._schema.returns
@@ -173,6 +183,14 @@ def _kind(func: torch._ops.OpOverload) -> _Kind:
     if first is not None and first.is_write and len(returned) == 1 and returned[0].alias_info is not None:
         return _Kind.CHANGES_FIRST
     return _Kind.COMPUTES
+
+
+def _communicated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    """What a collective gives: what it was given to fill, and the work of it, which is over."""
+    from torch._C._distributed_c10d import FakeWork
+
+    made = [FakeWork().boxed() if "Work" in str(given.type) else args[0] for given in func._schema.returns]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def _look(value: Any, tensors: list[torch.Tensor]) -> Any:

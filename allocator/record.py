@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.allocator.caching import round_size
 from memo.allocator.trace import Allocation, AllocationTrace
 
-__all__ = ["Life", "Recorder", "Where"]
+__all__ = ["Life", "Recorder", "Where", "asked_for_shapes", "runs_itself"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,16 @@ class Life:
     where: Where
     died_in: str | None = None
     """The group in which it was freed."""
+
+
+def asked_for_shapes() -> bool:
+    """Whether operators run on fakes now, as a DTensor lets them to learn what it will give: nothing is allocated."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def runs_itself(types: Iterable[type]) -> bool:
+    """Whether a tensor among the arguments has code of its own for operators, as a DTensor has."""
+    return any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types)  # type: ignore[attr-defined]
 
 
 class Recorder(TorchDispatchMode):
@@ -81,7 +91,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if runs_itself(types) and not asked_for_shapes():
+            return NotImplemented  # a DTensor's own code first: it comes back with the tensors that this rank holds
         out = func(*args, **(kwargs or {}))
+        if asked_for_shapes():
+            return out
         results = out if isinstance(out, (tuple, list)) else (out,)
         for place, result in enumerate(results):
             if isinstance(result, torch.Tensor) and result.untyped_storage() not in self._known:

@@ -14,7 +14,7 @@ import functools
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Step:
     """Runs one forward; returns the scalar to backward from."""
     inputs: tuple[torch.Tensor, ...] = ()
     """What the forward reads beside the model, where that is known."""
+    layers: Sequence[nn.Module] | None = None
+    """The repeated ones, where the model does not show them."""
 
 
 class Role(enum.StrEnum):
@@ -156,7 +158,7 @@ def record_step(
         raise UsageError("an offloaded step (alpha) is recorded without bytes; it would get none back")
     with contextlib.nullcontext() if real else Hollow():
         step = build()
-        layers = _layers_of(step.model, needed=checkpointed or alpha is not None)
+        layers = _layers_of(step, needed=checkpointed or alpha is not None)
         if checkpointed:
             _checkpoint(layers)
         run = _Run(step, layers, adam=_adam(step.model) if optimizer else None, alpha=alpha)
@@ -192,7 +194,8 @@ class _Run:
     def record(self, *, exact: bool) -> Recording:
         recorder = Recorder()
         step = self._step
-        static = [*step.model.parameters(), *step.model.buffers(), *self._optimizer_state(), *step.inputs]
+        everything = (*step.model.parameters(), *step.model.buffers(), *self._optimizer_state(), *step.inputs)
+        static = [getattr(tensor, "_local_tensor", tensor) for tensor in everything]  # of a DTensor, this rank's part
         recorder.adopt(static)
         saved = _Saved(recorder, self._layers)
         offload = self.offload
@@ -293,9 +296,9 @@ _ATEN = torch.ops.aten
 _NORMS = frozenset({_ATEN.native_layer_norm, _ATEN._fused_rms_norm})
 
 
-def _layers_of(model: nn.Module, *, needed: bool) -> list[Layer]:
+def _layers_of(step: Step, *, needed: bool) -> list[Layer]:
     try:
-        return find_layers(model)
+        return find_layers(step.model, step.layers)
     except NoRepeatedLayers:
         if needed:
             raise

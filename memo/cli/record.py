@@ -7,6 +7,7 @@ it, is in memo.recording.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from memo.allocator.trace import AllocationTrace, trace_to_csv, trace_to_json
 from memo.cli.plans import table
 from memo.errors import ExitCode, PlanError, UsageError
-from memo.gpt.config import PRESETS, preset
+from memo.gpt.config import PRESETS, GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.files import write_file
+from memo.parallel.layout import Layout
 from memo.units import format_bytes, format_tokens, parse_tokens
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _EPILOG = """\
 examples:
   memo record --model 7b --seq 1m --alpha 0.25 -o trace.csv && memo pack trace.csv
   memo record --model mymodel:build --seq 32k --checkpoint | memo pack
+  memo record --model 7b --seq 1m --tp 8 --alpha 1 | memo pack
 
 A model of your own is a function in a module that can be imported from here. It is called with the keywords batch and
 tokens, and returns (model, loss): a module on the CPU, and a callable that runs one forward and returns the loss.
@@ -51,6 +54,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--seq", default="1k", metavar="TOKENS", help="such as 32k or 1m (default 1k)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="of a rank that shares matrices with others (default 1)"
+    )
+    parser.add_argument(
+        "--cp", type=int, default=1, metavar="N", help="of a rank that shares the tokens of a sequence (default 1)"
+    )
+    parser.add_argument(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="with --tp: every rank holds all tokens between the matrices",
+    )
     parser.add_argument(
         "--precision", choices=[str(p) for p in Precision], default="bf16", help="of a named model (default bf16)"
     )
@@ -96,35 +110,54 @@ def _record(args: argparse.Namespace, tokens: int) -> Recording:
     collecting = gc.isenabled()
     gc.disable()  # importing torch makes a million objects and no garbage: a quarter of this command's time
     try:
-        build = _step_maker(args, tokens)
-        from memo.recording import record_step
+        with contextlib.ExitStack() as stack:
+            build = _step_maker(args, tokens, stack)
+            from memo.recording import record_step
 
-        return record_step(
-            build,
-            alpha=args.alpha,
-            checkpointed=args.checkpoint,
-            optimizer=args.optimizer,
-            exact=args.exact,
-            real=args.real,
-        )
+            return record_step(
+                build,
+                alpha=args.alpha,
+                checkpointed=args.checkpoint,
+                optimizer=args.optimizer,
+                exact=args.exact,
+                real=args.real,
+            )
     finally:
         if collecting:
             gc.enable()
 
 
-def _step_maker(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
+def _step_maker(args: argparse.Namespace, tokens: int, stack: contextlib.ExitStack) -> Callable[[], Step]:
+    """`stack` ends what the step needs around it."""
+    layout = Layout(tp=args.tp, cp=args.cp, sequence_parallel=not args.no_sequence_parallel)
     if ":" in args.model:
-        if args.layers is not None or args.variant != "gpt":
-            raise UsageError("--layers and --variant are for the named models")
+        if args.layers is not None or args.variant != "gpt" or layout.ranks > 1:
+            raise UsageError("--layers, --variant, --tp and --cp are for the named models")
         from memo.recording import load_step
 
         return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
     config = preset(args.model, variant=args.variant, layers=args.layers)
     if config.positions == "learned" and tokens > config.max_seq:
         config = preset(args.model, variant=args.variant, layers=args.layers, max_seq=tokens)
+    size: dict[str, Any] = {"batch": args.batch, "tokens": tokens, "precision": Precision(args.precision)}
+    if layout.ranks > 1:
+        return _rank_step_maker(config, layout, args.real, size, stack)
     from memo.recording import gpt_step
 
-    return functools.partial(gpt_step, config, batch=args.batch, tokens=tokens, precision=Precision(args.precision))
+    return functools.partial(gpt_step, config, **size)
+
+
+def _rank_step_maker(
+    config: GPTConfig, layout: Layout, real: bool, size: dict[str, Any], stack: contextlib.ExitStack
+) -> Callable[[], Step]:
+    """One rank's part, played: the others do not exist."""
+    layout.check(config, seq=size["tokens"], batch=size["batch"], microbatches=1)
+    if real:
+        raise UsageError("--real computes with numbers, of which the other ranks of --tp and --cp would give none")
+    from memo.parallel.played import played_rank
+    from memo.rank_step import rank_step
+
+    return rank_step(config, stack.enter_context(played_rank(layout)), **size)
 
 
 def _summary(args: argparse.Namespace, tokens: int, recording: Recording) -> dict[str, Any]:
@@ -135,6 +168,9 @@ def _summary(args: argparse.Namespace, tokens: int, recording: Recording) -> dic
         "batch": args.batch,
         "tokens": tokens,
         "layers": recording.layers,
+        "tp": args.tp,
+        "cp": args.cp,
+        "sequence_parallel": args.tp > 1 and not args.no_sequence_parallel,
         "alpha": args.alpha,
         "checkpoint": args.checkpoint,
         "optimizer": args.optimizer,
@@ -168,6 +204,7 @@ def _table(args: argparse.Namespace, tokens: int, recording: Recording) -> str:
             ("moved off the device", format_bytes(recording.moved_nbytes)),
             ("most away at once", format_bytes(recording.peak_away_nbytes)),
         ]
-    head = f"{args.model}, {recording.layers} layers, {args.batch} x {format_tokens(tokens)} tokens, {way}"
+    ranks = "".join(f", one rank of {name} {size}" for name, size in (("tp", args.tp), ("cp", args.cp)) if size > 1)
+    head = f"{args.model}, {recording.layers} layers, {args.batch} x {format_tokens(tokens)} tokens{ranks}, {way}"
     whole = [f"whole tensors: {name}: {reason}" for name, reason in recording.whole_layers.items()]
     return "\n".join([table((head, ""), rows), *whole])

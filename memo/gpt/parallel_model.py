@@ -24,7 +24,7 @@ from memo.parallel.ulysses import Ulysses
 from memo.parallel.vocabulary_rows import RowsOfVocabulary
 from memo.parallel.world import World
 
-__all__ = ["build_stages"]
+__all__ = ["build_stages", "divided_stages"]
 
 
 def build_stages(
@@ -38,6 +38,18 @@ def build_stages(
     autocast: torch.dtype | None = None,
 ) -> list[Stage]:
     """This rank's stages of the pipeline, in the order of the layers."""
+    stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
+    for stage in stages:
+        _shard(stage, world)
+        stage.to_empty(device=device)
+        initialise(stage, shape, seed)
+    return stages
+
+
+def divided_stages(
+    shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> list[Stage]:
+    """The same without memory, and with their parameters not yet sharded over replicas."""
     layout = world.layout
     attended = TokenPlaces.whole(seq).shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
@@ -52,9 +64,6 @@ def build_stages(
         )
         _divide_layers(stage, world)
         _divide_ends(stage, world)
-        _shard(stage, world)
-        stage.to_empty(device=device)
-        initialise(stage, shape, seed)
         stages.append(stage)
     return stages
 
