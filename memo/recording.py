@@ -35,6 +35,7 @@ from memo.gpt.training import weight_dtype
 from memo.hollow_offload import HollowOffload
 from memo.places import Places
 from memo.swap.answers import is_attention
+from memo.swap.capture import cast_of_parameter
 from memo.swap.layers import Layer, find_layers
 
 __all__ = ["Recording", "Role", "Step", "gpt_step", "load_step", "record_step"]
@@ -64,6 +65,8 @@ class Role(enum.StrEnum):
     """Everything else that a layer makes of a token's own numbers, queries, keys and values among it."""
     STATISTICS = "statistics"
     """What norms and softmax keep beside their results."""
+    WEIGHTS = "weights"
+    """Autocast's copies of parameters, which stay from their first use until the last."""
     OUTSIDE = "outside"
     """Saved outside the layers, or made there: embedding, rotary tables, loss."""
 
@@ -255,7 +258,7 @@ class _Saved:
         """Called by autograd; keeps the tensor where it is."""
         life = self._recorder.life_of(tensor)
         if life is not None and life not in self._roles:
-            self._roles[life] = self._role(life)
+            self._roles[life] = Role.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
         return tensor.detach()
 
     @contextlib.contextmanager
