@@ -1,8 +1,8 @@
 """One rank's step of our GPT under tensor and context parallelism, to be recorded without the other ranks.
 
-Owns what such a step is made of; the group, in which nobody else is, is memo.parallel.played's. Parameters are whole that
-would be sharded over replicas and ranks of other tokens, as they are from their first use in a step on. It stands apart
-from memo.recording since importing it takes as long as recording a step.
+Owns what such a step is made of; the group, in which nobody else is, is memo.parallel.played's. Parameters that would be
+sharded over replicas are whole, as they are while they are used. It stands apart from memo.recording, since importing it
+takes as long as recording a step.
 """
 
 from __future__ import annotations

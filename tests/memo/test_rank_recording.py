@@ -62,7 +62,7 @@ def test_parameters_are_counted_as_the_rank_has_them() -> None:
     one, eight = (recorded(Layout(tp=tp, cp=8 // tp), config).static_nbytes for tp in (1, 8))
     # Norms, and the biases behind the two sums, are on every rank.
     whole = LAYERS * (4 * HIDDEN + 2 * HIDDEN)
-    divided = LAYERS * layer_parameter_count(config) - whole
+    divided = LAYERS * layer_parameter_count(config) - whole + config.vocab_size * HIDDEN
     assert one - eight == ITEM * divided * 7 // 8
 
 
