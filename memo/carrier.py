@@ -131,8 +131,10 @@ class Carrier:
 
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
     """What a plan says of each layer, in the words of those who carry it out."""
+    known = plan.problem.profile.layer_profiles()
     placements = {
-        number: Placement(kept=part.kept, host=part.host, disk=part.disk) for number, part in enumerate(plan.layers)
+        number: Placement(kept=part.kept, host=part.host, disk=part.disk, nbytes=int(part.saved_bytes(known[number])))
+        for number, part in enumerate(plan.layers)
     }
     levels = {layer.name: _levels(part) for layer, part in zip(layers, plan.layers, strict=True)}
     return placements, levels

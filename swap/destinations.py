@@ -55,6 +55,7 @@ class Destinations:
         }
         self._placements: dict[int, Placement] = {}
         self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
+        self._latest: tuple[int, Quota] | None = None  # the layer that began last, and its account
 
     def place(self, placements: Mapping[int, Placement]) -> None:
         """Says where the layers' bytes go, by layer, from their next calls on.
@@ -70,11 +71,23 @@ class Destinations:
                         f"placement: layer {layer} sends {fraction:.0%} of its bytes to {tier}, which is off"
                     )
         self._placements = dict(placements)
+        self._saved_nbytes.clear()  # at other levels a layer saves something else
 
     def quota(self, layer: int) -> Quota | None:
-        """The account of a call of `layer` that begins now; None where no placement says anything of it."""
+        """The account of a call of `layer` that begins now; None where no placement says anything of it.
+
+        What the layer before it kept too little may be kept here, so that over a whole pass the device lacks one storage at
+        most; a pass begins where the layers do not go on.
+        """
         placement = self._placements.get(layer)
-        return None if placement is None else Quota(placement, expected_nbytes=self._saved_nbytes.get(layer, 0))
+        before, self._latest = self._latest, None
+        if placement is None:
+            return None
+        carried = before[1].unkept_nbytes if before is not None and before[0] == layer - 1 else 0.0
+        expected = self._saved_nbytes.get(layer, placement.nbytes)
+        quota = Quota(placement, expected_nbytes=expected, carried_nbytes=carried)
+        self._latest = layer, quota
+        return quota
 
     def claim(self, saved: SavedStorage, nbytes: int) -> Place | None:
         """Room for the `nbytes` of `saved` that move; None for a storage that stays on the device as it is, by plan.
@@ -87,10 +100,18 @@ class Destinations:
             return self._first.claim(nbytes) or self._claim(saved, nbytes, self._tiers)
         chosen = quota.choose(nbytes)
         self._saved_nbytes[saved.group.key[0]] = quota.nbytes
-        if chosen is Tier.DEVICE and saved.part is None:
+        if chosen is not Tier.DEVICE:
+            try:
+                return self._claim(saved, nbytes, self._beginning_with[chosen])
+            except (HostBudgetExceeded, ScratchFull):
+                if not self._spill or not quota.unkept_nbytes:
+                    raise
+                # Rounding to whole storages moves more than was planned, and the device has that much too little.
+                quota.keeps_instead(chosen, nbytes)
+        if saved.part is None:
             self._stats.bytes_kept += nbytes
             return None
-        return self._claim(saved, nbytes, self._beginning_with[chosen])
+        return self._claim(saved, nbytes, self._beginning_with[Tier.DEVICE])
 
     def claim_elsewhere(self, nbytes: int, *, than: TierRoom) -> Place | None:
         """Room in another tier than the one that failed."""

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from memo.swap.backend import Backend, Event
+    from memo.swap.groups import Call
     from memo.swap.partial import Partial
     from memo.swap.placement import Placement
     from memo.swap.replay import Span, Wanted
@@ -170,6 +171,10 @@ class Engine:
     def reload_ahead(self, nbytes: int | None) -> None:
         """How much may be reloaded ahead of backward; None for one layer."""
         self._prefetch_bytes = nbytes
+
+    def expect(self, order: Sequence[Call]) -> None:
+        """Says in which order backward will come to the layers' calls, until a step has shown it."""
+        self._groups.expect(order)
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -363,8 +368,9 @@ class Engine:
         """Issues the copy out (E1)."""
         part = saved.part
         nbytes = saved.nbytes if part is None else part.head_nbytes
-        if nbytes == 0:
-            saved.move_to(LEAVING)  # all of it will be computed again
+        if nbytes == 0:  # all of it will be computed again
+            saved.move_to(LEAVING)
+            self._drop_source(saved)
             return
         place = self._destinations.claim(saved, nbytes)
         if place is None:
@@ -375,7 +381,9 @@ class Engine:
         saved.out = place.leave(source, after=self._written())
         self.stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
-        if self._journal is not None and place.tier is not self._on_device:
+        if place.tier is self._on_device:
+            self._drop_source(saved)  # the compute stream made the copy, so whatever it does next comes after
+        elif self._journal is not None:
             self._journal.copying(saved.id, nbytes, place.tier.lane_out, saved.out)
 
     def _issue_held(self) -> None:
@@ -561,34 +569,35 @@ class Engine:
             raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
 
     def _reach(self, group: Group) -> None:
-        """Backward has come to this group: reload it, and what the observed order says comes after it (R7)."""
+        """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
         self._reading = group
         self._groups.reached(group)
         if self._journal is not None:
             self._journal.backward_reached(group.module)
         self._poll_limbo()
+        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
+            return
         room = self._prefetch_bytes
-        following: Group | None = group
-        ahead = 0
-        while following is not None and self._fetch_group(following):
-            following = self._groups.following(following)
-            if following is None or (ahead and room is None):
+        for ahead, following in enumerate(self._groups.after(group)):
+            # Of what nothing has to be brought from another tier there is nothing to do before backward asks for it.
+            away = [saved for saved in following.living() if saved.state is AWAY and self._is_elsewhere(saved)]
+            nbytes = sum(saved.nbytes for saved in away)
+            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
                 break
-            if room is not None:
-                nbytes = sum(saved.nbytes for saved in following.living() if saved.state is AWAY)
-                if ahead and nbytes > room:  # one layer ahead is what overlap needs in any case
-                    break
-                room -= nbytes
-            ahead += 1
+            if not self._fetch_group(following, away):
+                break
+            room = None if room is None else room - nbytes
 
-    def _fetch_group(self, group: Group) -> bool:
+    def _is_elsewhere(self, saved: SavedStorage) -> bool:
+        return saved.place is not None and saved.place.tier is not self._on_device
+
+    def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Reloads what the group has away; False when the device had no room for all of it.
 
         What is not reloaded here is fetched when backward asks for it, when less is held than now.
         """
-        away = [saved for saved in reversed(group.living()) if saved.state is AWAY]  # backward asks in about this order
         try:
-            self._fetch(away)
+            self._fetch(away[::-1])  # backward asks in about this order
         except torch.OutOfMemoryError:
             self._warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False

@@ -1,7 +1,7 @@
 """The calls of layers in the step under way, and in which order backward comes to them (R7).
 
-It owns their numbering and the order observed in the step before. "Reverse of the forward" alone is wrong across the
-microbatches of a pipeline: it is the guess where nothing was observed.
+It owns their numbering and the order to expect: that of the step before, or before the first one what a pipeline's schedule
+says. "Reverse of the forward" alone is wrong across the microbatches of a pipeline: it is the guess where nothing is known.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from memo.swap.saved import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Groups"]
+__all__ = ["Call", "Groups"]
 
-_Key = tuple[int, int]  # layer, and how often it was called before
+Call = tuple[int, int]
+"""A layer, and how often it was called before in the step."""
 
 
 class Groups:
@@ -24,48 +25,70 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
+        self._by_call: dict[Call, Group] = {}
         self._begun = 0
         self._calls: collections.Counter[int] = collections.Counter()
-        self._order_before: dict[_Key, _Key] = {}
-        self._order_now: list[_Key] = []
+        self._expected: Sequence[Call] = ()
+        self._come = 0
+        """How much of the expected order has come true; the rest is to come."""
+        self._on_course = False
+        """The group that backward reached last was expected."""
+        self._order_now: list[Call] = []
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
+
+    def expect(self, order: Sequence[Call]) -> None:
+        """The order in which backward will reach the calls of the step to come. A call may come more than once."""
+        self._expected, self._come = tuple(order), 0
 
     def begin(self, layer: int, module: str, *, wait_for_next: bool) -> Group:
         """The group of a call that begins now."""
         group = Group(self._begun, (layer, self._calls[layer]), module, wait_for_next=wait_for_next)
         self._calls[layer] += 1
         self._begun += 1
-        self._groups[group.index] = group
+        self._groups[group.index] = self._by_call[group.key] = group
         return group
 
     def forget(self, group: Group) -> None:
         """Nothing of it lives any more."""
         self._groups.pop(group.index, None)
+        self._by_call.pop(group.key, None)
 
     def end_step(self) -> None:
         """Nothing lives: numbers start anew, and the order that backward took is what to expect."""
         if self._order_now:
-            self._order_before = dict(zip(self._order_now, self._order_now[1:], strict=False))
+            self._expected = tuple(self._order_now)
         self._order_now = []
+        self._come, self._on_course = 0, False
         self._groups.clear()
+        self._by_call.clear()
         self._calls.clear()
         self._begun = 0
 
     def reached(self, group: Group) -> None:
         """Backward has come to `group`."""
         self._order_now.append(group.key)
+        try:
+            self._come = self._expected.index(group.key, self._come) + 1
+            self._on_course = True
+        except ValueError:
+            self._on_course = False
 
-    def following(self, group: Group) -> Group | None:
-        """The group that backward will reach next: as in the step before, else the nearest earlier one in forward order."""
-        key = self._order_before.get(group.key)
-        if key is not None:
-            for other in self:
-                if other.key == key and other.alive:
-                    return other
+    def after(self, group: Group) -> Iterator[Group]:
+        """What backward will reach next, one after the other.
+
+        As expected, up to a call that is still to be made; where nothing is expected, back through the forward's order.
+        """
+        if self._on_course and self._come < len(self._expected):
+            for layer, number in self._expected[self._come :]:
+                if number >= self._calls[layer]:
+                    return  # its forward is still to come
+                expected = self._by_call.get((layer, number))
+                if expected is not None and expected.alive:
+                    yield expected
+            return
         for index in range(group.index - 1, -1, -1):
             earlier = self._groups.get(index)
             if earlier is not None and earlier.alive:
-                return earlier
-        return None
+                yield earlier

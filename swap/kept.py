@@ -81,8 +81,10 @@ class _Aside:
         target.copy_(self._block)
         backend.compute_uses(self._block)
         backend.compute_uses(target)
+        self.release()  # once is enough: what is divided comes back for good
         return backend.compute_event()
 
     def release(self) -> None:
-        self._block = None
-        self._tier.give_back(self._nbytes)
+        if self._block is not None:
+            self._block = None
+            self._tier.give_back(self._nbytes)

@@ -1,17 +1,21 @@
 """Where a layer's saved bytes go, as fractions: kept on the device, to the host, to disk.
 
-A storage goes to one place whole, so fractions hold to within one storage. It owns the running account of one layer call and
-nothing of how bytes move. What is still to come of a call is not known while its storages are saved; the layer's previous
-call tells.
+A storage goes to one place whole, so fractions hold to within one storage, that of the device from below. It owns the
+running account of one layer call and nothing of how bytes move. What is still to come of a call is not known while its
+storages are saved; the layer's previous call tells.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.trace.events import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["Placement", "Quota"]
 
@@ -29,6 +33,8 @@ class Placement:
     """Stays on the device until backward is through with it: no copy, no wait."""
     host: float = 0.0
     disk: float = 0.0
+    nbytes: int = 0
+    """What the layer's first call is expected to save; 0 where nobody knows."""
 
     def __post_init__(self) -> None:
         fractions = (self.kept, self.host, self.disk)
@@ -45,14 +51,15 @@ class Placement:
 class Quota:
     """One layer call's account: each storage goes where most is missing of what the placement says.
 
-    With the call's true total known in advance each tier ends within its largest storage of its fraction. Without it, in a
-    layer's first call, fractions are kept of what has been saved so far. A call that saves less than the one before it may
-    be off by as much more as it saves less.
+    With the call's true total known in advance each tier ends within its largest storage of its fraction, and the device
+    never above it: what is kept is what a hard budget was divided by. `carried_nbytes` is what the layers before this one
+    kept too little for that reason; it may be kept here. Without the total, in a layer's first call, fractions are kept of
+    what has been saved so far. A call that saves less than the one before it may be off by as much more as it saves less.
     """
 
     __slots__ = ("expected_nbytes", "missing", "nbytes", "placement")
 
-    def __init__(self, placement: Placement, *, expected_nbytes: int = 0) -> None:
+    def __init__(self, placement: Placement, *, expected_nbytes: int = 0, carried_nbytes: float = 0.0) -> None:
         self.placement = placement
         self.expected_nbytes = expected_nbytes
         self.nbytes = 0
@@ -61,6 +68,8 @@ class Quota:
             tier: fraction * expected_nbytes for tier, fraction in placement.fractions.items() if fraction > _TOLERANCE
         }
         """Bytes that each tier should still get; below zero where it has more than its share."""
+        if Tier.DEVICE in self.missing:
+            self.missing[Tier.DEVICE] += carried_nbytes
 
     def choose(self, nbytes: int) -> Tier:
         """Where the next storage goes; it is counted there, wherever it then finds room."""
@@ -68,10 +77,27 @@ class Quota:
         if beyond > 0:  # more than was expected: every tier is to get its share of that too
             for tier in self.missing:
                 self.missing[tier] += self.placement.fractions[tier] * beyond
-        chosen = max(self.missing, key=self.missing.__getitem__)  # the first of equals: device, host, disk
+        chosen = max(self._open_to(nbytes), key=self.missing.__getitem__)  # the first of equals: device, host, disk
         self.missing[chosen] -= nbytes
         self.nbytes += nbytes
         return chosen
+
+    def _open_to(self, nbytes: int) -> Iterable[Tier]:
+        """All but the device where it would hold more than it should."""
+        kept = self.missing.get(Tier.DEVICE)
+        if kept is None or nbytes <= kept + _TOLERANCE * nbytes or len(self.missing) == 1:
+            return self.missing
+        return [tier for tier in self.missing if tier is not Tier.DEVICE]
+
+    def keeps_instead(self, of: Tier, nbytes: int) -> None:
+        """What was to go to a tier stays on the device."""
+        self.missing[of] += nbytes
+        self.missing[Tier.DEVICE] -= nbytes
+
+    @property
+    def unkept_nbytes(self) -> float:
+        """What the device holds less than it should: carried on to the next layer."""
+        return max(0.0, self.missing.get(Tier.DEVICE, 0.0))
 
     def copy(self) -> Quota:
         """An account to try things out on."""

@@ -191,6 +191,45 @@ def test_a_quota_serves_who_misses_most_and_equals_in_order() -> None:
     ]
 
 
+def test_a_storage_that_is_too_large_for_what_the_device_may_keep_moves() -> None:
+    quota = Quota(Placement(kept=0.5, host=0.5), expected_nbytes=100)
+    assert [quota.choose(nbytes) for nbytes in (60, 30, 10)] == [Tier.HOST, Tier.DEVICE, Tier.DEVICE]
+    assert quota.unkept_nbytes == 10
+
+
+@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=12), min_size=1, max_size=8))
+def test_over_a_pass_the_device_never_has_more_than_planned_and_lacks_less_than_one_storage(
+    tenths: int, layers: list[list[int]]
+) -> None:
+    kept = tenths / 10
+    carried = planned = 0.0
+    got = 0
+    for sizes in layers:
+        quota = Quota(Placement(kept=kept, host=1 - kept), expected_nbytes=sum(sizes), carried_nbytes=carried)
+        got += sum(nbytes for nbytes in sizes if quota.choose(nbytes) is Tier.DEVICE)
+        planned += kept * sum(sizes)
+        carried = quota.unkept_nbytes
+        assert got <= planned + 1e-3
+        assert carried == pytest.approx(planned - got, abs=1e-3)
+
+
+def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> None:
+    """A host tier with room for no more than a quarter: fractions that add up are no reason to fail."""
+    model = stack(layers=4)
+    manager = managed(model, dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    planned = sum(manager._engine._destinations._saved_nbytes.values()) // 4
+    manager.close()
+    model = stack(layers=4)
+    backend = CheckingBackend("lazy")
+    tiers = [HostTier(backend, planned + 4096, segment_bytes=1 << 12)]
+    engine = Engine(backend, tiers, min_bytes=512, placements=dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
+    manager = Manager(model, find_layers(model), engine)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(stack(layers=4)))
+    assert tiers[0].peak <= planned + 4096
+    manager.close()
+
+
 weights = st.tuples(*[st.integers(0, 10)] * 3).filter(any)
 
 
