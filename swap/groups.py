@@ -1,4 +1,4 @@
-"""The calls of layers in the step under way, and in which order backward comes to them (R7).
+"""The calls of layers in the step under way: which is open, which backward is in, and in which order it comes to them (R7).
 
 It owns their numbering and the order to expect: that of the step before, or before the first one what a pipeline's schedule
 says. "Reverse of the forward" alone is wrong across the microbatches of a pipeline: it is the guess where nothing is known.
@@ -24,6 +24,10 @@ class Groups:
     """The groups with living storages, and those whose forward is under way."""
 
     def __init__(self) -> None:
+        self.open: Group | None = None
+        """Whose forward is under way, or has just ended: what is saved now belongs to it."""
+        self.reading: Group | None = None
+        """The latest that backward came to."""
         self._groups: dict[int, Group] = {}
         self._by_call: dict[Call, Group] = {}
         self._begun = 0
@@ -65,9 +69,11 @@ class Groups:
         self._by_call.clear()
         self._calls.clear()
         self._begun = 0
+        self.reading = None
 
     def reached(self, group: Group) -> None:
         """Backward has come to `group`."""
+        self.reading = group
         self._order_now.append(group.key)
         try:
             self._come = self._expected.index(group.key, self._come) + 1

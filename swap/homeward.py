@@ -1,0 +1,212 @@
+"""The way back to the device: what backward asks for is there, or is fetched, or is computed again.
+
+It owns the order of reloads and how far ahead of backward they run. The invariant: nothing is handed to autograd before its
+reload is ordered (E4) and, where only its first tokens moved, before the others are computed.
+
+    backward   ... | layer 2 | layer 1 | layer 0           first unpack of layer 2: reload 1 while 2 computes
+    reloads        |    in 1 |    in 0 |                   unpack: compute waits for the reload it needs
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from memo.errors import SwapError
+from memo.swap.saved import AWAY, BACK, LEAVING, LIVE, RETURNING
+from memo.trace.events import StallCause, UseKind
+from memo.trace.events import Tier as TierName
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Sequence
+
+    from memo.swap.account import Account
+    from memo.swap.backend import Backend, Event
+    from memo.swap.edges import Edges
+    from memo.swap.endings import Endings
+    from memo.swap.groups import Groups
+    from memo.swap.partial import Partial
+    from memo.swap.replay import Span, Wanted
+    from memo.swap.saved import Group, SavedStorage
+
+__all__ = ["Homeward"]
+
+_DEVICE = TierName.DEVICE
+_RELOAD = StallCause.RELOAD
+_LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
+
+
+class Homeward:
+    """Of one engine, whose lock is held around every call but `recompute`, which takes it itself."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        backend: Backend,
+        edges: Edges,
+        endings: Endings,
+        *,
+        groups: Groups,
+        account: Account,
+        prefetch_bytes: int | None,
+    ) -> None:
+        self.prefetch_bytes = prefetch_bytes
+        """How much may be reloaded ahead of backward; None for one layer."""
+        self.closed = False
+        """The tiers are closed: what is away stays away."""
+        self._lock = lock
+        self._backend = backend
+        self._edges = edges
+        self._endings = endings
+        self._groups = groups
+        self._account = account
+
+    def bring(self, saved: SavedStorage) -> None:
+        """Backward asks for a storage for the first time since its forward."""
+        if saved.source is not None:
+            self._forward(saved)
+            return
+        how = _PREFETCHED
+        if saved.state is AWAY:
+            self._refuse_if_closed(saved)
+            how = _FETCHED
+            self._fetch([saved])
+        begin = time.monotonic_ns()
+        try:
+            self._edges.copied_back(saved)
+        except SwapError:
+            saved.returned = saved.returning = None
+            if saved.part is not None:
+                saved.part.forget()
+            self._account.stats.device_bytes -= saved.nbytes
+            saved.move_to(AWAY)
+            raise
+        finally:
+            self._account.waited(begin, _RELOAD, saved.group.module, saved.id)
+        if saved.part is not None:
+            assert saved.returned is not None
+            saved.part.returned(saved.returned, self._backend)
+        saved.move_to(BACK)
+        self._account.used(saved, how)
+
+    def recompute(self, saved: SavedStorage, part: Partial) -> None:
+        """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
+        with self._lock:
+            self._refuse_if_closed(saved)
+            if saved.group is not self._groups.reading and not self.closed:
+                self.reach(saved.group)
+            if saved.state is AWAY:
+                self._fetch([saved])
+        journal = self._account.journal
+        begin = time.monotonic_ns()
+        began = None if journal is None else journal.stamp()
+        part.call.recompute(self._fill)
+        self._account.stats.recompute_s += (time.monotonic_ns() - begin) / 1e9
+        if journal is not None and began is not None:
+            journal.recompute_ended(saved.module, began)
+        if not part.filled and saved.source is None:
+            raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
+
+    def reach(self, group: Group) -> None:
+        """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
+        self._groups.reached(group)
+        if self._account.journal is not None:
+            self._account.journal.backward_reached(group.module)
+        self._endings.poll_limbo()
+        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
+            return
+        room = self.prefetch_bytes
+        for ahead, following in enumerate(self._groups.after(group)):
+            # Of what nothing has to be brought from another tier there is nothing to do before backward asks for it.
+            away = [saved for saved in following.living() if saved.state is AWAY and _is_elsewhere(saved)]
+            nbytes = sum(saved.nbytes for saved in away)
+            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
+                break
+            if not self._fetch_group(following, away):
+                break
+            room = None if room is None else room - nbytes
+
+    def _forward(self, saved: SavedStorage) -> None:
+        """Backward came before the source was dropped (R6): it gets the source, and a copy that has not begun is undone."""
+        stats = self._account.stats
+        if saved.state is LEAVING and saved.out is not None:
+            assert saved.place is not None
+            if saved.out.cancel():
+                stats.cancelled += 1
+                stats.moved(saved.place.tier.name, -saved.moving_nbytes)
+                saved.place.release()
+                saved.place = saved.out = None
+                saved.move_to(LIVE)
+        stats.bytes_forwarded += saved.nbytes
+        self._account.used(saved, _LIVE)
+
+    def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
+        """Reloads what the group has away; False when the device had no room for all of it.
+
+        What is not reloaded here is fetched when backward asks for it, when less is held than now.
+        """
+        try:
+            self._fetch(away[::-1])  # backward asks in about this order
+        except torch.OutOfMemoryError:
+            self._account.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
+            return False
+        return True
+
+    def _fetch(self, wanted: Sequence[SavedStorage]) -> None:
+        """Allocates buffers on the compute stream and issues the reloads into them, all after one event (E3).
+
+        Raises:
+            torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
+        """
+        buffers: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        try:
+            for saved in wanted:
+                buffer = self._backend.empty(saved.nbytes)
+                targets.append(buffer if saved.part is None else saved.part.returning(buffer, self._backend))
+                buffers.append(buffer)
+        finally:
+            if buffers:
+                event = self._edges.allocated()
+                for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
+                    self._reload(saved, buffer, target, event)
+
+    def _reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
+        stats = self._account.stats
+        place = saved.place
+        if place is not None:  # None where all of it is computed again
+            nbytes = saved.nbytes if saved.part is None else saved.part.head_nbytes
+            saved.returning = place.enter(target, after=event)
+            tier = place.tier
+            if tier.name is not _DEVICE:
+                stats.bytes_reloaded += nbytes
+                if self._account.journal is not None:
+                    self._account.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+        saved.returned = buffer
+        stats.came_to_device(saved.nbytes)
+        saved.move_to(RETURNING)
+
+    def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
+        """Recomputed tokens of a storage take their place behind those that a tier had."""
+        hold = wanted.hold()
+        if hold is None:
+            return  # backward is through with it
+        saved = hold.saved
+        with self._lock:
+            if saved.source is not None or saved.part is None or not saved.part.lacks(span.first):
+                return
+            if saved.state is AWAY:
+                self._fetch([saved])
+            assert saved.returned is not None
+            self._account.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self._backend)
+
+    def _refuse_if_closed(self, saved: SavedStorage) -> None:
+        if self.closed and not saved.on_device:
+            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
+
+
+def _is_elsewhere(saved: SavedStorage) -> bool:
+    return saved.place is not None and saved.place.tier.name is not _DEVICE

@@ -1,0 +1,172 @@
+"""The way out of the device: copies are issued as storages are saved, and their sources go one layer later.
+
+It owns which groups have sources that are still to go, and the groups whose copies wait. It does not own where the bytes
+go (destinations) nor what becomes of them there.
+
+    forward    layer 0 | layer 1 | layer 2 | ...           pack: compute event -> copy out waits for it
+    copies       out 0 |   out 1 |   out 2 |
+    dropped             ^ end of layer 1: compute waits for out 0, then the sources of layer 0 go
+
+What the forward promises its host thread: a copy that the device can order (E2, by the device's own events) never stops it.
+A copy that only a host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, leaves its source on the
+device beyond its layer, up to `late_bytes` in all; the thread stops at a layer's end only for what is beyond that, and the
+time is counted as the disk queue's. On the CPU the host is the compute stream, and waiting is what E2 is.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import TYPE_CHECKING
+
+from memo.errors import StoreWriteError
+from memo.swap.saved import AWAY, LEAVING, LIVE
+from memo.trace.events import StallCause
+from memo.trace.events import Tier as TierName
+
+if TYPE_CHECKING:
+    import torch
+
+    from memo.swap.account import Account
+    from memo.swap.backend import Backend
+    from memo.swap.destinations import Destinations
+    from memo.swap.edges import Edges
+    from memo.swap.endings import Endings
+    from memo.swap.saved import Group, SavedStorage
+
+__all__ = ["Outward"]
+
+_DEVICE = TierName.DEVICE
+_DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
+
+
+class Outward:
+    """Of one engine, whose lock is held around every call. None as `late_bytes` means those of one layer."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        edges: Edges,
+        destinations: Destinations,
+        endings: Endings,
+        *,
+        account: Account,
+        late_bytes: int | None,
+    ) -> None:
+        self._backend = backend
+        self._edges = edges
+        self._destinations = destinations
+        self._endings = endings
+        self._account = account
+        self._late_bytes = late_bytes
+        self._held: Group | None = None  # its copies wait until another layer follows
+        self._unretired: collections.deque[Group] = collections.deque()
+        self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
+
+    def send(self, saved: SavedStorage, source: torch.Tensor) -> None:
+        """Issues the copy out (E1)."""
+        part = saved.part
+        nbytes = saved.nbytes if part is None else part.head_nbytes
+        if nbytes == 0:  # all of it will be computed again
+            saved.move_to(LEAVING)
+            self._drop_source(saved)
+            return
+        place = self._destinations.claim(saved, nbytes)
+        if place is None:
+            return  # it stays, by plan
+        saved.place = place
+        if part is not None:
+            source = part.leaving(source, self._backend)
+        saved.out = place.leave(source, after=self._edges.written())
+        tier = place.tier
+        self._account.stats.moved(tier.name, nbytes)
+        saved.move_to(LEAVING)
+        if tier.name is _DEVICE:
+            self._drop_source(saved)  # the compute stream made the copy, so whatever it does next comes after
+        elif self._account.journal is not None:
+            self._account.journal.copying(saved.id, nbytes, tier.lane_out, saved.out)
+
+    def send_living(self, group: Group) -> None:
+        """Issues the copies of what a group has saved and not yet sent."""
+        for saved in group.living():
+            if saved.state is LIVE and saved.source is not None:
+                self.send(saved, saved.source)
+
+    def layer_begins(self) -> None:
+        """Another layer follows the one whose copies were held back: they are worth making after all."""
+        group, self._held = self._held, None
+        if group is not None:
+            group.wait_for_next = False
+            self.send_living(group)
+
+    def layer_ended(self, group: Group) -> None:
+        """The sources of the layers before it go; its own wait for the next one's end."""
+        if group.wait_for_next:
+            self._held = group
+        self._unretired.append(group)
+        while len(self._unretired) > 1:
+            self._late.append(self._unretired.popleft())
+        self._retire(group)
+
+    def _retire(self, ended: Group) -> None:
+        """Drops the sources of layers before `ended`, ordered after their copies (E2), oldest first.
+
+        A copy that only the host could wait for is late; its source stays while there is room for late ones.
+        """
+        late = 0
+        for _ in range(len(self._late)):
+            group = self._late.popleft()
+            begin, cause, before = time.monotonic_ns(), _DRAIN, late
+            for saved in group.living():
+                if saved.state is not LEAVING:
+                    continue
+                if saved.out is not None and self._backend.host_waits(saved.out):
+                    if late + saved.nbytes <= self._room_for_late(ended):
+                        late += saved.nbytes
+                        continue
+                    cause = _DISK_QUEUE
+                self._drop_source(saved)
+            self._account.waited(begin, cause, group.module)
+            if late > before:
+                self._late.append(group)
+        if self._endings.has_limbo:
+            self._endings.clear_limbo(leave=self._room_for_late(ended) - late)
+
+    def _room_for_late(self, ended: Group) -> int:
+        """Bytes that may stay longer than the layer after theirs."""
+        if self._late_bytes is not None:
+            return self._late_bytes
+        return sum(saved.nbytes for saved in ended.living())
+
+    def _drop_source(self, saved: SavedStorage) -> None:
+        try:
+            self._edges.copied_out(saved)
+        except StoreWriteError as error:
+            self._rescue(saved, error)
+        saved.source = None
+        if saved.part is not None:
+            saved.part.outgoing = None
+        self._account.stats.device_bytes -= saved.nbytes
+        saved.move_to(AWAY)
+
+    def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
+        """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
+        stats = self._account.stats
+        stats.failed_writes += 1
+        failed = saved.place
+        assert failed is not None
+        assert saved.source is not None
+        saved.move_to(LIVE)
+        saved.place = saved.out = None
+        failed.release()
+        nbytes = saved.moving_nbytes
+        place = self._destinations.claim_elsewhere(nbytes, than=failed.tier)
+        if place is None:
+            raise error
+        self._account.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
+        saved.place = place
+        source = saved.source if saved.part is None else saved.part.leaving(saved.source, self._backend)
+        saved.out = place.leave(source, after=self._edges.written())
+        stats.moved(place.tier.name, nbytes)
+        saved.move_to(LEAVING)
+        self._edges.copied_out(saved)
