@@ -1,20 +1,24 @@
-"""Which of its two forms a function of this package runs."""
+"""Which of its two forms a function of this package runs, and on which device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-__all__ = ["on_triton"]
+__all__ = ["current", "on_triton"]
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
     """True when work on this tensor goes to Triton: it lies on a CUDA GPU, and triton can be imported."""
     return tensor.is_cuda and _installed()
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes a GPU the current one for a launch: Triton takes the current device's stream, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from memo.errors import UsageError
-from memo.kernels.dispatch import on_triton
+from memo.kernels.dispatch import current, on_triton
 
 __all__ = ["mask_nbytes", "pack_mask", "pack_mask_reference", "unpack_mask", "unpack_mask_reference"]
 
@@ -24,7 +24,8 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     if on_triton(mask):
         from memo.kernels import masks_triton
 
-        return masks_triton.pack(mask)
+        with current(mask.device):
+            return masks_triton.pack(mask)
     return pack_mask_reference(mask)
 
 
@@ -41,7 +42,8 @@ def unpack_mask(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if on_triton(out):
         from memo.kernels import masks_triton
 
-        return masks_triton.unpack(bits, out)
+        with current(out.device):
+            return masks_triton.unpack(bits, out)
     return unpack_mask_reference(bits, out)
 
 

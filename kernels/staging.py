@@ -18,7 +18,7 @@ import torch
 
 from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, Codec, decode, encode
-from memo.kernels.dispatch import on_triton
+from memo.kernels.dispatch import current, on_triton
 
 __all__ = ["pack_reference", "pack_views", "places", "staging_nbytes", "unpack_reference", "unpack_views"]
 
@@ -50,7 +50,8 @@ def pack_views(views: Sequence[torch.Tensor], staging: torch.Tensor, *, codec: C
     if on_triton(staging):
         from memo.kernels import staging_triton
 
-        staging_triton.pack(views, staging, codec)
+        with current(staging.device):
+            staging_triton.pack(views, staging, codec)
     else:
         pack_reference(views, staging, codec)
 
@@ -61,7 +62,8 @@ def unpack_views(staging: torch.Tensor, views: Sequence[torch.Tensor], *, codec:
     if on_triton(staging):
         from memo.kernels import staging_triton
 
-        staging_triton.unpack(staging, views, codec)
+        with current(staging.device):
+            staging_triton.unpack(staging, views, codec)
     else:
         unpack_reference(staging, views, codec)
 
@@ -71,7 +73,8 @@ def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: 
     for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
-            block.copy_(view.contiguous().flatten().view(torch.uint8))
+            values = _as_bytes(view)
+            block.view(values.shape).copy_(values)
             continue
         payload, scales = encode(view.flatten(), codec)
         block[: view.numel()] = payload
@@ -83,12 +86,17 @@ def unpack_reference(staging: torch.Tensor, views: Sequence[torch.Tensor], codec
     for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
-            # A copy of its own, since a part of the block need not lie at a multiple of the values' size.
-            values = block.clone().view(view.dtype)
-        else:
-            scales = block[codec.scales_offset(view.numel()) :].clone().view(torch.float32)
-            values = decode(block[: view.numel()], scales, codec)
-        view.copy_(values.view(view.shape))
+            values = _as_bytes(view)
+            values.copy_(block.view(values.shape))
+            continue
+        # A copy of its own, since a part of the block need not lie at a multiple of the scales' size.
+        scales = block[codec.scales_offset(view.numel()) :].clone().view(torch.float32)
+        view.copy_(decode(block[: view.numel()], scales, codec).view(view.shape))
+
+
+def _as_bytes(view: torch.Tensor) -> torch.Tensor:
+    """The same memory, whatever its strides, with the bytes of a value as a last dimension."""
+    return view.detach().unsqueeze(-1).view(torch.uint8)
 
 
 def _require_block(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:

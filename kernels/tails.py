@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from memo.errors import UsageError
-from memo.kernels.dispatch import on_triton
+from memo.kernels.dispatch import current, on_triton
 
 __all__ = [
     "gelu_into",
@@ -39,7 +39,8 @@ def rms_norm_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, e
     if on_triton(out):
         from memo.kernels import tails_triton
 
-        tails_triton.rms_norm(out, x, weight, eps)
+        with current(out.device):
+            tails_triton.rms_norm(out, x, weight, eps)
     else:
         out.copy_(rms_norm_reference(x, weight, eps))
 
@@ -52,7 +53,8 @@ def layer_norm_into(
     if on_triton(out):
         from memo.kernels import tails_triton
 
-        tails_triton.layer_norm(out, x, weight, bias, eps)
+        with current(out.device):
+            tails_triton.layer_norm(out, x, weight, bias, eps)
     else:
         out.copy_(layer_norm_reference(x, weight, bias, eps))
 
@@ -63,7 +65,8 @@ def gelu_into(out: torch.Tensor, x: torch.Tensor) -> None:
     if on_triton(out):
         from memo.kernels import tails_triton
 
-        tails_triton.gelu(out, x)
+        with current(out.device):
+            tails_triton.gelu(out, x)
     else:
         out.copy_(gelu_reference(x))
 
@@ -79,7 +82,8 @@ def swiglu_into(
     if on_triton(out):
         from memo.kernels import tails_triton
 
-        tails_triton.swiglu(out, gate, up, activated)
+        with current(out.device):
+            tails_triton.swiglu(out, gate, up, activated)
         return
     silu, product = swiglu_reference(gate, up)
     out.copy_(product)

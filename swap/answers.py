@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memo.kernels.masks import pack_mask, unpack_mask
 from memo.swap.tokenrules import Call, Unproven
 from memo.swap.tokens import Axis, cut
 
@@ -131,7 +132,7 @@ class RandomAnswer:
         self._axis = axis
         self._first = first
         self._shape = kept.shape  # with the tokens in a dimension of their own
-        self._bits: torch.Tensor | None = _pack_bits(kept)
+        self._bits: torch.Tensor | None = pack_mask(kept)
         self.bits_per_token = kept.numel() / kept.size(axis.dim + 1)
         self._handle: Handle | Kept | Sharded | None = None
 
@@ -144,7 +145,7 @@ class RandomAnswer:
         mask = call.out[1] if call.func is _ATEN.native_dropout.default else call.out
         parts = mask.unflatten(axis.dim, (axis.outer, call.tokens.tokens, axis.inner))
         tail = parts.narrow(axis.dim + 1, first, call.tokens.tokens - first)
-        return cls(call.func, tail != 0, axis, first)
+        return cls(call.func, tail, axis, first)
 
     def store(self, engine: Engine) -> None:
         assert self._bits is not None
@@ -165,23 +166,9 @@ class RandomAnswer:
 
     def _mask(self, engine: Engine, span: tuple[int, int]) -> torch.Tensor:
         assert self._handle is not None
-        packed = engine.unpack(self._handle, by_backward=False)
-        whole = _unpack_bits(packed, self._shape.numel()).view(self._shape)
+        bits = engine.unpack(self._handle, by_backward=False)
+        whole = unpack_mask(bits, torch.empty(self._shape, dtype=torch.bool, device=bits.device))
         return whole.narrow(self._axis.dim + 1, span[0] - self._first, span[1] - span[0])
-
-
-def _pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    flat = mask.flatten()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    packed = torch.zeros(padded.size(0), dtype=torch.uint8, device=mask.device)
-    for bit in range(8):
-        packed |= padded[:, bit].to(torch.uint8) << bit
-    return packed
-
-
-def _unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:count]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

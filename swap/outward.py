@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from memo.errors import StoreWriteError
+from memo.swap.partial import gather
 from memo.swap.saved import AWAY, LEAVING, LIVE
 from memo.trace.events import StallCause
 from memo.trace.events import Tier as TierName
@@ -88,9 +89,13 @@ class Outward:
 
     def send_living(self, group: Group) -> None:
         """Issues the copies of what a group has saved and not yet sent."""
-        for saved in group.living():
-            if saved.state is LIVE and saved.source is not None:
-                self.send(saved, saved.source)
+        waiting = [
+            (saved, saved.source) for saved in group.living() if saved.state is LIVE and saved.source is not None
+        ]
+        parts = [(saved.part, source) for saved, source in waiting if saved.part is not None]
+        gather([(part, source) for part, source in parts if part.must_gather], self._backend)
+        for saved, source in waiting:
+            self.send(saved, source)
 
     def layer_begins(self) -> None:
         """Another layer follows the one whose copies were held back: they are worth making after all."""

@@ -5,20 +5,27 @@ buffer is whole, so that the parts meet in place and the saved tensor is rebuilt
 
     source   |head|rest|head|rest|    two rows: the heads are gathered into one block, which moves
     buffer   |head|    |head|    |    with one row the reload goes straight into the buffer, beside the recompute
+
+Gathering and scattering is work of the caller's compute stream (memo.kernels.staging). What a layer saved is gathered at
+once, in one launch; it is scattered storage by storage, since each reload ends at a time of its own.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memo.kernels.staging import pack_views, places, staging_nbytes, unpack_views
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
     from memo.swap.backend import Backend
     from memo.swap.replay import LayerCall, Span
     from memo.swap.tokens import Rows
 
-__all__ = ["Partial"]
+__all__ = ["Partial", "gather"]
 
 
 class Partial:
@@ -44,19 +51,26 @@ class Partial:
         """The reload buffer has all that is computed again."""
         return self._computed_from <= self.first
 
+    @property
+    def must_gather(self) -> bool:
+        """What moves is in several pieces that nobody has gathered yet."""
+        return self.rows.rows > 1 and self.first > 0 and self.outgoing is None
+
     def lacks(self, first: int) -> bool:
         """The reload buffer has not yet the tokens that a recompute from `first` on gives."""
         return self._computed_from > first
+
+    def head(self, block: torch.Tensor) -> torch.Tensor:
+        """The bytes that move, of a storage's or buffer's, as rows x tokens x width."""
+        return block.view(self.rows.rows, self.tokens, self.rows.width)[:, : self.first]
 
     def leaving(self, source: torch.Tensor, backend: Backend) -> torch.Tensor:
         """The heads in one piece; the caller's compute stream gathers them where they are not."""
         if self.rows.rows == 1:
             return source[: self.head_nbytes]
         if self.outgoing is None:
-            block = backend.empty(self.head_nbytes)
-            self._head(block, self.first).copy_(self._head(source, self.tokens))
-            backend.compute_uses(block)
-            self.outgoing = block
+            gather([(self, source)], backend)
+        assert self.outgoing is not None
         return self.outgoing
 
     def returning(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
@@ -71,7 +85,7 @@ class Partial:
         """The reload is over: gathered heads go to their rows."""
         if self.incoming is not None:
             backend.compute_uses(self.incoming)
-            self._head(buffer, self.tokens).copy_(self._head(self.incoming, self.first))
+            unpack_views(self.incoming, [self.head(buffer)])
             self.incoming = None
 
     def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: Span, backend: Backend) -> int:
@@ -79,8 +93,13 @@ class Partial:
 
         Returns the number of bytes.
         """
-        self.part_of(buffer, span).copy_(part.view(self.rows.rows, span.stop - span.first, self.rows.width))
-        backend.compute_uses(buffer[self.head_nbytes :] if self.rows.rows == 1 else buffer)
+        tail = self.part_of(buffer, span)
+        if self.rows.rows == 1:
+            tail.copy_(part.view(tail.shape))  # one piece
+            backend.compute_uses(buffer[self.head_nbytes :])
+        else:
+            unpack_views(part, [tail])
+            backend.compute_uses(buffer)
         self._computed_from = span.first
         return part.numel()
 
@@ -93,5 +112,15 @@ class Partial:
         self._computed_from = self.tokens
         self.incoming = None
 
-    def _head(self, block: torch.Tensor, tokens: int) -> torch.Tensor:
-        return block.view(self.rows.rows, tokens, self.rows.width)[:, : self.first]
+
+def gather(leaving: Iterable[tuple[Partial, torch.Tensor]], backend: Backend) -> None:
+    """Brings the heads of storages that are about to leave into one block, of which each part gets its piece."""
+    parts = [(part, part.head(source)) for part, source in leaving]
+    heads = [head for _, head in parts]
+    if not heads:
+        return
+    block = backend.empty(staging_nbytes(heads))
+    pack_views(heads, block)
+    backend.compute_uses(block)
+    for (part, _), (offset, nbytes) in zip(parts, places(heads), strict=True):
+        part.outgoing = block[offset : offset + nbytes]

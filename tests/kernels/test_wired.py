@@ -1,0 +1,123 @@
+"""The kernels where the swap engine uses them: gradients are those of the references, and each is really launched."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from small_models import Stack, Step, assert_equal, checked, ids, train
+from torch import nn
+
+from memo.kernels import masks, staging
+from memo.manager import Manager
+from memo.swap import partial
+from memo.swap.cuda import CudaBackend
+from memo.swap.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.levels import setting_of
+from memo.swap.tiers import HostTier
+from memo.swap.tokenwise import TokenWise
+
+DISTANT_ROWS = 2  # a batch of two: the first tokens of a storage are two runs
+
+
+class Mixed(nn.Module):
+    """A layer with a norm, an activation, two saved products and a dropout, without attention, whose backward adds by
+    atomics on a GPU."""
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Launches:
+    """Counts the launches of two modules of kernels, and sends tensors of any device to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
+        self.views: list[int] = []
+        self.names: list[str] = []
+        for module in (staging, masks):
+            monkeypatch.setattr(module, "on_triton", lambda _: on)
+        if not on:
+            return
+        from memo.kernels import masks_triton, staging_triton
+
+        for module, name in ((staging_triton, "pack"), (staging_triton, "unpack")):
+            monkeypatch.setattr(module, name, self._counting(f"{name} views", getattr(module, name)))
+        for module, name in ((masks_triton, "pack"), (masks_triton, "unpack")):
+            monkeypatch.setattr(module, name, self._counting(f"{name} mask", getattr(module, name)))
+
+    def _counting(self, name: str, launch: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.names.append(name)
+            if name == "pack views":
+                self.views.append(len(args[0]))
+            return launch(*args)
+
+        return counted
+
+
+def model_on(device: torch.device) -> Stack:
+    torch.manual_seed(0)
+    return Stack(layers=3, make=Mixed).to(device)
+
+
+def managed(model: Stack, device: torch.device) -> Manager:
+    if device.type == "cpu":
+        return checked(model, "random", alpha=(0.25, 0.5, 0.25)).manager
+    backend = CudaBackend(device)
+    engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
+    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of((0.25, 0.5, 0.25))))
+
+
+def steps(device: torch.device, *, with_memo: bool) -> list[Step]:
+    model = model_on(device)
+    manager = managed(model, device) if with_memo else None
+    torch.manual_seed(1)
+    done = train(model, lambda step: model(ids(step, DISTANT_ROWS).to(device)), manager, steps=2)
+    if manager is not None:
+        assert not manager.report().tokenwise.refused  # type: ignore[union-attr]
+        assert manager.stats.bytes_recomputed > 0
+        manager.close()
+    return done
+
+
+@pytest.mark.gpu
+def test_a_run_with_kernels_equals_the_run_with_references_bit_for_bit(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        Launches(patched, on=False)
+        want = steps(device, with_memo=True)
+    launches = Launches(monkeypatch, on=True)
+    assert_equal(steps(device, with_memo=True), want)
+    assert set(launches.names) == {"pack views", "unpack views", "pack mask", "unpack mask"}
+    # Both steps, both layers that send anything: one launch for all that a layer divides.
+    assert len(launches.views) == 2 * 2
+    assert min(launches.views) > 1
+    if device.type == "cpu":
+        assert_equal(want, steps(device, with_memo=False))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernels are triton's")
+def test_a_cpu_never_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memo.kernels import staging_triton
+
+    monkeypatch.setattr(staging_triton, "pack", None)
+    steps(torch.device("cpu"), with_memo=True)
+
+
+def test_what_a_layer_divides_is_gathered_into_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[int] = []
+    pack = partial.pack_views
+    monkeypatch.setattr(partial, "pack_views", lambda views, block: (blocks.append(len(views)), pack(views, block)))
+    steps(torch.device("cpu"), with_memo=True)
+    assert len(blocks) == 2 * 2
+    assert min(blocks) > 1
