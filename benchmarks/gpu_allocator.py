@@ -40,7 +40,7 @@ def train(arm: str, *, model_name: str, seq: int, steps: int) -> dict[str, Any]:
     from memo.gpt.config import preset
     from memo.gpt.model import GPT
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only attention would still add by atomics
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
     config = preset(model_name, max_seq=seq)

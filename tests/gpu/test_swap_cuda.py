@@ -25,8 +25,8 @@ VOCAB = 512
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
-    """Attention's backward adds by atomics otherwise, and no two runs agree to the last bit."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Attention's backward adds by atomics otherwise, also with `warn_only`, and no two runs agree to the last bit."""
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
