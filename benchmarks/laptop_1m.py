@@ -12,60 +12,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limited import run_limited
 from benchmarks.results import write_result
 from memo.units import format_bytes, format_duration, parse_bytes
 
 __all__ = ["run_arm"]
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_1m.py"
-LIMITED = """
-import resource, runpy, sys
-limit = int(sys.argv.pop(1))
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run_arm(flags: list[str], *, limit: int, threads: int) -> dict[str, Any]:
     """One run of the example; its steps, times and peak, or under "failed" the line that it ended with."""
     with tempfile.TemporaryDirectory(prefix="memo-laptop-") as folder:
-        metrics, said = Path(folder) / "metrics.jsonl", Path(folder) / "said"
-        command = [sys.executable, "-c", LIMITED, str(limit), str(EXAMPLE), "--preset", "laptop", *flags]
-        command += ["--metrics", str(metrics)]
-        begin = time.perf_counter()
-        with open(said, "w") as errors:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            )
-            assert process.stdout is not None
-            printed = process.stdout.read()
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        metrics = Path(folder) / "metrics.jsonl"
+        given = ["--preset", "laptop", *flags, "--metrics", str(metrics)]
+        done = run_limited(EXAMPLE, given, limit=limit, threads=threads)
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        result: dict[str, Any] = {
-            "wall_s": time.perf_counter() - begin,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "peak_rss_bytes": usage.ru_maxrss << 10,
-            "losses": [step["loss"] for step in steps],
-            "disk_bytes": [step["disk_bytes"] for step in steps],
-            "plan": [line for line in printed.splitlines() if line.startswith("plan")],
-        }
-        if process.returncode != 0:
-            last = (said.read_text().strip().splitlines() or ["it left no word"])[-1]
-            result["failed"] = f"ended with {process.returncode}: {last}"
-        return result
+    return {
+        "wall_s": done.wall_s,
+        "cpu_s": done.cpu_s,
+        "peak_rss_bytes": done.peak_rss_bytes,
+        "losses": [step["loss"] for step in steps],
+        "disk_bytes": [step["disk_bytes"] for step in steps],
+        "plan": [line for line in done.printed if line.startswith("plan")],
+        **({} if done.failed is None else {"failed": done.failed}),
+    }
 
 
 def main() -> int:
