@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MemoryStats", "ModelSteps", "memory_stats", "model_steps", "planned_allocator", "use_planned_allocator"]
+__all__ = [
+    "MemoryStats",
+    "ModelSteps",
+    "memory_share",
+    "memory_stats",
+    "model_steps",
+    "planned_allocator",
+    "restart_peaks",
+    "use_planned_allocator",
+]
 
 PLAN_SECONDS = 10.0  # for one plan, in the background; most steps are planned in well under a second
 
@@ -180,6 +189,16 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
         fallback_bytes=counters.fallback_nbytes,
         divergent_steps=counters.divergent_steps,
     )
+
+
+def restart_peaks(device: torch.device | int | None = None) -> None:
+    """Peaks of device memory count from now on, whichever allocator serves it."""
+    memory_stats(device, reset_peaks=True)
+
+
+def memory_share(device: torch.device) -> float:
+    """The part of a GPU's memory that this process may take of torch's allocator; the planned one has no such bound."""
+    return 1.0 if _installed is not None else torch.cuda.get_per_process_memory_fraction(device)
 
 
 def _torch_stats(device: torch.device | int | None, *, reset_peaks: bool) -> MemoryStats:

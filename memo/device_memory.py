@@ -1,6 +1,7 @@
 """How much memory training has on its device and how much it takes: what a plan's device budget is measured with.
 
-On a GPU that is torch's allocator; on a CPU, where host memory is the device, the process's resident set.
+On a GPU that is the allocator's count, torch's or the planned one's; on a CPU, where host memory is the device, the
+process's resident set.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from memo.allocation import memory_stats, restart_peaks
 from memo.gpt.process_memory import peak_rss_bytes
 from memo.node import available_host_bytes
 
@@ -38,8 +40,9 @@ def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
         total = int(torch.cuda.get_device_properties(device).total_memory * USABLE)
         return DeviceMemory(
             total_bytes=total if budget is None else min(total, budget),
-            peak_bytes=lambda: torch.cuda.max_memory_allocated(device),
-            restart=lambda: torch.cuda.reset_peak_memory_stats(device),
+            # torch.cuda's own functions raise where another allocator than torch's serves the device.
+            peak_bytes=lambda: memory_stats(device).peak_allocated_bytes,
+            restart=lambda: restart_peaks(device),
         )
     return DeviceMemory(
         total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,

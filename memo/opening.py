@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memo.allocation import memory_share
 from memo.errors import UsageError
 from memo.node import available_host_bytes, share_of_node
 from memo.swap.cpu import CpuBackend
@@ -184,5 +185,4 @@ def _device_bytes(device: torch.device) -> int | None:
     """What this process may take of a GPU; the CPU's memory is not a device's."""
     if device.type == "cpu":
         return None
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    return int(torch.cuda.get_device_properties(device).total_memory * share)
+    return int(torch.cuda.get_device_properties(device).total_memory * memory_share(device))

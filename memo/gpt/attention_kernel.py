@@ -22,6 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memo.allocation import memory_stats
 from memo.errors import DeviceOutOfMemory
 from memo.gpt.process_memory import total_bytes
 from memo.units import format_bytes
@@ -169,4 +170,5 @@ def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return total_bytes()
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    stats = memory_stats(device)
+    return free + stats.reserved_bytes - stats.allocated_bytes

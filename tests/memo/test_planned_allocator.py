@@ -17,12 +17,14 @@ from small_models import ids, stack
 from standin_runtime import Call, Driver, Standin, open_standin
 
 import memo
-from memo import allocation
+from memo import allocation, opening
 from memo.allocation import ModelSteps, memory_stats, use_planned_allocator
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned import PlannedAllocator, Stage
 from memo.cli.main import main
+from memo.device_memory import device_memory
 from memo.errors import AllocatorError, ExitCode, UsageError
+from memo.gpt import attention_kernel
 from memo.mip.compiled import build
 
 KIB = 1024
@@ -127,6 +129,30 @@ def test_memory_figures_are_those_of_the_requests(machine: tuple[Native, Standin
     assert memory_stats(torch.device("cuda", 0)).peak_allocated_bytes == 3 * KIB
     assert "3 KiB allocated (peak 8 KiB)" in str(stats)
     driver.free_all()
+
+
+def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
+    machine: tuple[Native, Standin], installed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under any allocator but its own torch raises for statistics, peaks and shares of memory."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support it")
+
+    for name in ("memory_stats", "reset_peak_memory_stats", "get_per_process_memory_fraction", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
+    use_planned_allocator()
+    device, driver = torch.device("cuda", 0), Driver(machine[0])
+    driver.malloc("a", 3 * KIB)
+    driver.free("a")
+    memory = device_memory(device, None)
+    assert memory.peak_bytes() == 3 * KIB
+    memory.restart()
+    assert memory.peak_bytes() == 0
+    assert opening._device_bytes(device) == 1 << 30
+    assert attention_kernel._free_bytes(device) == (1 << 20) + memory_stats(device).reserved_bytes
 
 
 def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
