@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.errors import Infeasible, MemoError
+from memo.errors import MemoError, PlanError
+from memo.findings import Findings, alone, least, worst
 from memo.managed import Setting
 from memo.measured import measured_hardware, measured_profile, scaled_profile
-from memo.mip.activation import ActivationProblem, Budgets
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline
 from memo.mip.profile import Signature
 from memo.plan_use import PlanUse
 from memo.step_figures import StepFigures
@@ -38,8 +39,10 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from memo.findings import Everyones
     from memo.managed import Managed
-    from memo.mip.activation import ActivationPlan
+    from memo.mip.activation import ActivationPlan, StagePrediction
+    from memo.mip.hardware import Hardware
     from memo.mip.profile import Profile
     from memo.step_figures import StepTimes
     from memo.trace.events import Tracer
@@ -75,8 +78,8 @@ class _Regime:
     setting: ActivationPlan | Setting = Setting.SAFEST
     profile: Profile | None = None
     corrections: int = 0
-    in_flight: int = 1
-    """Microbatches whose forwards ran before the first one's backward: each may use its share of every budget."""
+    calls: int = 1
+    """How often a step runs each layer: its microbatches."""
     margin_bytes: int = 0
     """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
     step_off: float | None = None
@@ -95,18 +98,26 @@ class _Regime:
 
 
 class AutoPlan:
-    """One manager's planning. `make_plan` answers a problem with a plan that was checked, or raises a MemoError."""
+    """One manager's planning. `make_plan` answers a problem with a plan that was checked, or raises a MemoError.
+
+    `everyones` asks the ranks that must carry out the same plan. `held` says how many microbatches a pipeline's schedule has
+    in flight here; None takes all of a step's for in flight.
+    """
 
     def __init__(
         self,
         managed: Managed,
         make_plan: Callable[[ActivationProblem], ActivationPlan],
         *,
+        everyones: Everyones = alone,
+        held: int | None = None,
         beyond: Tracer | None = None,
         model: str = "model",
     ) -> None:
         self._managed = managed
         self._make_plan = make_plan
+        self._everyones = everyones
+        self._held = held
         self._figures = StepFigures(beyond)
         self._model = model
         self._regimes: collections.OrderedDict[Signature, _Regime] = collections.OrderedDict()
@@ -117,6 +128,7 @@ class AutoPlan:
         self._trained = False  # one of them was of training
         self._planning_s = 0.0
         self._others_bytes = 0
+        self._hardware: Hardware | None = None
         self._why_not: str | None = None
         self._warned: set[str] = set()
         managed.use(Setting.SAFEST)
@@ -144,7 +156,7 @@ class AutoPlan:
 
     def before_forward(self) -> None:
         """A forward is about to begin. Where nothing is alive, the step before it is over and can be judged."""
-        if not self._managed.idle:
+        if not all(self._everyones(self._managed.idle)):
             self._forwards += 1
             return
         regime = self._regime
@@ -182,24 +194,47 @@ class AutoPlan:
 
     def _conclude(self, regime: _Regime) -> None:
         peak = self._managed.take_peak()
-        times = None
-        if self._listening:
-            self._managed.finish()
-            times = self._figures.times()
         if regime.phase is _Phase.WARM_UP:
             regime.phase, regime.setting = _Phase.MIXED, Setting.MIXED
         elif regime.phase is _Phase.MIXED:
             regime.phase = _Phase.PROFILING
         elif regime.phase is _Phase.PLANNED:
             regime.phase = _Phase.COMPARING
-        elif regime.phase is _Phase.PROFILING and times is not None:
-            self._profile(regime, times)
-        elif regime.phase is _Phase.COMPARING and times is not None:
-            if any(layer.calls > 1 for layer in times.layers.values()):
-                regime.phase = _Phase.SETTLED
+        elif regime.phase.measures:
+            found = worst(self._everyones(self._found(peak, looks_at_links=regime.phase is _Phase.PROFILING)))
+            if regime.phase is _Phase.PROFILING:
+                self._profile(regime, found)
             else:
-                self._compare(regime, times, peak)
+                self._compare(regime, found)
         self._enter(regime)
+
+    def _found(self, peak: int, *, looks_at_links: bool) -> Findings:
+        """Of the step that is over, on this rank."""
+        assert self._signature is not None
+        self._managed.finish()
+        times = self._figures.times()
+        if times is None:
+            return Findings(problem="no layer ran forward and backward in the step that was measured")
+        try:
+            profile = measured_profile(times, self._managed.costs(), self._signature)
+        except MemoError as error:
+            return Findings(problem=str(error))
+        return Findings(
+            profile=profile,
+            hardware=self._machine(times) if looks_at_links else None,
+            calls=max(layer.calls for layer in times.layers.values()),
+            measured_s=times.span_ns / 1e9,
+            peak_bytes=peak,
+        )
+
+    def _machine(self, times: StepTimes) -> Hardware:
+        limits = self._managed.limits()
+        return measured_hardware(
+            times,
+            device_bytes=limits.device_bytes + limits.others_bytes,
+            host_bytes=limits.host_bytes,
+            link=self._managed.link(),
+        )
 
     def _enter(self, regime: _Regime) -> None:
         """The regime's setting comes into force."""
@@ -212,91 +247,105 @@ class AutoPlan:
             self._listening = regime.phase.measures
             self._managed.listen(self._figures if self._listening else None)
 
-    def _profile(self, regime: _Regime, times: StepTimes) -> None:
-        assert self._signature is not None
+    def _profile(self, regime: _Regime, found: Findings) -> None:
         try:
-            regime.profile = measured_profile(times, self._managed.costs(), self._signature)
-            regime.in_flight = max(layer.calls for layer in times.layers.values())
-            regime.planned(self._planned(regime.profile, times, in_flight=regime.in_flight))
-            if regime.in_flight > 1:
-                regime.phase = _Phase.SETTLED  # a prediction is of one microbatch alone
+            if found.profile is None:
+                raise PlanError(str(found.problem))
+            self._hardware = found.hardware
+            regime.profile, regime.calls = found.profile, found.calls
+            self._plan(regime)
             self._why_not = None
         except MemoError as error:
             regime.phase, regime.setting = _Phase.SETTLED, Setting.SAFEST
             self._why_not = str(error)
             self._warn("no-plan", f"no plan: {error}; every layer stays at the safest setting")
 
-    def _planned(
-        self, profile: Profile, times: StepTimes | None, *, in_flight: int = 1, margin_bytes: int = 0
-    ) -> ActivationPlan:
+    def _plan(self, regime: _Regime) -> None:
+        """Makes the plan of what is known, and has it tried.
+
+        Raises:
+            MemoError: there is none.
+        """
+        assert regime.profile is not None
+        assert self._hardware is not None
         begin = time.perf_counter()
-        limits = self._managed.limits()
+        limits = least(self._everyones(self._managed.limits()))
         self._others_bytes = limits.others_bytes
-        if times is not None:
-            self._hardware = measured_hardware(
-                times,
-                device_bytes=limits.device_bytes + limits.others_bytes,
-                host_bytes=limits.host_bytes,
-                link=self._managed.link(),
-            )
         problem = ActivationProblem(
-            profile=profile,
+            profile=regime.profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, limits.device_bytes - margin_bytes) // in_flight,
-                host_bytes=limits.host_bytes // in_flight,
-                disk_bytes=limits.disk_bytes // in_flight,
+                device_bytes=max(0, limits.device_bytes - regime.margin_bytes),
+                host_bytes=limits.host_bytes,
+                disk_bytes=limits.disk_bytes,
             ),
+            pipeline=Pipeline(microbatches=regime.calls, held=min(self._held or regime.calls, regime.calls)),
         )
+        # All solve the same problem; that all get the same answer of it is left to no arithmetic.
+        answer = self._everyones(self._answer(problem))[0]
+        self._planning_s += time.perf_counter() - begin
+        if isinstance(answer, MemoError):
+            raise answer
+        regime.planned(answer)
+
+    def _answer(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
         try:
             return self._make_plan(problem)
-        finally:
-            self._planning_s += time.perf_counter() - begin
+        except MemoError as error:
+            return error
 
     def _new(self, signature: Signature) -> _Regime:
         """Another batch or length: planned at once from what is known of another one, else measured first."""
-        known = next((regime.profile for regime in reversed(self._regimes.values()) if regime.profile), None)
-        regime = _Regime()
-        if known is not None:
+        known = next((regime for regime in reversed(self._regimes.values()) if regime.profile), None)
+        if known is not None and known.profile is not None:
             try:
-                regime.profile = scaled_profile(known, signature)
-                regime.planned(self._planned(regime.profile, None))
-            except Infeasible:
-                regime = _Regime()
-        return regime
+                regime = _Regime(profile=scaled_profile(known.profile, signature), calls=known.calls)
+                self._plan(regime)
+                return regime
+            except MemoError:
+                pass  # measured like the first one
+        return _Regime()
 
-    def _compare(self, regime: _Regime, times: StepTimes, peak: int) -> None:
+    def _compare(self, regime: _Regime, found: Findings) -> None:
         """Predicted against measured; what is off is measured into the profile, and the plan made again."""
         assert regime.plan is not None
         assert regime.profile is not None
-        assert self._signature is not None
-        predicted = regime.plan.stages[0]
-        regime.measured_s = times.span_ns / 1e9
+        if found.profile is None:
+            regime.phase = _Phase.SETTLED
+            return
+        predicted, peak = regime.plan.stages[0], found.peak_bytes
         regime.measured_peak_bytes = peak
-        regime.step_off = regime.measured_s / predicted.microbatch_s - 1
+        if found.calls == 1:  # the time of several microbatches is the pipeline's, bubbles included
+            regime.measured_s = found.measured_s
+            regime.step_off = found.measured_s / predicted.microbatch_s - 1
         regime.peak_off = peak / predicted.peak_device_bytes - 1 if predicted.peak_device_bytes else 0.0
-        over = peak > self._managed.limits().device_bytes
+        over = peak > least(self._everyones(self._managed.limits())).device_bytes
         if over:
             regime.margin_bytes = max(regime.margin_bytes, peak - predicted.peak_device_bytes)
-        if abs(regime.step_off) <= TOLERANCE and regime.peak_off <= TOLERANCE and not over:
+        if abs(regime.step_off or 0.0) <= TOLERANCE and regime.peak_off <= TOLERANCE and not over:
             regime.phase = _Phase.SETTLED
             return
         if regime.corrections == MAX_CORRECTIONS:
             regime.phase = _Phase.SETTLED
-            self._warn(
-                f"off {self._signature}",
-                f"the plan for {self._signature.batch} x {self._signature.tokens} tokens predicts "
-                f"{format_duration(predicted.microbatch_s)} and {format_bytes(predicted.peak_device_bytes)} of activations; "
-                f"measured {format_duration(regime.measured_s)} and {format_bytes(peak)}",
-            )
+            self._warn_off(predicted, regime)
             return
         regime.corrections += 1
         try:
-            regime.profile = _corrected(regime.profile, measured_profile(times, self._managed.costs(), self._signature))
-            regime.planned(self._planned(regime.profile, None, margin_bytes=regime.margin_bytes))
+            regime.profile = _corrected(regime.profile, found.profile)
+            self._plan(regime)
         except MemoError as error:
             regime.phase = _Phase.SETTLED
             self._warn("no-plan", f"the plan stays as it is: {error}")
+
+    def _warn_off(self, predicted: StagePrediction, regime: _Regime) -> None:
+        assert self._signature is not None
+        measured = "" if regime.measured_s is None else f"{format_duration(regime.measured_s)} and "
+        self._warn(
+            f"off {self._signature}",
+            f"the plan for {self._signature.batch} x {self._signature.tokens} tokens predicts "
+            f"{format_duration(predicted.microbatch_s)} and {format_bytes(predicted.peak_device_bytes)} of activations; "
+            f"measured {measured}{format_bytes(regime.measured_peak_bytes or 0)}",
+        )
 
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:

@@ -19,7 +19,11 @@ from memo.autoplan import AutoPlan
 from memo.carrier import Carrier
 from memo.device_memory import device_memory
 from memo.errors import MemoError, UsageError
+from memo.findings import alone
 from memo.opening import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
+from memo.parallel.agreement import everyones
+from memo.parallel.alike import group_of
+from memo.parallel.course import Course
 from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, read_plan
 from memo.report import DiskUse, Report
 from memo.swap.engine import Engine
@@ -33,8 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
+    from memo.findings import Everyones
     from memo.mip.activation import ActivationPlan
     from memo.swap.backend import Backend
     from memo.swap.disk import DiskStore
@@ -63,6 +69,8 @@ def offload(
     on_full: str = "spill",
     verify: bool = False,
     trace: _Path | None = None,
+    group: ProcessGroup | None = None,
+    schedule: Any = None,
 ) -> Manager:
     """Keeps, moves or recomputes what the model's repeated layers save for backward, as a plan says.
 
@@ -98,6 +106,12 @@ def offload(
             runs a layer again whole, attention too, where no tier has room for what it saved.
         verify: keep a checksum of each block on disk and compare it when it is read.
         trace: file, or directory, for `trace.rank0.jsonl`, whose links are measured first; None records nothing.
+        group: the ranks that talk within this model's layers (tensor and context parallelism). Without `plan`, `alpha` and
+            `levels` they agree on one plan, made for the slowest and narrowest of them, and on the step at which it changes;
+            they must run the same forwards. A model that `memo.parallelize` divided knows its own.
+        schedule: torch's pipeline schedule that runs the model, where one does: says from the first step on how many
+            microbatches are in flight here, which plans and shares of a node's budgets follow, and in which order backward
+            comes to them.
 
     Raises:
         UsageError: an argument that cannot mean anything.
@@ -117,7 +131,9 @@ def offload(
     where = device_of(model)
     memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
-    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget)
+    course = None if schedule is None else Course.of(schedule, [layer.module for layer in found])
+    weight = 1 if course is None else course.weight
+    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weight=weight)
     recorder = None if trace is None else open_recorder(trace, model, room)
     backend = open_backend(where, timing=recorder is not None or automatic)
     tiers, store = open_tiers(room, backend, verify=verify)
@@ -128,6 +144,8 @@ def offload(
         spill=on_full != "raise",
         tracer=recorder,
     )
+    if course is not None:
+        engine.expect(course.backward)
     tokenwise = TokenWise(
         engine,
         setting,
@@ -139,7 +157,15 @@ def offload(
         manager.choose_levels(levels)
     carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(link_rates, where))
     if automatic:
-        manager.plan_with(AutoPlan(carrier, checked_plan, beyond=recorder, model=type(model).__name__))
+        planning = AutoPlan(
+            carrier,
+            checked_plan,
+            everyones=_everyones(group or group_of(model)),
+            held=None if course is None else course.held,
+            beyond=recorder,
+            model=type(model).__name__,
+        )
+        manager.plan_with(planning)
     elif fixed is not None:
         manager.plan_with(FixedPlan(carrier, fixed))
     elif device is not None:
@@ -336,6 +362,10 @@ class Manager:
                 if self._in_step:
                     self.step_done()
                 self._recorder.close()
+
+
+def _everyones(group: ProcessGroup | None) -> Everyones:
+    return alone if group is None or group.size() == 1 else functools.partial(everyones, group=group)
 
 
 def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:

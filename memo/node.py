@@ -10,18 +10,18 @@ import torch.distributed as dist
 __all__ = ["available_host_bytes", "share_of_node"]
 
 
-def share_of_node(nbytes: int) -> int:
+def share_of_node(nbytes: int, *, weight: int = 1) -> int:
     """This rank's part of a budget that is meant for the whole node, in bytes; all of it without a process group.
 
-    A collective call where a group exists: every rank must make it. Ranks that were given different budgets agree on the
-    smallest: the node has what the most careful of them said.
+    Parts are in proportion to `weight`, each rank's need. A collective call where a group exists: every rank must make it.
+    Ranks that were given different budgets agree on the smallest: the node has what the most careful of them said.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return nbytes
-    offers: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(offers, (_host_name(), nbytes))
-    here = [offer[1] for offer in offers if offer is not None and offer[0] == _host_name()]
-    return min(here) // len(here)
+    offers: list[tuple[str, int, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(offers, (_host_name(), nbytes, weight))
+    here = [offer for offer in offers if offer is not None and offer[0] == _host_name()]
+    return min(offer[1] for offer in here) * weight // sum(offer[2] for offer in here)
 
 
 def available_host_bytes() -> int:

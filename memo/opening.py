@@ -64,14 +64,19 @@ class Room:
         host: int | str,
         disk: _Path | Sequence[_Path] | None,
         disk_budget: int | str | None,
+        weight: int = 1,
     ) -> Room:
         """As `memo.offload` was told. A collective call where there is a process group: a node's ranks share budgets.
+
+        `weight` is this rank's need, beside that of the others.
 
         Raises:
             UsageError: there is no room anywhere.
         """
-        disk_bytes = None if disk_budget is None else share_of_node(parse_bytes(disk_budget, what="disk_budget"))
-        host_bytes = _host_bytes(host, device)
+        disk_bytes = None
+        if disk_budget is not None:
+            disk_bytes = share_of_node(parse_bytes(disk_budget, what="disk_budget"), weight=weight)
+        host_bytes = _host_bytes(host, device, weight)
         directories = _directories(disk, device, host_bytes)
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")
@@ -95,12 +100,13 @@ def device_of(model: nn.Module) -> torch.device:
     return accelerators.pop() if accelerators else torch.device("cpu")
 
 
-def _host_bytes(host: int | str, device: torch.device) -> int:
+def _host_bytes(host: int | str, device: torch.device, weight: int) -> int:
     """This rank's bytes of host memory: a budget is the node's, and its ranks share it."""
     if host == "auto":
-        return 0 if device.type == "cpu" else share_of_node(int(available_host_bytes() * AUTO_HOST_SHARE))
+        free = int(available_host_bytes() * AUTO_HOST_SHARE)
+        return 0 if device.type == "cpu" else share_of_node(free, weight=weight)
     nbytes = parse_bytes(host, what="host")
-    return share_of_node(nbytes) if nbytes else 0
+    return share_of_node(nbytes, weight=weight) if nbytes else 0
 
 
 def _directories(disk: _Path | Sequence[_Path] | None, device: torch.device, host_bytes: int) -> list[Path]:

@@ -17,7 +17,7 @@ forward, backward and recompute time (zero where nothing is recomputed):
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
                disk bytes, and where that is more than one, the last layer of one of them stands whole; a forward waits
-               for the stage before, a backward for the one behind
+               for the stage before, a backward for the one behind. A stage that is planned alone says how many it holds
 
 By these rules one rank's copies out and in never run at the same time. What they share they share with other ranks:
 `Hardware.lanes` gives each of a node's ranks its part of switches, host memory and disks.
@@ -75,16 +75,23 @@ class Pipeline:
     microbatches: int = 1
     stages_per_node: int = 1
     """Consecutive stages whose ranks share a node, each with as many of its ranks as the others."""
+    held: int | None = None
+    """Microbatches in flight, where the one stage of this problem is a part of a pipeline whose stages plan each for
+    itself; its schedule may be another than 1F1B. None is as many as 1F1B holds."""
 
     def __post_init__(self) -> None:
+        if self.held is not None and not (self.stages == 1 and 1 <= self.held <= self.microbatches):
+            raise PlanError(
+                f"pipeline: {self.stages} stages of {self.microbatches} microbatches do not hold {self.held}"
+            )
         if not 1 <= self.stages_per_node <= self.stages or self.stages % self.stages_per_node:
             raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
             raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches is none")
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches whose activations one stage holds at once (1F1B)."""
-        return min(self.microbatches, self.stages - stage)
+        """Microbatches whose activations one stage holds at once."""
+        return min(self.microbatches, self.stages - stage) if self.held is None else self.held
 
     def order(self, stage: int) -> Iterator[bool]:
         """1F1B: true for the forward, false for the backward of the next microbatch, as the stage runs them."""
@@ -219,7 +226,8 @@ class ActivationPlan:
     def step_s(self) -> float:
         """Predicted."""
         pipeline = self.problem.pipeline
-        shown = min(pipeline.microbatches, 4 * pipeline.stages)  # by then each one more takes the slowest stage's time
+        ahead = max(pipeline.stages, pipeline.in_flight(0))
+        shown = min(pipeline.microbatches, 4 * ahead)  # by then each one more takes the slowest stage's time
         pace = max(stage.microbatch_s for stage in self.stages)
         first = _one_forward_one_backward(dataclasses.replace(pipeline, microbatches=shown), self.stages)
         return first + (pipeline.microbatches - shown) * pace + self.problem.profile.optimizer_s

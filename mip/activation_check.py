@@ -117,7 +117,8 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
     problem = plan.problem
     profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
-    flight = min(problem.pipeline.microbatches, problem.pipeline.stages - [b for b, _ in _bounds(plan)].index(first))
+    behind = problem.pipeline.stages - [bound for bound, _ in _bounds(plan)].index(first)
+    flight = problem.pipeline.held or min(problem.pipeline.microbatches, behind)
     walk = _Walk(flight=flight)
     others = (flight - 1) * sum(_saved(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1))
     if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from memo.errors import UsageError
 from memo.gpt.run_config import OffloadConfig, OffloadMode
@@ -18,9 +19,18 @@ __all__ = ["open_manager"]
 
 
 def open_manager(
-    config: OffloadConfig, model: nn.Module, device: torch.device, *, layers: Sequence[nn.Module] | None = None
+    config: OffloadConfig,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    group: ProcessGroup | None = None,
+    schedule: Any = None,
 ) -> Manager | None:
-    """The manager, which the caller closes; None for mode none. `layers` where the model does not show them itself."""
+    """The manager, which the caller closes; None for mode none.
+
+    `layers` where the model does not show them itself; `group` and `schedule` as `memo.offload` takes them.
+    """
     if config.mode is OffloadMode.NONE:
         return None
     return offload(
@@ -32,6 +42,8 @@ def open_manager(
         disk_budget=config.disk_budget,
         layers=layers,
         trace=config.trace,
+        group=group,
+        schedule=schedule,
         **_tiers(config, device),
     )
 

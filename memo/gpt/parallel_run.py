@@ -46,20 +46,18 @@ def open_trainer(
         seed=int(torch.randint(1 << 62, ())),  # as GPT draws it in a single process
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
     )
-    layers = [layer for stage in stages for layer in stage.layers.values()]
-    manager = open_manager(config.offload, nn.ModuleList(stages), device, layers=layers)
+    trainer = ParallelTrainer(stages, world, batches, training, device=device, rows=config.batch, seed=config.seed)
+    manager = open_manager(
+        config.offload,
+        nn.ModuleList(stages),
+        device,
+        layers=[layer for stage in stages for layer in stage.layers.values()],
+        group=world.layer_ranks.get_group(),
+        schedule=trainer.schedule,
+    )
     if manager is not None:
         stack.enter_context(closing(manager))
-    trainer = ParallelTrainer(
-        stages,
-        world,
-        batches,
-        training,
-        device=device,
-        rows=config.batch,
-        seed=config.seed,
-        around_forward=manager,
-    )
+        trainer.around_forward = manager
     return trainer, manager
 
 

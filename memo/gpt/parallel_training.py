@@ -161,7 +161,7 @@ class ParallelTrainer(Trainer):
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(last, recurse=False)
-            with self._around_forward:
+            with self.around_forward:
                 loss = stage(batch.tokens, batch.targets, batch.rows)
             (loss / self.config.accumulate).backward()
             losses.append(loss.detach())
@@ -174,7 +174,7 @@ class ParallelTrainer(Trainer):
         last = {"target": batch.targets, "losses": losses, "targets": batch.targets} if self._holds_last else {}
         every = {} if batch.rows is None else {"rows": batch.rows}
         assert self.schedule is not None
-        with self._around_forward:
+        with self.around_forward:
             self.schedule.step(*first, **last, **every, return_outputs=False)
         return losses
 

@@ -74,7 +74,8 @@ class Trainer:
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
         self.health = Health(config.health)
         self._batches = batches
-        self._around_forward = around_forward if around_forward is not None else nullcontext()
+        self.around_forward = around_forward if around_forward is not None else nullcontext()
+        """What every forward runs in."""
 
     def step(self, step: int, *, stop: Callable[[], bool] = lambda: False) -> StepResult | None:
         """Runs step `step` (from 1); None if `stop` said so between two microbatches, with nothing changed.
@@ -145,7 +146,7 @@ class Trainer:
                 return None
             inputs, targets = self._to_device(self._batches.at(step, microbatch))
             with ExitStack() as contexts:
-                contexts.enter_context(self._around_forward)
+                contexts.enter_context(self.around_forward)
                 contexts.enter_context(self._autocast())
                 loss = self.model(inputs, targets)
             (loss / self.config.accumulate).backward()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memo.errors import UsageError
+from memo.parallel.alike import note_group
 from memo.parallel.collectives import join, split
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
 
@@ -103,8 +104,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     for layer in layers:
         _divide(layer, FAMILIES[type(layer).__name__], mesh, sequence=sequence_parallel)
     _replicate_others(model, mesh)
+    group = mesh.get_group()
+    note_group(model, group)
     if sequence_parallel:
-        group = mesh.get_group()
         layers[0].register_forward_pre_hook(lambda _, args, kwargs: _take_part(args, kwargs, group), with_kwargs=True)
         layers[-1].register_forward_hook(lambda _, __, output: _give_whole(output, group))
     return model

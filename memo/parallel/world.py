@@ -37,6 +37,8 @@ class World:
     """dp and cp in one dimension: ranks that hold the same layers' matrices and other tokens."""
     token_ranks: DeviceMesh
     """And tp too, where its ranks hold other tokens: learned positions are sharded over these."""
+    layer_ranks: DeviceMesh
+    """cp and tp: ranks that talk within a layer, and must treat its activations alike."""
     rank: int
     pp: int
     dp: int
@@ -51,7 +53,15 @@ class World:
         replicas = mesh["dp", "cp"]._flatten("dp_cp")
         token_ranks = mesh["dp", "cp", "tp"]._flatten("dp_cp_tp") if layout.shards_tokens else replicas
         place = {name: mesh.get_local_rank(name) for name in _NAMES}
-        return cls(layout=layout, mesh=mesh, replicas=replicas, token_ranks=token_ranks, rank=dist.get_rank(), **place)
+        return cls(
+            layout=layout,
+            mesh=mesh,
+            replicas=replicas,
+            token_ranks=token_ranks,
+            layer_ranks=mesh["cp", "tp"]._flatten("cp_tp"),
+            rank=dist.get_rank(),
+            **place,
+        )
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         return self.mesh.get_group(dimension)

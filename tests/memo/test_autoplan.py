@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from memo.autoplan import MAX_CORRECTIONS, AutoPlan
 from memo.managed import Limits, Setting
-from memo.mip.activation import ActivationPlan
+from memo.mip.activation import ActivationPlan, Pipeline
 from memo.mip.activation_solve import solve_problem
 from memo.swap.levels import LayerCosts, Level
 from memo.trace.events import Lane, Span, StateChange, TensorState, Tracer
@@ -33,6 +36,8 @@ class Machine:
         self.tokens = TOKENS
         self.slowness = 1.0
         self.peak = 0
+        self.whole: set[str] = set()  # layers that cannot repeat a part of their tokens
+        self.mute = False
 
     def listen(self, tracer: Tracer | None) -> None:
         self.heard_by = tracer
@@ -43,7 +48,7 @@ class Machine:
         self.used.append(setting)
 
     def costs(self) -> Mapping[str, LayerCosts]:
-        return {name: self._costs(name) for name in LAYERS}
+        return {name: self._costs(name) for name in LAYERS if name not in self.whole}
 
     def _costs(self, name: str) -> LayerCosts:
         return LayerCosts(
@@ -70,7 +75,7 @@ class Machine:
 
     def tell(self) -> None:
         """What the step now under way did, to whoever listens."""
-        if self.heard_by is None:
+        if self.heard_by is None or self.mute:
             return
         plan = self.used[-1] if isinstance(self.used[-1], ActivationPlan) else None
         recompute = 0 if plan is None else plan.stages[0].recompute_s * 1e9 / len(LAYERS)
@@ -225,20 +230,101 @@ def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
     assert second.stages[0].peak_device_bytes <= first.stages[0].peak_device_bytes - excess
 
 
-def test_microbatches_in_flight_share_the_budgets() -> None:
-    """Two forwards before the first backward: what is planned for one may take half of everything."""
+def test_microbatches_in_flight_each_keep_what_the_budget_has_room_for() -> None:
+    """Two forwards before the first backward: both microbatches' kept bytes are in the predicted peak."""
     machine = tight(9)
     auto = make(machine)
-    for number in range(3):
+    for number in range(4):
         step(auto, machine)
         if number == 2:
             machine.tell()
-    step(auto, machine)
     plan = auto.plan
     assert plan is not None
-    assert plan.problem.budgets.device_bytes == machine.device_bytes // 2
-    assert plan.problem.budgets.host_bytes == machine.host_bytes // 2
-    assert auto.use().phase == "settled", "the prediction is of one microbatch, so it is compared with nothing"
+    assert (plan.problem.pipeline.microbatches, plan.problem.pipeline.in_flight(0)) == (2, 2)
+    assert plan.problem.budgets.device_bytes == machine.device_bytes
+    one = dataclasses.replace(plan.problem, pipeline=Pipeline())
+    kept = sum(solve_problem(one).layers[n].kept for n in range(len(LAYERS)))
+    assert sum(layer.kept * sum(layer.token_fractions[:2]) for layer in plan.layers) < kept
+
+
+def test_the_schedule_says_how_many_microbatches_are_in_flight() -> None:
+    machine = tight(9)
+    auto = AutoPlan(machine, solve_problem, held=2)
+    for number in range(4):
+        step(auto, machine)
+        if number == 2:
+            for _ in range(4):
+                machine.tell()
+    plan = auto.plan
+    assert plan is not None
+    assert (plan.problem.pipeline.microbatches, plan.problem.pipeline.held) == (5, 2)
+
+
+class Together:
+    """Ranks of one group as threads: each says what it has, and hears all."""
+
+    def __init__(self, ranks: int) -> None:
+        self._meeting = threading.Barrier(ranks, timeout=30)
+        self._said: list[Any] = [None] * ranks
+
+    def everyones(self, rank: int) -> Any:
+        def said(value: Any) -> list[Any]:
+            self._said[rank] = value
+            self._meeting.wait()
+            heard = list(self._said)
+            self._meeting.wait()
+            return heard
+
+        return said
+
+
+def run_together(machines: Sequence[Machine], steps: int) -> list[AutoPlan]:
+    group = Together(len(machines))
+    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+
+    def run(rank: int) -> None:
+        for _ in range(steps):
+            step(autos[rank], machines[rank])
+
+    with concurrent.futures.ThreadPoolExecutor(len(machines)) as pool:
+        list(pool.map(run, range(len(machines))))
+    return autos
+
+
+def test_ranks_of_a_group_carry_out_one_plan_made_for_the_worst_of_them() -> None:
+    roomy, narrow = tight(5), tight(3.5)
+    narrow.slowness = 1.5
+    autos = run_together([roomy, narrow], 8)
+    first, second = (auto.plan for auto in autos)
+    assert first == second
+    assert first is not None
+    assert first.problem.budgets.device_bytes == narrow.device_bytes
+    assert first.problem.profile.classes[0].forward_s == pytest.approx(1.5 * FORWARD_NS / 1e9)
+    assert [type(one) for one in roomy.used] == [type(one) for one in narrow.used]
+    assert autos[0].use().phase == autos[1].use().phase
+
+
+def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
+    """One rank's second half of the layers is not proven token-wise: no rank recomputes there."""
+    able, unable = tight(4.5), tight(4.5)
+    unable.whole = set(LAYERS[3:])
+    autos = run_together([able, unable], 4)
+    plan = autos[0].plan
+    assert plan == autos[1].plan
+    assert plan is not None
+    assert [len(layer.levels) for layer in plan.problem.profile.layer_profiles()] == [3, 3, 3, 1, 1, 1]
+    assert [layer.all_tokens for layer in plan.layers[3:]] == [1.0] * 3
+
+
+def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None:
+    well, deaf = tight(), tight()
+    deaf.mute = True
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        autos = run_together([well, deaf], 6)
+    assert [auto.plan for auto in autos] == [None, None]
+    assert well.used[-1] is deaf.used[-1] is Setting.SAFEST
+    assert any("no layer ran forward and backward" in str(one.message) for one in told)
 
 
 def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> None:
