@@ -51,16 +51,22 @@ def _positions(layers: Sequence[nn.Module], stage: nn.Module) -> list[int]:
 
 
 def _backward(order: Sequence[Any], inside: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Of each microbatch the layers in reverse, twice where its backward is split.
+    """Of each microbatch the layers in reverse.
 
-    Forwards of a stage run in the order of the microbatches, so a layer's nth call is of the nth; the numbers that
-    torch's 1F1B shows with the forwards of its last stage are one too high.
+    A split backward makes the inputs' gradients in reverse, then the weights' from the first layer on; the first stage's
+    input wants none, and its whole backward is the second half. Forwards of a stage run in the order of the microbatches,
+    so a layer's nth call is of the nth; the numbers that torch's 1F1B shows with the last stage's are one too high.
     """
     for action in order:
-        if action is not None and action.computation_type.name in (
-            "FULL_BACKWARD",
-            "BACKWARD_INPUT",
-            "BACKWARD_WEIGHT",
+        if action is None:
+            continue
+        stage, kind = action.stage_index, action.computation_type.name
+        layers = inside.get(stage, ())
+        if (
+            kind == "FULL_BACKWARD"
+            or (kind == "BACKWARD_INPUT" and stage > 0)
+            or (kind == "BACKWARD_WEIGHT" and not stage)
         ):
-            for layer in reversed(inside[action.stage_index]):
-                yield layer, action.microbatch_index
+            yield from ((layer, action.microbatch_index) for layer in reversed(layers))
+        elif kind == "BACKWARD_WEIGHT":
+            yield from ((layer, action.microbatch_index) for layer in layers)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
-from memo.errors import Infeasible
-from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.errors import Infeasible, PlanError
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation_check import check_plan
 from memo.mip.activation_cost import predict
-from memo.mip.activation_files import plan_to_json
+from memo.mip.activation_files import plan_from_json, plan_to_json
 from memo.mip.activation_model import Model, Sharing
+from memo.mip.activation_prove import prove
 from memo.mip.activation_solve import plan_activations, solve_problem
 
 
@@ -102,7 +103,16 @@ def test_brute_force_finds_nothing_better_and_nearly_the_same(seed: int) -> None
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-@pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(stages=3, microbatches=5), Pipeline(microbatches=4)])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        Pipeline(),
+        Pipeline(stages=3, microbatches=5),
+        Pipeline(microbatches=4),
+        Pipeline(microbatches=6, held=3),
+        Pipeline(microbatches=9, held=9),
+    ],
+)
 def test_every_plan_passes_the_checker_and_is_the_same_again(classes: int, pipeline: Pipeline) -> None:
     solved = 0
     for seed in range(20):
@@ -226,6 +236,33 @@ def test_early_stages_hold_more_microbatches_and_get_more_of_the_nodes_host_memo
     assert host == sorted(host, reverse=True)
     assert host[0] > host[-1]
     assert sum(host) <= 3000
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_that_is_planned_alone_is_predicted_as_in_the_whole(stage: int) -> None:
+    block = layer()
+    whole = ActivationProblem(
+        profile=profile_of(*[block] * 16),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
+        pipeline=Pipeline(stages=4, microbatches=8),
+    )
+    half = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.5, host=0.5)
+    part = (half, half, half, LayerPlan())
+    alone = dataclasses.replace(
+        whole, profile=profile_of(*[block] * 4), pipeline=Pipeline(microbatches=8, held=4 - stage)
+    )
+    assert predict(alone, part) == (predict(whole, part * 4)[stage],)
+    plan = ActivationPlan(problem=alone, layers=part, stages=predict(alone, part))
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert check_plan(plan) is None
+    assert prove(plan).step_s == pytest.approx(plan.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("wrong", [{"stages": 2, "held": 1}, {"held": 0}, {"microbatches": 2, "held": 3}])
+def test_a_stage_holds_no_more_microbatches_than_there_are_and_speaks_for_itself_alone(wrong: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="do not hold"):
+        Pipeline(**wrong)
 
 
 def test_copies_both_ways_never_ask_for_more_than_a_shared_link() -> None:
