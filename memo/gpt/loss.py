@@ -10,9 +10,10 @@ The invariant: what is alive beyond inputs and gradients does not depend on the 
 over tokens or vocabulary is in float32 at least, whatever the inputs are. Under tensor parallelism each rank holds a shard
 of the vocabulary (see vocabulary.py) and never another's logits.
 
-torch 2.13 has F.linear_cross_entropy. It is the path of `keep_gradients=False`, without reduction, since its own mean of
-bfloat16 losses is summed in bfloat16 and off by up to a tenth. It is not the default: it makes the logits a second time
-in backward, and adds up the chunks of a bfloat16 weight gradient in bfloat16, whose error grows with the number of chunks.
+torch 2.13 has F.linear_cross_entropy. It is the path of `keep_gradients=False`, without reduction, since its own mean adds
+up bfloat16 losses in bfloat16. It is not the default: it makes the logits a second time in backward, and adds up the chunks
+of a bfloat16 weight gradient in bfloat16. Against float64, 32,768 bfloat16 tokens in 512 chunks (benchmarks/loss.py): its
+mean is off by 65 % and its weight gradient by 4.5 %, this one's by 0.001 % and 0.28 %; in float32 they are equally exact.
 """
 
 from __future__ import annotations
