@@ -6,7 +6,8 @@
 
 Two lines are memo's: `memo.offload(model)`, and `with manager:` around the forward. A third thing matters at this length
 and is nobody's fault: the logits. A quarter of a million tokens times 128,000 words in float32 are 128 GiB, so the loss is
-taken from the hidden states, a chunk of logits at a time. `--without-memo` trains the same without the two lines.
+taken from the hidden states, a chunk of logits at a time. `--without-memo` trains the same without the two lines:
+`python -m benchmarks.finetune_hf` runs both under a limit of memory that only one of them survives.
 """
 
 from __future__ import annotations
