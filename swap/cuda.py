@@ -8,6 +8,7 @@ another stream than it was allocated on.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 import weakref
@@ -26,20 +27,29 @@ if TYPE_CHECKING:
 __all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node", "page_locked"]
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
+# The driver tells the time between two events as a 24-bit float of milliseconds: to 1 us after ten seconds, to a quarter of
+# a millisecond after an hour.
+_LONGEST_ELAPSED_MS = 10_000.0
 
 
 class _Clock:
-    """Ties the device's event clock to the host's: one event whose host time is known."""
+    """Ties the device's event clock to the host's: one event whose host time is known, and later ones told by it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
-        self._origin.record(torch.cuda.current_stream(device))
-        self._origin.synchronize()
-        self._origin_ns = time.monotonic_ns()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+        self._origin = event, time.monotonic_ns()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        return self._origin_ns + int(self._origin.elapsed_time(event) * 1e6)
+        """When a timed event that is over took place."""
+        origin, origin_ns = self._origin
+        elapsed_ms = origin.elapsed_time(event)
+        at = origin_ns + round(elapsed_ms * 1e6)
+        if elapsed_ms > _LONGEST_ELAPSED_MS:
+            self._origin = event, at
+        return at
 
 
 class _CudaEvent:
@@ -92,7 +102,8 @@ class CudaStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _CudaCopy:
         timing = self._clock is not None
         begin = torch.cuda.Event(enable_timing=True) if timing else None
-        end = torch.cuda.Event(enable_timing=timing)
+        # Blocking: the threads of a disk tier that wait for a copy sleep, where they would each spin on a core.
+        end = torch.cuda.Event(enable_timing=timing, blocking=True)
         with torch.cuda.stream(self.stream):
             if begin is not None:
                 begin.record(self.stream)
@@ -196,7 +207,8 @@ def copy_stream(device: torch.device) -> CudaStream:
 def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
     """Page-locked host memory of exactly `nbytes` rounded up to a page, on NUMA node `node` if the kernel agrees.
 
-    Unlocked when its storage dies.
+    Unlocked when its storage dies. Forked processes, as a data loader's workers, do not get it: the kernel would copy all of
+    its pages at the fork, since they are locked.
 
     torch's pinned allocator rounds to a power of two (1.78 times what was asked, measured) and never gives back.
 
@@ -206,11 +218,14 @@ def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
     mapping = private_pages(nbytes)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     address = memory.data_ptr()
+    with contextlib.suppress(OSError):  # a sandbox's kernel that does not know it
+        mapping.madvise(mmap.MADV_DONTFORK)
     if node is not None:
         prefer_node(address, nbytes, node)  # before the pages exist: locking makes them
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
     if code != 0:
+        _forget_error()
         raise SwapError(
             f"cannot page-lock {format_bytes(nbytes)} of host memory (CUDA error {code}); "
             f"lower the host budget, or raise the memlock limit (ulimit -l)"
@@ -218,6 +233,12 @@ def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
     # The finalizer holds the mapping, so that the pages are unlocked before they are unmapped.
     weakref.finalize(memory.untyped_storage(), _unlock, address, mapping).atexit = False
     return memory
+
+
+def _forget_error() -> None:
+    """The runtime keeps the error of a call that failed, and the next kernel is blamed for it: let that be one of ours."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unlock(address: int, mapping: mmap.mmap) -> None:

@@ -1,0 +1,144 @@
+"""The CUDA backend's own code over a stand-in for torch.cuda: what it orders, on which stream, and what it gives back."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_models import assert_equal, ids, stack, train
+from standin_cuda import OnHostMemory, StandinCuda, Stream
+
+from memo.errors import SwapError
+from memo.manager import Manager
+from memo.swap.cuda import CudaStream, copy_stream, page_locked
+from memo.swap.disk import DiskStore
+from memo.swap.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.levels import setting_of
+from memo.swap.staged import StagedDisk
+from memo.swap.tiers import DiskTier, HostTier
+from memo.swap.tokenwise import TokenWise
+
+if TYPE_CHECKING:
+    from memo.swap.tiers import Tier
+
+LAYERS = 4
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> StandinCuda:
+    return StandinCuda(monkeypatch)
+
+
+def managed(model: torch.nn.Module, tier: str, alpha: float, directory: Path) -> tuple[Manager, OnHostMemory]:
+    backend = OnHostMemory(timing=True)
+    tiers: list[Tier]
+    if tier == "host":
+        tiers = [HostTier(backend, 1 << 24, segment_bytes=1 << 20)]
+    else:
+        store = DiskStore([directory], 1 << 24)
+        device = torch.device("cuda", 0)
+        staged = StagedDisk(store, copy_stream(device), copy_stream(device), page_locked, block_bytes=1 << 14, blocks=3)
+        tiers = [DiskTier(staged, 1 << 24)]
+    engine = Engine(backend, tiers, min_bytes=512)
+    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of(alpha))), backend
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_gradients_are_equal_over_streams_that_put_everything_off(
+    tier: str, alpha: float, cuda: StandinCuda, tmp_path: Path
+) -> None:
+    reference = stack(layers=LAYERS)
+    want = train(reference, lambda step: reference(ids(step)))
+    model = stack(layers=LAYERS)
+    manager, backend = managed(model, tier, alpha, tmp_path)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), want)
+    copies = [stream.copies for stream in cuda.streams]
+    if tier == "host":
+        assert min(copies[:2]) > 0  # out and in, each on a stream of its own
+        assert backend.d2h.stream is not backend.h2d.stream
+    else:
+        assert min(copies[2:]) > 0
+    manager.close()
+    assert manager.stats.live_entries == 0
+    del manager, backend
+    gc.collect()
+    assert cuda.locked == {}  # pages are unlocked when their memory goes
+
+
+def test_copies_of_a_traced_run_tell_when_they_ran(cuda: StandinCuda) -> None:
+    stream = OnHostMemory(timing=True).d2h
+    copied = stream.copy(torch.empty(8), torch.ones(8))
+    assert copied.interval_ns() is None
+    cuda.now_ms = 5.0
+    copied.synchronize()
+    interval = copied.interval_ns()
+    assert interval is not None
+    assert interval[0] == interval[1]
+
+
+def test_who_waits_for_a_copy_sleeps(cuda: StandinCuda) -> None:
+    copied = CudaStream(torch.device("cuda", 0), None).copy(torch.empty(8), torch.ones(8))
+    event: Any = copied._event
+    assert event.blocking
+
+
+def test_spans_stay_exact_over_a_day_though_the_driver_counts_in_floats(cuda: StandinCuda) -> None:
+    backend = OnHostMemory(timing=True)
+    span_ms = 3.0
+    for minute in range(1, 24 * 60):
+        cuda.now_ms = minute * 60_001.37  # no multiple of a power of two
+        begin = backend.stamp().ns()
+        cuda.now_ms += span_ms
+        end = backend.stamp().ns()
+        assert begin is not None
+        assert end is not None
+        assert abs((end - begin) / 1e6 - span_ms) < 0.01
+
+
+def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Stream] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
+    backend = OnHostMemory()
+    buffer = backend.empty(64)
+    backend.compute_uses(buffer)
+    assert kept == []
+    side = Stream(cuda)
+    with torch.cuda.stream(side):  # type: ignore[arg-type]
+        backend.compute_uses(buffer[8:])
+    assert kept == [side]
+
+
+def test_pages_that_cannot_be_locked_are_an_error_that_no_later_kernel_is_blamed_for(cuda: StandinCuda) -> None:
+    cuda.lock_limit = 1 << 20
+    held = page_locked(1 << 20)
+    with pytest.raises(SwapError, match="memlock"):
+        page_locked(1 << 12)
+    assert cuda.last_error == 0
+    address = held.data_ptr()
+    assert cuda.locked == {address: 1 << 20}
+    del held
+    assert cuda.locked == {}
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux alone has it")
+def test_a_forked_worker_does_not_get_the_locked_pages(cuda: StandinCuda) -> None:
+    """The kernel would copy them all at the fork: a data loader's workers would each take the host budget once more."""
+    memory = page_locked(1 << 20)
+    address = memory.data_ptr()
+
+    def is_mapped() -> bool:
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(first, 16) <= address < int(last, 16) for first, last in ranges)
+
+    assert is_mapped()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(is_mapped()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
