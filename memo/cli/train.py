@@ -14,7 +14,7 @@ from memo.gpt.health import HealthConfig, OnNan, OnSpike
 from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["configure", "run"]
@@ -131,6 +131,14 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--pp", type=int, default=1, metavar="N", help="ranks that share the layers")
     group.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each sequence in attention")
     group.add_argument(
+        "--cp-attention",
+        type=_argument(_one_of(ContextAttention)),
+        default=ContextAttention.AUTO,
+        metavar="{auto,ulysses,ring}",
+        help="with --cp: ranks exchange heads for tokens (ulysses), or pass keys and values around (ring), which needs no "
+        "more heads than --tp; auto is ulysses where heads divide (default)",
+    )
+    group.add_argument(
         "--schedule",
         type=_argument(_one_of(PipelineSchedule)),
         default=PipelineSchedule.ONE_F_ONE_B,
@@ -223,7 +231,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
-    sizes = ("dp", "tp", "pp", "cp", "schedule", "sequence_parallel")
+    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])

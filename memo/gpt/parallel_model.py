@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 from memo.gpt.initial import initialise
 from memo.gpt.model import GPT, Attention
@@ -20,6 +21,7 @@ from memo.gpt.stage import Stage
 from memo.gpt.token_places import TokenPlaces
 from memo.gpt.vocabulary import VocabularyShard
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
+from memo.parallel.ring import Ring
 from memo.parallel.ulysses import Ulysses
 from memo.parallel.vocabulary_rows import RowsOfVocabulary
 from memo.parallel.world import World
@@ -51,7 +53,11 @@ def divided_stages(
 ) -> list[Stage]:
     """The same without memory, and with their parameters not yet sharded over replicas."""
     layout = world.layout
-    attended = TokenPlaces.whole(seq).shard(world.cp, layout.cp)
+    whole = TokenPlaces.whole(seq)
+    rings = layout.rings(shape)
+    if rings and shape.end_of_document is not None:
+        raise UsageError("attention within documents does not go around a ring; use --cp-attention ulysses, or no --cp")
+    attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
     stages: list[Stage] = []
     for index in layout.stages_of(world.pp):
@@ -73,8 +79,10 @@ def _divide_layers(stage: Stage, world: World) -> None:
     layout = world.layout
     sequence = layout.shards_tokens
     for layer in stage.layers.values():
-        if layout.cp > 1:
-            attention = cast("Attention", layer.attention)
+        attention = cast("Attention", layer.attention)
+        if layout.rings(stage.config):
+            attention.attend = Ring(world.group("cp"))
+        elif layout.cp > 1:
             attention.attend = Ulysses(attention.attend, world.group("cp"))
             attention.attend_within = Ulysses(attention.attend_within, world.group("cp"))
         if layout.tp > 1:

@@ -13,7 +13,7 @@ import enum
 from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 
-__all__ = ["Layout", "PipelineSchedule"]
+__all__ = ["ContextAttention", "Layout", "PipelineSchedule"]
 
 
 class PipelineSchedule(enum.StrEnum):
@@ -30,6 +30,14 @@ class PipelineSchedule(enum.StrEnum):
         return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
 
 
+class ContextAttention(enum.StrEnum):
+    """How ranks that share a sequence attend to all of it."""
+
+    AUTO = "auto"  # Ulysses where there are heads enough
+    ULYSSES = "ulysses"  # Jacobs et al. 2023: ranks exchange heads for tokens
+    RING = "ring"  # Liu et al. 2023: keys and values go around
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Sizes of the mesh (pp, dp, cp, tp)."""
@@ -41,7 +49,8 @@ class Layout:
     pp: int = 1
     """Ranks that share the layers."""
     cp: int = 1
-    """Ranks that share the tokens of a sequence also in attention, by exchanging heads for tokens (Ulysses)."""
+    """Ranks that share the tokens of a sequence also in attention."""
+    cp_attention: ContextAttention = ContextAttention.AUTO
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     sequence_parallel: bool = True
     """Tensor-parallel ranks share the tokens between the matrices too."""
@@ -50,6 +59,8 @@ class Layout:
         for name in ("dp", "tp", "pp", "cp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name} {getattr(self, name)} is less than 1")
+        if self.cp == 1 and self.cp_attention is not ContextAttention.AUTO:
+            raise UsageError(f"--cp-attention {self.cp_attention} has no meaning without --cp")
 
     @property
     def ranks(self) -> int:
@@ -74,6 +85,13 @@ class Layout:
         """Ranks that a sequence is divided over outside of attention and the matrices."""
         return self.cp * (self.tp if self.shards_tokens else 1)
 
+    def rings(self, shape: GPTConfig) -> bool:
+        """Whether ranks that share a sequence attend around a ring. Its ranks hold an early and a late part of it each."""
+        if self.cp == 1 or self.cp_attention is ContextAttention.ULYSSES:
+            return False
+        heads = self.tp * self.cp
+        return self.cp_attention is ContextAttention.RING or bool(shape.heads % heads or shape.kv_heads % heads)
+
     def stages_of(self, pp_rank: int) -> list[int]:
         """Stages of one rank of the pipeline, in the order of the layers."""
         if self.stages_per_rank == 1:
@@ -89,17 +107,16 @@ class Layout:
 
     def check(self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int) -> None:
         """Raises UsageError for whatever does not divide, naming the flag and the numbers that would."""
-        heads = self.tp * self.cp
-        if shape.heads % heads or shape.kv_heads % heads:
-            short = "heads" if shape.heads % heads else "key/value heads"
-            count = shape.heads if shape.heads % heads else shape.kv_heads
-            raise UsageError(
-                f"--tp {self.tp} times --cp {self.cp} does not divide the model's {count} {short}; a rank needs whole ones"
-            )
+        self._check_heads(shape)
         if shape.ffn % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")
         if seq % self.token_shards:
             raise UsageError(f"--seq {seq} does not divide over {self.token_shards} ranks; use a multiple")
+        if self.rings(shape) and seq % (2 * self.cp):
+            raise UsageError(
+                f"--seq {seq} does not divide into an early and a late part for each of --cp {self.cp}; use a multiple of "
+                f"{2 * self.cp}"
+            )
         if batch % self.dp:
             raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
         if shape.layers % self.stages:
@@ -108,6 +125,15 @@ class Layout:
             )
         if self.pp > 1:
             self._check_microbatches(microbatches)
+
+    def _check_heads(self, shape: GPTConfig) -> None:
+        if self.rings(shape):
+            heads, flags = self.tp, f"--tp {self.tp}"
+        else:
+            heads, flags = self.tp * self.cp, f"--tp {self.tp} times --cp {self.cp}"
+        for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
+            if count % heads:
+                raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")
 
     def _check_microbatches(self, count: int) -> None:
         if self.schedule is PipelineSchedule.GPIPE:

@@ -68,7 +68,7 @@ class World:
 
     @property
     def token_shard(self) -> int:
-        """Which of the layout's token shards this rank holds, in the order of the sequence."""
+        """Which of the layout's token shards this rank holds."""
         return self.cp * self.layout.tp + self.tp if self.layout.shards_tokens else self.cp
 
 

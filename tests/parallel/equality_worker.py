@@ -21,7 +21,7 @@ from memo.gpt.parallel_training import ParallelTrainer
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import TrainConfig
 from memo.gpt.training import Trainer
-from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.parallel.world import World, join
 
 SEQ, ROWS, STEPS, SEED = 64, 4, 3, 7
@@ -127,6 +127,10 @@ def layout_of(name: str) -> tuple[Layout, dict[str, Any], torch.dtype]:
             model["variant"] = part
         elif part == "documents":
             model["end_of_document"] = 5  # one token of 61
+        elif part == "ring":
+            values["cp_attention"] = ContextAttention.RING
+        elif part == "grouped":
+            model["kv_heads"] = 2
         elif part == "tiles":
             model |= {"mlp_tiles": 2, "ffn": 512}  # of tokens and of columns: a tile has 128 at least
         elif part == "float64":

@@ -24,6 +24,8 @@ LAYOUTS = {
         "tp2_replicated",
         "cp2",
         "cp2_llama",
+        "cp2_ring",
+        "cp2_grouped_ring",
         "pp2_gpipe",
         "pp2_1f1b",
         "pp2_interleaved-1f1b",
@@ -40,12 +42,13 @@ LAYOUTS = {
         "tp4",
         "dp2_tp2",
         "cp2_tp2",
+        "cp4_llama_ring",
         "tp2_pp2_interleaved-zero-bubble",
         "tp2_pp2_zbv_tiles_float64",
         "dp2_pp2_zbv",
         "pp4",
     ],
-    8: ["dp2_tp2_pp2", "dp2_cp2_tp2"],
+    8: ["dp2_tp2_pp2", "dp2_cp2_tp2", "cp2_tp4"],
 }
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import preset
-from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 
+ULYSSES, RING = ContextAttention.ULYSSES, ContextAttention.RING
 V = PipelineSchedule.ZERO_BUBBLE_V
 
 
@@ -20,7 +21,13 @@ V = PipelineSchedule.ZERO_BUBBLE_V
     ("sizes", "changes", "reason"),
     [
         ({"tp": 3}, {}, "--tp 3 times --cp 1 does not divide the model's 8 heads"),
-        ({"tp": 4, "cp": 4}, {}, "--tp 4 times --cp 4 does not divide the model's 8 heads"),
+        ({"tp": 4, "cp": 4, "cp_attention": ULYSSES}, {}, "--tp 4 times --cp 4 does not divide the model's 8 heads"),
+        ({"tp": 3, "cp": 2}, {}, "--tp 3 does not divide the model's 8 heads"),
+        (
+            {"cp": 4, "cp_attention": RING},
+            {"seq": 60},
+            "into an early and a late part for each of --cp 4; use a multiple of 8",
+        ),
         ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
         ({"tp": 4}, {"ffn": 130}, "--tp 4 does not divide the MLP's width of 130"),
         ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
@@ -38,6 +45,16 @@ def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[st
     shape = preset("tiny", layers=8, hidden=64, heads=8, **model)
     with pytest.raises(UsageError, match=reason):
         Layout(**sizes).check(shape, **run)
+
+
+def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
+    shape = preset("tiny", layers=8, hidden=64, heads=8)
+    assert not Layout(cp=4, tp=2).rings(shape)
+    assert Layout(cp=8, tp=2).rings(shape)
+    assert Layout(cp=2, cp_attention=RING).rings(shape)
+    with pytest.raises(UsageError, match="--cp-attention ring has no meaning without --cp"):
+        Layout(cp_attention=RING)
+    Layout(cp=8, tp=2).check(shape, seq=64, batch=1, microbatches=1)
 
 
 def test_fewer_microbatches_than_stages_are_fine_for_gpipe_alone() -> None:

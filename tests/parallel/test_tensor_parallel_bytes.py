@@ -19,7 +19,7 @@ from memo.gpt.config import GPTConfig, preset
 from memo.gpt.parallel_model import build_stages
 from memo.gpt.rotary import rotary_tables
 from memo.parallel import collectives, layers
-from memo.parallel.layout import Layout
+from memo.parallel.layout import ContextAttention, Layout
 from memo.parallel.world import World
 from memo.swap.capture import cast_of_parameter, view_of_parameter
 
@@ -81,6 +81,11 @@ def test_without_sequence_parallelism_norms_and_inputs_are_whole() -> None:
 def test_context_parallelism_divides_it_too_and_saves_attentions_result_before_and_after_the_exchange() -> None:
     units, _ = saved_units(layer_of(gpt(), tp=4, cp=2), SEQ // 8)
     assert units == pytest.approx((16 + 1 + SMALL) / 8)
+
+
+def test_around_a_ring_attentions_result_is_saved_once() -> None:
+    units, _ = saved_units(layer_of(gpt(), tp=4, cp=2, cp_attention=ContextAttention.RING), SEQ // 8)
+    assert units == pytest.approx((16 + SMALL) / 8)
 
 
 def test_a_llama_layer_saves_a_share_of_what_one_process_saves() -> None:
