@@ -16,9 +16,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from memo.errors import UsageError
 from memo.parallel.layout import Layout, PipelineSchedule
 
 __all__ = ["in_flight", "make_schedule", "microbatches_in_flight", "pass_through"]
+
+# 2.11 is known to fail: it asks a Python function's node for what only a C++ one has there.
+_SPLITS_SINCE = "2.13"
 
 _NAMES = {
     PipelineSchedule.GPIPE: "GPipe",
@@ -43,7 +47,11 @@ def make_schedule(
 
     `tokens` and `hidden` are examples, without memory, of a microbatch at the first stage and between stages. The last
     stage's module gives the loss itself: the weights it is made with may be sharded, and are whole only inside.
+
+    Raises:
+        UsageError: torch is too old to split a backward in two.
     """
+    _check_torch(layout.schedule)
     loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
     stages = [
         PipelineStage(
@@ -59,6 +67,15 @@ def make_schedule(
     ]
     kind: Any = get_schedule_class(_NAMES[layout.schedule])
     return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
+
+
+def _check_torch(schedule: PipelineSchedule) -> None:
+    splits = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
+    if splits and torch.__version__ < _SPLITS_SINCE:
+        raise UsageError(
+            f"--schedule {schedule} needs torch {_SPLITS_SINCE}; {torch.__version__} cannot split a backward that goes "
+            f"through functions written in Python; use interleaved-1f1b"
+        )
 
 
 def pass_through(

@@ -8,10 +8,13 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import preset
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
+from memo.parallel.pipeline import make_schedule
 
 ULYSSES, RING = ContextAttention.ULYSSES, ContextAttention.RING
 V = PipelineSchedule.ZERO_BUBBLE_V
@@ -60,6 +63,17 @@ def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
 def test_fewer_microbatches_than_stages_are_fine_for_gpipe_alone() -> None:
     shape = preset("tiny", layers=8, hidden=64, heads=8)
     Layout(pp=4, schedule=PipelineSchedule.GPIPE).check(shape, seq=64, batch=4, microbatches=1)
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ZERO_BUBBLE, V])
+def test_a_torch_that_cannot_split_a_backward_is_refused(
+    schedule: PipelineSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    meta = torch.empty(1, 1, device="meta")
+    sizes = {"tokens": meta, "hidden": meta, "microbatches": 4, "device": torch.device("cpu")}
+    with pytest.raises(UsageError, match=f"--schedule {schedule} needs torch 2.13; 2.11.0"):
+        make_schedule(Layout(pp=2, schedule=schedule), {}, None, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", PipelineSchedule)
