@@ -125,3 +125,30 @@ def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:
     assert plan.problem.profile.signature.tokens == 256 << 10
     assert (tmp_path / "out" / "timeline.html").read_text().startswith("<!")
     assert (tmp_path / "out" / "arena.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_texts_can_be_packed_with_attention_within_them(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{number} green bottles " * 9}) + "\n" for number in range(50)))
+    train = [
+        sys.executable,
+        EXAMPLES / "train_1m.py",
+        "--preset",
+        "laptop",
+        "--data",
+        texts,
+        "--seq",
+        "1k",
+        "--layers",
+        2,
+    ]
+    packed = ["--documents", "packed", "--steps", 1]
+    masked, plain = ["--mask-documents"], ["--offload", "none"]
+    losses = []
+    for number, flags in enumerate((masked, [*masked, *plain], plain)):
+        metrics = tmp_path / f"{number}.jsonl"
+        said = run(*train, *packed, *flags, "--metrics", metrics)
+        assert "rows     1k tokens anywhere in the text, across ends of documents" in said
+        assert (", within documents" in said) == (flags != plain)
+        losses.append(json.loads(metrics.read_text())["loss"])
+    assert losses[0] == losses[1] != losses[2]
