@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import gpu_allocator, gpu_million
-from benchmarks.gpu_check import NO_GPU, gpu
+from benchmarks.gpu_check import NO_GPU, gpu, missing
 from benchmarks.results import write_result
 
 if TYPE_CHECKING:
@@ -52,13 +52,10 @@ PLANS = ("plan", "alpha")
 """Likewise: rows of their own."""
 
 
-def ways(model: GPT) -> dict[str, Callable[[], Any]]:
+def ways(model: GPT, manager: Any) -> dict[str, Callable[[], Any]]:
     """Each way to hold a step's activations, as a context manager around the forward."""
     import torch
 
-    import memo
-
-    manager = memo.offload(model, alpha=1.0, host="64GiB")
     return {
         "keep everything": contextlib.nullcontext,
         "memo, host tier": lambda: manager,
@@ -102,6 +99,7 @@ def run_case(case: Case) -> dict[str, Any]:
     """Medians of every way, ratios to keeping everything."""
     import torch
 
+    import memo
     from memo.gpt.config import preset
     from memo.gpt.model import GPT
 
@@ -109,7 +107,8 @@ def run_case(case: Case) -> dict[str, Any]:
     config = preset(case.model, max_seq=case.seq)
     model = GPT(config, device=torch.device("cuda"), dtype=torch.bfloat16)
     ids = torch.randint(0, config.vocab_size, (1, case.seq + 1), device="cuda")
-    arms = ways(model)
+    manager = memo.offload(model, alpha=1.0, host="64GiB")
+    arms = ways(model, manager)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     peaks: dict[str, int] = dict.fromkeys(arms, 0)
     failed: dict[str, str] = {}
@@ -137,6 +136,9 @@ def run_case(case: Case) -> dict[str, Any]:
         }
         for name, times in seconds.items()
     }
+    manager.close()
+    del arms, manager  # and its host memory, before another manager takes as much
+    release_host_memory()
     link = link_use(model, ids)
     print(f"\n{case.model} at {case.seq} tokens, bf16, {case.rounds} rounds")
     for name, row in rows.items():
@@ -148,6 +150,15 @@ def run_case(case: Case) -> dict[str, Any]:
     for lane, use in link.items():
         print(f"  {lane}: {use['bytes_per_s'] / 1e9:.1f} GB/s, {use['share']:.2f} of the link alone")
     return {"model": case.model, "seq": case.seq, "rounds": case.rounds, "ways": rows, "link": link}
+
+
+def release_host_memory() -> None:
+    """Gives back what torch keeps page-locked for `save_on_cpu`, rounded up to powers of two; only torch itself could."""
+    import torch
+
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
 
 
 def link_use(model: GPT, ids: torch.Tensor) -> dict[str, dict[str, float]]:
@@ -186,6 +197,9 @@ def main(names: list[str]) -> int:
     if device is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
+    if missing():
+        print(f"gpu-bench: {sys.executable} lacks {', '.join(missing())}; nothing was run", file=sys.stderr)
+        return 1
     known = [*ARMS, *PLANS, MILLION, ALLOCATOR]
     wanted = known if names in ([], ["all"]) else names
     unknown = [name for name in wanted if name not in known]

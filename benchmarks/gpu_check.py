@@ -121,7 +121,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "tests": _tests,
     "table": _module("benchmarks.gpu_bench", "short", limit_s=TABLE_LIMIT_S),
     "kernels": _module("benchmarks.kernels", limit_s=KERNELS_LIMIT_S),
-    "allocators": _module("benchmarks.gpu_allocator", limit_s=ALLOCATORS_LIMIT_S),
+    "allocators": _module("benchmarks.gpu_allocator", "--seq", "32k", "--steps", "12", limit_s=ALLOCATORS_LIMIT_S),
 }
 
 
