@@ -1,6 +1,6 @@
 """Memory-bound work around the swap engine, each piece once in torch and once in Triton.
 
-A public function here decides by the device of its tensors: CUDA with triton installed runs the kernel, anything else runs
+A public function here decides by the device of its tensors: CUDA where triton works runs the kernel, anything else runs
 the torch reference beside it, which is also what the kernel is tested against. Triton is imported at the first launch and
 never before. Modules named `*_triton` hold kernels and their launches; nothing but the module they belong to imports them.
 
