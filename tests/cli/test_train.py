@@ -112,6 +112,27 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     assert "end_of_document None there, 256 here" in refused.stderr
 
 
+def test_whole_documents_from_the_command_line_resumed_too(tmp_path: Path) -> None:
+    documents = tmp_path / "documents.jsonl"
+    texts = [str(number) * length for number, length in enumerate((100, 600, 800, 1000))]
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    schedule = ["--warmup", 0, "--lr", 3e-4, "--min-lr", 3e-4]  # the same in a run of any length
+    train = [*SMALL, *schedule, "--data", documents, "--accumulate", 2, "--eval-every", 2, "--eval-steps", 1]
+    whole = [*train, "--documents", "whole"]
+    straight = memo_train(*whole, "--steps", 4, "--metrics", tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    # They make 0, 2, 3 and 3 rows of 256; the one of two is for evaluation.
+    assert "3 of 4 have as many, the longest 1,000; an epoch is 6 rows of 2 documents" in straight.stdout
+    saving = ["--checkpoint-dir", tmp_path / "run"]
+    assert memo_train(*whole, *saving, "--steps", 2, "--metrics", tmp_path / "resumed").returncode == 0
+    assert memo_train(*whole, *saving, "--steps", 4, "--metrics", tmp_path / "resumed", "--resume").returncode == 0
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
+    changed = memo_train(*train, *saving, "--steps", 5, "--resume")
+    assert "warning  documents was whole in the checkpoint and is packed now" in changed.stdout
+    short = memo_train(*whole, "--seq", 2000)
+    assert_one_line(short, code=1, says="no document has 2000 tokens: the longest of 4 has 1000")
+
+
 def test_offload_to_disk_gives_the_same_losses_and_counts_what_it_moved(
     text: Path, tmp_path: Path, scratch: Path
 ) -> None:
@@ -206,6 +227,8 @@ USAGE = [
     (["--plan", "p.json", "--offload", "disk"], "--plan has no meaning with --offload disk"),
     (["--device-budget", "1GiB"], "--device-budget has no meaning with --offload none; add --offload auto"),
     (["--plan", "p.json", "--alpha", "0.5", "--offload", "auto"], "give one of them"),
+    (["--documents", "books"], "none of packed, whole"),
+    (["--documents", "whole", "--mask-documents"], "a row is of one document"),
     (["--resume"], "--resume needs --checkpoint-dir"),
     (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
     (["--no-such-flag"], "unrecognized arguments"),
