@@ -33,6 +33,7 @@ class Groups:
         self._begun = 0
         self._calls: collections.Counter[int] = collections.Counter()
         self._expected: Sequence[Call] = ()
+        self._last_at: dict[Call, int] = {}
         self._come = 0
         """How much of the expected order has come true; the rest is to come."""
         self._on_course = False
@@ -45,6 +46,7 @@ class Groups:
     def expect(self, order: Sequence[Call]) -> None:
         """The order in which backward will reach the calls of the step to come. A call may come more than once."""
         self._expected, self._come = tuple(order), 0
+        self._last_at = {call: at for at, call in enumerate(self._expected)}
 
     def begin(self, layer: int, module: str, *, wait_for_next: bool) -> Group:
         """The group of a call that begins now."""
@@ -62,7 +64,7 @@ class Groups:
     def end_step(self) -> None:
         """Nothing lives: numbers start anew, and the order that backward took is what to expect."""
         if self._order_now:
-            self._expected = tuple(self._order_now)
+            self.expect(self._order_now)
         self._order_now = []
         self._come, self._on_course = 0, False
         self._groups.clear()
@@ -80,6 +82,12 @@ class Groups:
             self._on_course = True
         except ValueError:
             self._on_course = False
+
+    def comes_again(self, group: Group) -> bool:
+        """Backward is to come back to a group that it has just left, and not at once: half of its backward is done."""
+        if not self._on_course or self._last_at.get(group.key, -1) < self._come:
+            return False
+        return self._expected[self._come] != group.key
 
     def after(self, group: Group) -> Iterator[Group]:
         """What backward will reach next, one after the other.

@@ -112,7 +112,10 @@ class Homeward:
 
     def reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
+        before = self._groups.reading
         self._groups.reached(group)
+        if before is not None and self._groups.comes_again(before):
+            self._let_go(before)
         if self._account.journal is not None:
             self._account.journal.backward_reached(group.module)
         self._endings.poll_limbo()
@@ -128,6 +131,19 @@ class Homeward:
             if not self._fetch_group(following, away):
                 break
             room = None if room is None else room - nbytes
+
+    def _let_go(self, group: Group) -> None:
+        """What was brought back is still where it came from; until the other half of this group's backward the room is free.
+
+        What was computed again stays: it would have to be once more.
+        """
+        for saved in group.living():
+            if saved.state is BACK and saved.part is None and saved.returned is not None:
+                saved.returned = saved.returning = (
+                    None  # the compute stream has used it, and made it: E3 and E4 hold anew
+                )
+                self._account.stats.device_bytes -= saved.nbytes
+                saved.move_to(AWAY)
 
     def _forward(self, saved: SavedStorage) -> None:
         """Backward came before the source was dropped (R6): it gets the source, and a copy that has not begun is undone."""

@@ -63,7 +63,8 @@ _NEXT: dict[State, frozenset[State]] = {
     LEAVING: frozenset({AWAY, LIVE, GONE}),
     AWAY: frozenset({RETURNING, GONE}),
     RETURNING: frozenset({BACK, AWAY, GONE}),
-    BACK: frozenset({GONE}),
+    # back to away: one half of backward is done with it, and the tier has it still
+    BACK: frozenset({AWAY, GONE}),
     GONE: frozenset(),
 }
 

@@ -6,6 +6,7 @@ Read from the order that torch's schedules show. Owns no schedule, and needs non
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Course:
         return cls(
             held=max(held.values()),
             weight=sum(held[index] * len(own) for index, own in inside.items()),
-            backward=tuple(_backward(order[rank], inside)),
+            backward=tuple(call for call, _ in itertools.groupby(_backward(order[rank], inside))),
         )
 
 

@@ -61,7 +61,8 @@ class Tier(enum.StrEnum):
 class TensorState(enum.StrEnum):
     """The life of one saved storage; the legal transitions stand in `memo.swap.entry`.
 
-    live -> leaving -> away -> returning -> back -> gone, and gone is reachable from each.
+    live -> leaving -> away -> returning -> back -> gone, and gone is reachable from each. Between the halves of a split
+    backward what is back may be away once more.
     """
 
     LIVE = "live"  # on the device as autograd saved it; no copy has begun

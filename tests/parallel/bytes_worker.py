@@ -96,7 +96,15 @@ def managed(world: World) -> tuple[int, int]:
     """The same with everything moved: bytes saved at a time wherever they are, and of these on the device."""
     stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
     layers = [layer for stage in stages for layer in stage.layers.values()]
-    manager = memo.offload(nn.ModuleList(stages), host="64MiB", min_bytes=SMALLEST, layers=layers)
+    trainer = ParallelTrainer(stages, world, Drawn(), training(MICROBATCHES), device=CPU, rows=ROWS)
+    manager = trainer.around_forward = memo.offload(
+        nn.ModuleList(stages),
+        alpha=1.0,
+        host="64MiB",
+        min_bytes=SMALLEST,
+        layers=layers,
+        schedule=trainer.schedule,
+    )
     most = 0
 
     def count(*_: object) -> None:
@@ -106,9 +114,6 @@ def managed(world: World) -> tuple[int, int]:
 
     for layer in layers:
         layer.register_forward_hook(count)
-    trainer = ParallelTrainer(
-        stages, world, Drawn(), training(MICROBATCHES), device=CPU, rows=ROWS, around_forward=manager
-    )
     for step in (1, 2):
         assert trainer.step(step) is not None
     assert manager.stats.live_entries == 0
@@ -139,10 +144,9 @@ def main() -> None:
                 assert max(order[s] for s in mine) * per_stage <= most <= sum(order[s] for s in mine) * per_stage
             saved, device = managed(world)
             assert saved == most, (schedule, world.pp, saved, most)
-            # One layer computes, one leaves or is read ahead, one may wait for the next microbatch. Where backward is
-            # split its second half comes much later, and what the first half had brought back stays until then.
-            split = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
-            assert device <= (saved if split else 4 * LAYER), (schedule, world.pp, device / LAYER, saved / LAYER)
+            # One layer computes, one leaves or is read ahead, one may wait for the next microbatch, one for its weights'
+            # half where backward is split.
+            assert device <= 4 * LAYER, (schedule, world.pp, device / LAYER, saved / LAYER)
             everyone: list[tuple[float, ...]] = [()] * dist.get_world_size()
             dist.all_gather_object(everyone, (most / LAYER, device / LAYER))
             if world.rank == 0:

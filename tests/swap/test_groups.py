@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+import pytest
+import torch
 from small_models import Stack, ids, stack
 
 from memo.manager import Manager
-from memo.swap.checking import CheckingBackend
+from memo.swap.checking import CheckingBackend, Policy
 from memo.swap.engine import Engine
 from memo.swap.groups import Call, Groups
 from memo.swap.layers import find_layers
@@ -95,6 +97,27 @@ def test_a_step_that_leaves_the_course_finds_back_to_it() -> None:
     assert keys(groups, made[2, 0]) == [(1, 0), (0, 0)]
 
 
+def test_a_group_comes_again_only_where_another_comes_between() -> None:
+    groups = Groups()
+    groups.expect([(2, 0), (1, 0), (2, 0), (1, 0), (0, 0), (1, 0)])
+    made = begun(groups, 1)
+    came_again = []
+    before = None
+    for key in [(2, 0), (1, 0), (2, 0), (1, 0), (0, 0), (1, 0)]:
+        groups.reached(made[key])
+        came_again.append(before is not None and groups.comes_again(before))
+        before = made[key]
+    # 2 is left for 1 and is next, 1 for 2 and is next, 2 is over, 1 is left for 0 and is next, 0 is over.
+    assert came_again == [False] * 6
+    groups.end_step()
+    groups.expect([(2, 0), (1, 0), (0, 0), (2, 0)])
+    made = begun(groups, 1)
+    groups.reached(made[2, 0])
+    groups.reached(made[1, 0])
+    assert groups.comes_again(made[2, 0])
+    assert not groups.comes_again(made[1, 0])
+
+
 def managed(model: Stack, *, alpha: float) -> Manager:
     backend = CheckingBackend("eager")
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
@@ -152,4 +175,30 @@ def test_what_is_computed_again_takes_no_memory_before_backward_comes_to_its_lay
     whole = costs.nbytes(TokenLevels(all=1.0))
     assert costs.always_bytes < 0.3 * whole
     assert manager.stats.peak_device_bytes <= 1.1 * (whole + 2 * costs.always_bytes)
+    manager.close()
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_between_two_backwards_through_one_graph_the_device_holds_no_more_than_within_one(policy: Policy) -> None:
+    """From the second step on it is known that backward comes twice; what it brought back goes away in between."""
+
+    def both(model: Stack, step: int) -> list[torch.Tensor]:
+        loss = model(ids(step))
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return [*first, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    model = stack(layers=6)
+    backend = CheckingBackend(policy)
+    engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
+    manager = Manager(model, find_layers(model), engine)
+    peaks = []
+    for step in range(2):
+        manager.stats.restart_peak()
+        with manager:
+            got = both(model, step)
+        peaks.append(manager.stats.restart_peak())
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, both(model, step), strict=True))
+    assert backend.races == []
+    assert peaks[1] < 0.6 * peaks[0]
+    assert (manager.stats.live_entries, manager.stats.device_bytes) == (0, 0)
     manager.close()
