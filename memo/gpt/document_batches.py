@@ -136,7 +136,8 @@ class _Documents:
     def row_starts(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows = self.rows[chosen]
         within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # each row's number in its document
-        return np.repeat(self.starts[chosen], rows) + self.seq * within
+        starts: npt.NDArray[np.int64] = np.repeat(self.starts[chosen], rows) + self.seq * within
+        return starts
 
     def told(self, chosen: npt.NDArray[np.int64]) -> str:
         rows, fit = int(self.rows[chosen].sum()), int((self.rows > 0).sum())
