@@ -145,6 +145,8 @@ class Engine:
             group.external = argument_storages(args, kwargs)
             group.quota = self._destinations.quota(layer)
             self._groups.open = group
+            if last:
+                self._homeward.look_ahead()
             journal = self._account.journal
             if journal is not None:
                 journal.backward_left()

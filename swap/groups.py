@@ -95,14 +95,19 @@ class Groups:
         As expected, up to a call that is still to be made; where nothing is expected, back through the forward's order.
         """
         if self._on_course and self._come < len(self._expected):
-            for layer, number in self._expected[self._come :]:
-                if number >= self._calls[layer]:
-                    return  # its forward is still to come
-                expected = self._by_call.get((layer, number))
-                if expected is not None and expected.alive:
-                    yield expected
+            yield from self.upcoming()
             return
         for index in range(group.index - 1, -1, -1):
             earlier = self._groups.get(index)
             if earlier is not None and earlier.alive:
                 yield earlier
+
+    def upcoming(self) -> Iterator[Group]:
+        """What backward is expected to reach next, one after the other, up to a call that is still to be made."""
+        for at in range(self._come, len(self._expected)):
+            layer, number = self._expected[at]
+            if number >= self._calls[layer]:
+                return
+            expected = self._by_call.get((layer, number))
+            if expected is not None and expected.alive:
+                yield expected

@@ -132,6 +132,17 @@ class Homeward:
                 break
             room = None if room is None else room - nbytes
 
+    def look_ahead(self) -> None:
+        """A forward is at its last layer: what the backward after it is expected to want first comes back meanwhile.
+
+        In a pipeline that is another microbatch's, and the layer whose place it takes on the device has just left it.
+        """
+        first = next(self._groups.upcoming(), None)
+        if first is not None:
+            self._fetch_group(
+                first, [saved for saved in first.living() if saved.state is AWAY and _is_elsewhere(saved)]
+            )
+
     def _let_go(self, group: Group) -> None:
         """What was brought back is still where it came from; until the other half of this group's backward the room is free.
 

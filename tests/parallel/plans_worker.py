@@ -170,9 +170,9 @@ def late(schedule: PipelineSchedule, *, told: bool) -> list[int]:
 def schedules_are_followed_from_the_first_step() -> None:
     for schedule in PipelineSchedule:
         guessed, told = late(schedule, told=False), late(schedule, told=True)
-        assert told[0] == told[1] == guessed[1], (schedule, told, guessed)
-        if schedule is not PipelineSchedule.ONE_F_ONE_B:
-            assert guessed[0] > told[0], (schedule, told, guessed)
+        assert told[0] == told[1] == guessed[1] < guessed[0], (schedule, told, guessed)
+        # What is let go of between the halves of a split backward may be wanted before another layer has run.
+        assert told[0] == 0 or schedule is PipelineSchedule.ZERO_BUBBLE, (schedule, told)
         if dist.get_rank() == 0:
             print(f"{schedule}: reloaded late {told} told, {guessed} guessed", flush=True)
 
