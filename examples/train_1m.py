@@ -47,6 +47,8 @@ from memo.units import format_bytes, parse_bytes, parse_tokens
 PLANNED_HOST = 2 / 3
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
+LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
+
 # Heads of 128 are what the GPUs' attention kernels are fastest at; rotary positions cost no memory at any length.
 PRESETS = {
     "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--device", "cpu"],
@@ -76,7 +78,7 @@ def main() -> int:
     known, flags = parser.parse_known_args()
     flags = [*PRESETS[known.preset], "--documents", "whole", *flags]
     with tempfile.TemporaryDirectory(prefix="memo-plan-") as folder:
-        file = known.plan_file if known.plan_file is not None and leads() else f"{folder}/plan.json"
+        file = known.plan_file if known.plan_file is not None and LEADS else f"{folder}/plan.json"
         try:
             asked = read(flags)
             offload = by_plan(asked, known.gpu, file) if known.gpu or asked.on_gpu else to_disk(asked)
@@ -116,13 +118,9 @@ def by_plan(asked: Asked, description: str | None, file: str) -> list[str]:
     profile = derive_profile(asked.config, machine, asked.layout)
     plan = checked_plan(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
     write_file(file, plan_to_json(plan), overwrite=True)
-    if leads():
+    if LEADS:
         print(activation_table(plan), flush=True)
     return ["--offload", "auto", "--plan", file, "--host-budget", str(host)]
-
-
-def leads() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def this_gpu() -> Hardware:
