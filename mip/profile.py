@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MAX_LAYERS = 10_000
+MAX_TILES = 1 << 20
 MAX_NBYTES = 1 << 62
 MAX_AMOUNT = 1e30
 """Bound of seconds and FLOPs: sums of products of them stay finite."""
@@ -200,6 +201,8 @@ class Profile:
     """The class of each layer, in forward order."""
     embedding: EndProfile = EndProfile()
     head: EndProfile = EndProfile()
+    mlp_tiles: int = 1
+    """In how many tiles every layer computes its MLP (memo.gpt.tiled_mlp); another number is another profile."""
     optimizer_s: float = 0.0
     """Once a step."""
     model_flops_causal_per_token: float = 0.0
@@ -209,6 +212,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_amounts(self, "profile")
+        if not 1 <= self.mlp_tiles <= MAX_TILES:
+            raise PlanError(f"profile: an MLP in {self.mlp_tiles} tiles; from 1 to {MAX_TILES} are possible")
         names = [known.name for known in self.classes]
         if len(set(names)) != len(names):
             raise PlanError("profile: two layer classes have one name")

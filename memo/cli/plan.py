@@ -17,6 +17,7 @@ from memo.errors import ExitCode, PlanError, UsageError
 from memo.gpt.config import PRESETS as MODELS
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.derive import Layout, derive_profile
+from memo.gpt.train_config import Precision
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline
 from memo.mip.activation_files import plan_to_json, read_hardware, read_profile
 from memo.mip.activation_prove import prove
@@ -49,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--variant", choices=("gpt", "llama"), default="gpt", help="the manner of the layers")
     what.add_argument("--seq", metavar="TOKENS", help="of a sequence, such as 128k or 1m")
     what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a microbatch (default 1)")
+    what.add_argument(
+        "--precision",
+        choices=[str(p) for p in Precision],
+        default=str(Precision.BF16),
+        help="of a named model (default bf16; memo train's on a GPU is bf16-autocast)",
+    )
     what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
     what.add_argument("--profile", metavar="FILE", help="of memo profile, instead of a model and a length")
     where = parser.add_argument_group("on what")
@@ -112,6 +119,7 @@ class Request:
     config: GPTConfig | None
     """None where a profile is given."""
     model: str
+    precision: Precision
     layout: Layout
     profile: Profile | None
     machine: Hardware
@@ -136,6 +144,7 @@ class Request:
         return cls(
             config=None if args.model is None else preset(args.model, variant=args.variant),
             model=args.model or "",
+            precision=Precision(args.precision),
             layout=_layout(args, profile),
             profile=profile,
             machine=machine,
@@ -148,7 +157,7 @@ class Request:
         profile = self.profile
         if profile is None:
             assert self.config is not None
-            profile = derive_profile(self.config, self.machine, self.layout, name=self.model)
+            profile = derive_profile(self.config, self.machine, self.layout, precision=self.precision, name=self.model)
         return ActivationProblem(
             profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
         )

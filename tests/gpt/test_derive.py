@@ -15,6 +15,7 @@ from memo.gpt.counts import parameter_count, recompute_flops_per_token
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.model import Block
 from memo.gpt.rotary import rotary_tables
+from memo.gpt.train_config import Precision
 from memo.mip.activation import Budgets
 from memo.mip.activation_solve import plan_activations
 from memo.mip.crossover import crossover_tokens
@@ -239,9 +240,33 @@ def test_layouts_that_do_not_divide_the_model_are_refused(layout: Layout, words:
         derive_profile(preset("7b"), A800, layout)
 
 
-def test_a_tiled_mlp_is_refused_rather_than_miscounted() -> None:
-    with pytest.raises(UsageError, match="mlp_tiles"):
+def test_tiles_of_matrices_that_ranks_share_are_refused() -> None:
+    with pytest.raises(UsageError, match="mlp_tiles 4 and tp 8"):
         derive_profile(preset("7b", mlp_tiles=4), A800, PAPER)
+
+
+def test_tiles_save_nothing_wide_and_take_longer() -> None:
+    layout = Layout(tokens=1 << 20)
+    whole, tiled, finer = (derive_profile(preset("7b", mlp_tiles=n), A800, layout) for n in (1, 4, 64))
+    assert (whole.mlp_tiles, tiled.mlp_tiles) == (1, 4)
+    wide = 2 * 4 * 4096 * 2 << 20  # what up and gelu give, in bfloat16
+    assert whole.classes[0].full_bytes - tiled.classes[0].full_bytes == wide
+    assert tiled.classes[0].transient_bytes > finer.classes[0].transient_bytes
+    for less, more in ((whole, tiled), (tiled, finer)):
+        assert less.classes[0].forward_s < more.classes[0].forward_s
+        assert less.classes[0].backward_s < more.classes[0].backward_s
+    again = 3 * 2 * 4096 * 4 * 4096 << 20  # three more products with an MLP's matrix
+    assert tiled.classes[0].backward_flops - whole.classes[0].backward_flops == again
+
+
+def test_precision_says_how_many_bytes_the_stream_takes() -> None:
+    """The input and the residual in four bytes rather than two: 2 + 2 of 18 units; and everything in float32."""
+    unit = 4096 * 2 * PAPER.tokens / 8
+    units = {}
+    for precision in Precision:
+        layer = derive_profile(preset("7b"), A800, PAPER, precision=precision).classes[0]
+        units[precision] = round((layer.full_bytes - 4 * 32 * PAPER.tokens / 8) / unit, 2)
+    assert units == {Precision.BF16: 16.0, Precision.BF16_AUTOCAST: 18.0, Precision.FP32: 32.0}
 
 
 def test_gpus_are_a_multiple_of_what_is_asked_of_them() -> None:

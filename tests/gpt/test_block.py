@@ -1,0 +1,168 @@
+"""A block by arithmetic: what it says is saved and held is what a recorded step saves and holds, to the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from memo.allocator.trace import Allocation, AllocationTrace
+from memo.gpt import tiled_mlp
+from memo.gpt.block import ALIGNED, Block, ElementSizes
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.train_config import Precision
+from memo.parallel.layout import Layout
+from memo.parallel.played import played_rank
+from memo.rank_step import rank_step
+from memo.recording import Recording, Role, gpt_step, record_step
+
+TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
+MIDDLE = "layers.1"
+
+ONE_RANK = Layout()
+LAYOUTS = [ONE_RANK, Layout(tp=4), Layout(cp=2), Layout(tp=2, cp=2)]
+SHAPES: list[dict[str, Any]] = [
+    {"positions": "rotary"},
+    {"positions": "rotary", "kv_heads": 4, "bias": False},
+    {"positions": "learned"},
+    {"positions": "learned", "kv_heads": 4},
+    {"positions": "rotary", "mlp_tiles": 8},
+    {"variant": "llama", "kv_heads": 4},
+    {"variant": "llama", "mlp_tiles": 8, "kv_heads": 4},
+]
+
+
+def shape(**others: Any) -> GPTConfig:
+    sizes = {"vocab_size": 64, "max_seq": TOKENS, "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS}
+    return preset("tiny", **(sizes | others))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Of the middle layer: what it saves, and the most that it holds at one time, its input and autocast's weights aside."""
+
+    saved: float
+    forward: int
+    backward: int
+
+
+@functools.cache
+def recorded(config: GPTConfig, precision: Precision, layout: Layout, batch: int = 1) -> Recorded:
+    if layout == ONE_RANK:
+        step = functools.partial(gpt_step, config, batch=batch, tokens=TOKENS, precision=precision)
+        return measured(record_step(step, exact=True), precision)
+    with played_rank(layout) as world:
+        one = rank_step(config, world, batch=batch, tokens=TOKENS, precision=precision)
+        return measured(record_step(one, exact=True), precision)
+
+
+def measured(recording: Recording, precision: Precision) -> Recorded:
+    trace = recording.trace
+    own = [a for a in trace.allocations if a.phase == "forward" and in_middle(a) and not is_weight(a, precision)]
+    end = max(a.lower for a in own) + 1
+    back = [a for a in trace.allocations if a.group == f"{MIDDLE}.backward"]
+    first, last = min(a.lower for a in back), max(a.upper for a in back)
+    # What lives on until the step's end is a parameter's gradient.
+    made = [a for a in trace.allocations if a.phase == "backward" and a.upper < trace.end]
+    of_layers = [role for role in Role if role not in (Role.OUTSIDE, Role.WEIGHTS)]
+    return Recorded(
+        saved=sum(recording.saved_nbytes[role] for role in of_layers) / LAYERS,
+        forward=peak(clipped(own, 0, end)),
+        backward=peak(clipped([*own, *made], first, last)),
+    )
+
+
+def block_of(config: GPTConfig, precision: Precision, layout: Layout, batch: int = 1) -> Block:
+    return Block.of(config, TOKENS, ElementSizes.of(precision), batch=batch, tp=layout.tp, cp=layout.cp)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(shape(**sizes), layout, id=f"{named(sizes)}-tp{layout.tp}cp{layout.cp}")
+        for sizes in SHAPES
+        for layout in LAYOUTS
+        if layout.tp == 1 or "mlp_tiles" not in sizes
+    ]
+
+
+def named(sizes: dict[str, Any]) -> str:
+    return "-".join(f"{key}={value}" for key, value in sizes.items())
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(("config", "layout"), cases())
+def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Layout, precision: Precision) -> None:
+    block = block_of(config, precision, layout)
+    rank_tokens = TOKENS / (layout.tp * layout.cp)
+    saved = (block.always + block.all + written_out_norms(config, precision)) * rank_tokens
+    assert saved == recorded(config, precision, layout).saved
+
+
+def written_out_norms(config: GPTConfig, precision: Precision) -> int:
+    """A CPU has no fused rmsnorm: of each it saves the result in float32 as well, and in bfloat16 the input in float32
+    instead of the input."""
+    if config.norm != "rmsnorm":
+        return 0
+    return 2 * HIDDEN * (4 + (4 - 2 if precision is Precision.BF16 else 0))
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(("config", "layout"), cases())
+def test_the_device_holds_what_is_saved_and_the_transients(
+    config: GPTConfig, layout: Layout, precision: Precision
+) -> None:
+    """No more; and hardly less, where the norms are those of a GPU and no tokens are exchanged for heads."""
+    within(config, layout, precision, batch=1)
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, Layout(tp=2)], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
+def test_so_it_does_with_several_sequences(layout: Layout, precision: Precision) -> None:
+    within(shape(positions="rotary"), layout, precision, batch=2)
+
+
+def within(config: GPTConfig, layout: Layout, precision: Precision, *, batch: int) -> None:
+    found, block = recorded(config, precision, layout, batch), block_of(config, precision, layout, batch)
+    rank_tokens = batch * TOKENS / (layout.tp * layout.cp)
+    # Written out, an rmsnorm holds two more results in float32 than it saves.
+    norms = written_out_norms(config, precision) + (2 * 4 * HIDDEN if config.norm == "rmsnorm" else 0)
+    saved = (block.always + block.all + norms) * rank_tokens
+    forward, backward = saved + block.forward_transient * rank_tokens, saved + block.backward_transient * rank_tokens
+    its_input = config.hidden * ElementSizes.of(precision).stream * rank_tokens
+    assert found.forward + its_input <= forward
+    # Gradients of weights come on top, which do not grow with the tokens: two of the MLP's matrices at a time.
+    weights = 2 * 4 * config.hidden * config.ffn / layout.tp
+    assert found.backward + its_input <= backward + weights
+    if layout.cp == 1 and config.norm == "layernorm":
+        assert found.forward + its_input >= 0.9 * forward
+        assert found.backward + its_input >= 0.9 * backward
+
+
+def test_tiles_are_cut_as_the_mlp_cuts_them() -> None:
+    assert ALIGNED == tiled_mlp.ALIGNED
+
+
+def in_middle(allocation: Allocation) -> bool:
+    return f"{allocation.tag.split(' ')[0]}.".startswith(f"{MIDDLE}.")
+
+
+def is_weight(allocation: Allocation, precision: Precision) -> bool:
+    """Autocast's copy of one: its size is no multiple of the tokens."""
+    return (
+        precision is Precision.BF16_AUTOCAST and allocation.size % (TOKENS // 4) != 0 and "_to_copy" in allocation.tag
+    )
+
+
+def clipped(allocations: Iterable[Allocation], first: int, last: int) -> list[Allocation]:
+    return [
+        dataclasses.replace(a, lower=max(a.lower, first), upper=min(a.upper, last))
+        for a in allocations
+        if a.lower < last and a.upper > first
+    ]
+
+
+def peak(allocations: Iterable[Allocation]) -> int:
+    return AllocationTrace(allocations=tuple(allocations)).peak_nbytes
