@@ -94,6 +94,8 @@ class _Letters:
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product
         self.q, self.stream = config.qkv_width * sizes.product, config.hidden * sizes.stream
         self.cast = self.stream if sizes.casts else 0  # a norm's result beside the copy that is saved of it
+        # As memo.parallel.layout.Layout.rings has it.
+        self.exchanged = cp > 1 and not (config.heads % (tp * cp) or config.kv_heads % (tp * cp))
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:
@@ -127,7 +129,7 @@ class _Letters:
 
     def rest(self) -> float:
         inner = 0 if self.tiled else (4 if self.gated else 2) * self.f
-        exchanged = self.h if self.cp > 1 else 0
+        exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product by itself; where ranks or tiles share the matrices, it is done before.
         twice = self.h if self.gated and self.sizes.casts and self.tp == 1 and not self.tiled else 0
         attention = self.h + self.q + self._gathered() + exchanged
@@ -137,7 +139,7 @@ class _Letters:
         """Queries that share keys are copied out of the projection, of which attention then keeps all besides; not where
         rotation or an exchange makes new ones, nor on a rank with one key: there they lie together already."""
         config = self.config
-        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and self.cp == 1
+        copied = config.positions == "learned" and config.group > 1 and config.kv_heads > self.tp and not self.exchanged
         return self.h if copied else 0
 
     def _norms(self) -> float:
@@ -159,20 +161,21 @@ class _Letters:
 
     def _behind_mlp(self) -> float:
         """The last projection's result, before it and after it is added to the stream."""
+        tile = (4 if self.gated else 2) * self.f * self._tile(self._rows) if self.tiled else 0
         if self.tp == 1:
-            tile = (4 if self.gated else 2) * self.f * self._tile(self._rows) if self.tiled else 0
             copied = self.h if self.tiled and self.cast else 0  # of the norm's result, by this product's own cast
             return max(self.cast + self.h + tile + copied, self.h + self.stream)
         bias = self.stream if self.config.bias else 0
         copies = 2 if self.batch == 1 else 3  # what was gathered, the partial sums, and these in the order of the ranks
-        return copies * self.tp * self.h + self.h + bias + self.cast
+        summed = copies * self.tp * self.h + self.h + bias
+        return max(2 * self.tp * self.h + tile, summed) + self.cast
 
     def _behind_attention(self) -> float:
         """All that stands there after attention, saved or not: the projection and what rotation made of it among it."""
-        rotary, exchanged = self.config.positions == "rotary", self.cp > 1
+        rotary, exchanged = self.config.positions == "rotary", self.exchanged
         projections = (1 + (1 if rotary else 0) + (1 if exchanged else 0)) * self.q
         results = (3 if exchanged else 1) * self.h + self.h
-        whole = 2 * self.tp * self.h if self.tp > 1 else 0
+        whole = 2 * self.tp * self.h + 2 * self.h if self.tp > 1 else 0  # and its sum before and after the bias
         return self.stream + self.cast + self.h + projections + results + whole + STATISTIC * self.config.heads
 
     def _backward_of_mlp(self) -> float:
@@ -180,12 +183,12 @@ class _Letters:
 
         Beside them still stands everything saved, but for the activation's results when their gradients are through."""
         entering = self.stream + (self.h if self.sizes.casts else 0)
+        gathered = self.tp * self.h if self.tp > 1 else 0
         if self.tiled:
             pieces = PIECES_SWIGLU if self.gated else PIECES_GELU
-            by_columns = (pieces - 1) * self.f * self._tile(self.config.ffn)
-            by_rows = self.h + (pieces * self.f + self.h) * self._tile(self._rows)
-            return entering + max(by_columns, by_rows)
-        gathered = self.tp * self.h if self.tp > 1 else 0
+            by_columns = (pieces - 1) * self.f * self._tile(self.config.ffn // self.tp)
+            by_rows = self.tp * self.h + (pieces * self.f + self.tp * self.h) * self._tile(self._rows)
+            return entering + 2 * gathered + max(by_columns, by_rows)
         through = self.stream + ((2 if self.gated else -1) * self.f) + 2 * gathered
         return max(entering + gathered + self.f, through)
 
@@ -201,6 +204,6 @@ class _Letters:
     def _backward_of_attention(self) -> float:
         """Input, norm, queries to values and attention's result; and the gradients of all these and of the residual."""
         saved = self.stream + self.h + self.q + self.h
-        exchanged = self.q + 2 * self.h if self.cp > 1 else 0
+        exchanged = self.q + 2 * self.h if self.exchanged else 0
         whole = 2 * self.tp * self.h if self.tp > 1 else 0
         return saved + 2 * self.stream + self.h + self.q + exchanged + whole

@@ -73,15 +73,10 @@ def derive_profile(
     """One rank's microbatch under this layout, its MLP in as many tiles as `config` says.
 
     Raises:
-        UsageError: the layout does not divide the model, or divides the matrices of a tiled MLP.
+        UsageError: the layout does not divide the model.
     """
-    heads = layout.tp * layout.cp
-    if config.heads % heads or config.kv_heads % heads or config.ffn % layout.tp:
-        raise UsageError(
-            f"tp {layout.tp} x cp {layout.cp} does not divide {config.heads} heads, {config.kv_heads} key/value heads"
-        )
-    if config.mlp_tiles > 1 and layout.tp > 1:
-        raise UsageError(f"mlp_tiles {config.mlp_tiles} and tp {layout.tp} divide the same matrices; use one of them")
+    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
         raise UsageError(f"{config.layers} layers make no {layout.pp} pipeline stages")
     signature = Signature(

@@ -80,11 +80,13 @@ def block_of(config: GPTConfig, precision: Precision, layout: Layout, batch: int
 
 
 def cases() -> list[Any]:
+    """Everything in the two precisions with two bytes; float32, which is bfloat16 twice, in one shape."""
     return [
-        pytest.param(shape(**sizes), layout, id=f"{named(sizes)}-tp{layout.tp}cp{layout.cp}")
+        pytest.param(shape(**sizes), layout, precision, id=f"{named(sizes)}-tp{layout.tp}cp{layout.cp}-{precision}")
         for sizes in SHAPES
         for layout in LAYOUTS
-        if layout.tp == 1 or "mlp_tiles" not in sizes
+        for precision in Precision
+        if precision is not Precision.FP32 or sizes is SHAPES[0]
     ]
 
 
@@ -92,8 +94,7 @@ def named(sizes: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in sizes.items())
 
 
-@pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize(("config", "layout"), cases())
+@pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Layout, precision: Precision) -> None:
     block = block_of(config, precision, layout)
     rank_tokens = TOKENS / (layout.tp * layout.cp)
@@ -109,12 +110,11 @@ def written_out_norms(config: GPTConfig, precision: Precision) -> int:
     return 2 * HIDDEN * (4 + (4 - 2 if precision is Precision.BF16 else 0))
 
 
-@pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize(("config", "layout"), cases())
+@pytest.mark.parametrize(("config", "layout", "precision"), cases())
 def test_the_device_holds_what_is_saved_and_the_transients(
     config: GPTConfig, layout: Layout, precision: Precision
 ) -> None:
-    """No more; and hardly less, where the norms are those of a GPU and no tokens are exchanged for heads."""
+    """No more; and hardly less, but for norms that are not a GPU's, exchanged heads, and tiles of a few columns."""
     within(config, layout, precision, batch=1)
 
 
@@ -136,7 +136,7 @@ def within(config: GPTConfig, layout: Layout, precision: Precision, *, batch: in
     # Gradients of weights come on top, which do not grow with the tokens: two of the MLP's matrices at a time.
     weights = 2 * 4 * config.hidden * config.ffn / layout.tp
     assert found.backward + its_input <= backward + weights
-    if layout.cp == 1 and config.norm == "layernorm":
+    if layout.cp == 1 and config.norm == "layernorm" and (layout.tp == 1 or config.mlp_tiles == 1):
         assert found.forward + its_input >= 0.9 * forward
         assert found.backward + its_input >= 0.9 * backward
 

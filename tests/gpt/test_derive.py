@@ -240,11 +240,6 @@ def test_layouts_that_do_not_divide_the_model_are_refused(layout: Layout, words:
         derive_profile(preset("7b"), A800, layout)
 
 
-def test_tiles_of_matrices_that_ranks_share_are_refused() -> None:
-    with pytest.raises(UsageError, match="mlp_tiles 4 and tp 8"):
-        derive_profile(preset("7b", mlp_tiles=4), A800, PAPER)
-
-
 def test_tiles_save_nothing_wide_and_take_longer() -> None:
     layout = Layout(tokens=1 << 20)
     whole, tiled, finer = (derive_profile(preset("7b", mlp_tiles=n), A800, layout) for n in (1, 4, 64))
