@@ -42,6 +42,7 @@ from memo.units import format_tokens
 if TYPE_CHECKING:
     from memo.gpt.shared_checkpoint import SharedCheckpointDir
     from memo.manager import Manager
+    from memo.mip.activation import ActivationPlan
     from memo.parallel.world import World
 
 __all__ = ["train"]
@@ -102,6 +103,7 @@ class _Run:
         self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
             self.manager.step = self.done + 1
+            notes += _plan_differences(config, self.manager.plan)
         if start is not None:
             _load(start, self.trainer, world)
             self.trainer.health.restore(start.settings.get("health", {}))
@@ -399,6 +401,18 @@ def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dic
     }
     as_read: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple comes back as a list
     return as_read
+
+
+def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[str]:
+    """A line where a given plan was made for something else: its fractions hold all the same, its prediction does not."""
+    if config.offload.plan is None or plan is None:
+        return []
+    made, layout = plan.problem.profile.signature, config.layout
+    here = {"tokens": config.seq, "batch": config.batch // layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    other = [
+        f"{name} {getattr(made, name)} and not {value}" for name, value in here.items() if getattr(made, name) != value
+    ]
+    return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
 
 
 def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:

@@ -105,6 +105,29 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> Non
     assert max(planned) - min(planned) > 2 * LARGEST_STORAGE / ranks
 
 
+def test_a_plan_for_something_else_is_told(tmp_path: Path) -> None:
+    machine, file = tmp_path / "machine.json", tmp_path / "plan.json"
+    machine.write_text(hardware_to_json(TWO_CORES))
+    module = example("train_1m")
+    module.by_plan(module.read([*module.PRESETS["laptop"], "--seq", "1k", "--layers", "2"]), str(machine), str(file))
+    memo = [
+        sys.executable,
+        "-m",
+        "memo.cli.main",
+        "train",
+        "--layers",
+        2,
+        "--steps",
+        1,
+        "--offload",
+        "auto",
+        "--plan",
+        file,
+    ]
+    assert f"warning  {file} was made for tokens 1024 and not 512\n" in run(*memo, "--seq", 512)
+    assert "warning" not in run(*memo, "--seq", 1024)
+
+
 def test_a_choice_of_the_callers_is_not_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = tmp_path / "machine.json"
     machine.write_text(hardware_to_json(TWO_CORES))
