@@ -8,7 +8,7 @@ second run might change ends the attempt (`Unproven`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ import torch
 from memo.errors import ModifiedAfterSave
 from memo.swap.capture import layer_input
 from memo.swap.tokenrules import Unproven
-from memo.swap.tokens import Axis, cut
+from memo.swap.tokens import Axis, Mark, Meaning, cut
 
-__all__ = ["Arguments", "check_arguments", "describe", "token_input"]
+__all__ = ["Arguments", "argument_tensors", "check_arguments", "describe", "meaning_of_argument", "token_input"]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -37,6 +37,11 @@ class Arguments:
             return _Held(value, tokens) if isinstance(value, torch.Tensor) else value
 
         self._held = _map((tuple(args), kwargs), hold)
+        self._joined: tuple[int, ...] = ()
+
+    def join(self, shards: Iterable[int]) -> None:
+        """The layer gathers the tokens of so many ranks: arguments as long as those together are cut by them too."""
+        self._joined = tuple(shards)
 
     def give(self, hidden: torch.Tensor, span: tuple[int, int] | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments once more around another input, all of them or those of the tokens in `span`.
@@ -52,7 +57,7 @@ class Arguments:
                 return value.fresh()
             if not isinstance(value, _Held):
                 return value
-            return value.whole() if span is None else value.cut(*span)
+            return value.whole() if span is None else value.cut(*span, self._joined)
 
         given: tuple[Sequence[Any], dict[str, Any]] = _map(self._held, give)
         return given
@@ -89,16 +94,33 @@ class _Held:
         self.check()
         return self._tensor.detach().requires_grad_(self._requires_grad)
 
-    def cut(self, first: int, stop: int) -> torch.Tensor:
+    def cut(self, first: int, stop: int, joined: Sequence[int]) -> torch.Tensor:
         self.check()
-        dims = [dim for dim, size in enumerate(self._tensor.size()) if size == self._tokens]
-        if len(dims) == 1:
-            part = cut(self._tensor, Axis(dim=dims[0]), first, stop, self._tokens)
-        else:  # a mask over pairs of tokens, which only attention sees, and attention is not computed again
-            part = self._tensor
-            for dim in dims:
-                part = part.narrow(dim, first, stop - first)
+        part = self._tensor
+        axes = _axes(part, self._tokens, joined)
+        for axis in axes:
+            if len(axes) > 1 and axis.outer == 1:
+                # A mask over pairs of tokens, which only attention sees, and attention is not computed again.
+                part = part.narrow(axis.dim, first, stop - first)
+            else:
+                part = cut(part, axis, first, stop, self._tokens)
         return part.detach().requires_grad_(self._requires_grad)
+
+
+def meaning_of_argument(tensor: torch.Tensor, tokens: int, *joined: int) -> Meaning:
+    """An argument runs over the tokens where exactly one dimension is as long; with more (a mask) nothing is known.
+
+    `joined` are numbers of shards: as long as the tokens of so many ranks together, rank after rank, is long enough too.
+    """
+    axes = _axes(tensor, tokens, joined)
+    if len(axes) > 1:
+        return Mark.MIXED
+    return axes[0] if axes else Mark.SAME
+
+
+def _axes(tensor: torch.Tensor, tokens: int, joined: Sequence[int]) -> list[Axis]:
+    outer = {count * tokens: count for count in (*joined, 1)}
+    return [Axis(dim=dim, outer=outer[size]) for dim, size in enumerate(tensor.size()) if size in outer]
 
 
 _HIDDEN = object()
@@ -131,7 +153,30 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(_map(item, change) for item in value)
     if type(value) is dict:
         return {key: _map(item, change) for key, item in value.items()}
+    if _is_record(value):
+        return dataclasses.replace(
+            value, **{field.name: _map(getattr(value, field.name), change) for field in dataclasses.fields(value)}
+        )
     return change(value)
+
+
+def _is_record(value: object) -> bool:
+    """A frozen dataclass, as the spans of packed documents: fields that nobody replaces, and tensors to be watched."""
+    kind = type(value)
+    return kind is not _Cache and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def argument_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors of a call, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        return value
+
+    _map((tuple(args), kwargs), note)
+    return found
 
 
 def describe(value: Any) -> Any:

@@ -36,7 +36,7 @@ class Division:
 
     calls: tuple[LayerCall, ...]
     parts: dict[SavedStorage, Partial]
-    operators: tuple[torch._ops.OpOverload, ...] = ()
+    operators: tuple[torch._ops.OpOverload | str, ...] = ()
     """That the forward called."""
 
     @property
@@ -90,6 +90,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
             product.store(engine)
         else:
             product.drop()
+    watch.arguments.join(noting.joined)
     make = functools.partial(
         LayerCall,
         engine,
@@ -102,6 +103,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         precision=watch.precision,
         tokens=tokens,
         costs=costs,
+        together=watch.together,
         answers=noting.answers,
         outside=noting.outside,
     )

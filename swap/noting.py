@@ -18,8 +18,10 @@ import torch
 from torch.nn import Parameter
 
 from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
-from memo.swap.aside import SleepingMode
+from memo.swap.arguments import argument_tensors, meaning_of_argument
+from memo.swap.aside import Aside, SleepingMode
 from memo.swap.capture import has_hidden_state
+from memo.swap.marked import Marked
 from memo.swap.products import Product, is_product
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
@@ -46,7 +48,7 @@ class Noting(SleepingMode):
         self.reason: str | None = None
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
-        self.operators: list[torch._ops.OpOverload] = []
+        self.operators: list[torch._ops.OpOverload | str] = []
         self.products: list[Product] = []
         self.ends = ends
         self.tokens = TokenMap(hidden.size(-2))
@@ -56,9 +58,12 @@ class Noting(SleepingMode):
         self.outside: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._paused = False
-        for tensor in tensors_in((args, kwargs)):
+        self.joined: set[int] = set()
+        """How many shards of tokens lie one after the other in what the layer gathers from other ranks."""
+        self._arguments = argument_tensors(args, kwargs)
+        for tensor in self._arguments:
             self._inputs.add(tensor.untyped_storage())
-            self.tokens.put(tensor, _meaning_of_argument(tensor, self.tokens.tokens))
+            self.tokens.put(tensor, meaning_of_argument(tensor, self.tokens.tokens))
         self.tokens.put(hidden, Axis(dim=hidden.ndim - 2))
         self._mixed_by: str | None = None
 
@@ -182,6 +187,34 @@ class Noting(SleepingMode):
                 self.whole.add(result.untyped_storage())
         return out
 
+    def marked(self, call: Marked) -> torch.Tensor:
+        """Runs a marked function, as one operator."""
+        with Aside(self):
+            out = call.run()
+        if self.reason is None and not self._paused:
+            self.operators.append(str(call))
+            given = tensors_in((call.x, call.others))
+            self.outside.update(tensor.untyped_storage() for tensor in given if self.is_outside(tensor))
+            meaning = self.tokens.of(call.x)
+            if isinstance(meaning, Axis):
+                alike = all(self.tokens.of(tensor) is Mark.SAME for tensor in given[1:])
+                meaning = (call.after(meaning) if alike else None) or Mark.MIXED
+                if isinstance(meaning, Axis):
+                    self._join(meaning.outer)
+                elif self._mixed_by is None:
+                    self._mixed_by = str(call)
+            self.tokens.put(out, meaning)
+        return out
+
+    def _join(self, shards: int) -> None:
+        """Arguments as long as the tokens of so many shards run over them, as what was gathered does."""
+        if shards == 1 or shards in self.joined:
+            return
+        self.joined.add(shards)
+        for tensor in self._arguments:
+            if self.tokens.of(tensor) is Mark.SAME:
+                self.tokens.put(tensor, meaning_of_argument(tensor, self.tokens.tokens, shards))
+
     def save(self, tensor: torch.Tensor) -> None:
         """Autograd saves `tensor`."""
         if self.reason is not None or self._paused:
@@ -214,14 +247,6 @@ def _is_understood(tensor: torch.Tensor) -> bool:
     """A tensor whose bytes, shape and strides are all there is to it."""
     plain = type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided
     return plain and not has_hidden_state(tensor)
-
-
-def _meaning_of_argument(tensor: torch.Tensor, tokens: int) -> Meaning:
-    """An argument runs over the tokens where exactly one dimension is as long; with more (a mask) nothing is known."""
-    dims = [dim for dim, size in enumerate(tensor.size()) if size == tokens]
-    if len(dims) > 1:
-        return Mark.MIXED
-    return Axis(dim=dims[0]) if dims else Mark.SAME
 
 
 def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:

@@ -125,7 +125,7 @@ class Outward:
             for saved in group.living():
                 if saved.state is not LEAVING:
                     continue
-                if saved.out is not None and self._backend.host_waits(saved.out):
+                if saved.out is not None and self._backend.host_waits(saved.out) and not _is_shared(saved):
                     if late + saved.nbytes <= self._room_for_late(ended):
                         late += saved.nbytes
                         continue
@@ -175,3 +175,8 @@ class Outward:
         stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
         self._edges.copied_out(saved)
+
+
+def _is_shared(saved: SavedStorage) -> bool:
+    """Whether a recompute gives it back that other ranks take part in: it must be gone from all of them, or from none."""
+    return saved.part is not None and saved.part.call.together

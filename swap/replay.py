@@ -26,6 +26,7 @@ from memo.swap.answers import Answer, is_attention, is_random
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
+from memo.swap.marked import Marked
 from memo.swap.products import Product, is_product
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
@@ -91,6 +92,7 @@ class LayerCall:
         before: LayerCall | None,
         tokens: int,
         costs: Costs,
+        together: bool = False,
         answers: Sequence[Answer] = (),
         products: Sequence[Product] = (),
         outside: weakref.WeakSet[torch.UntypedStorage] | None = None,
@@ -103,6 +105,8 @@ class LayerCall:
         self.engine = engine
         self.answers = answers
         self.products = products
+        self.together = together
+        """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
         self.outside = outside
         """Storages that the forward used and did not make."""
         self._module = module
@@ -231,11 +235,8 @@ class _Answering(SleepingMode):
         if is_attention(func) or is_random(func):
             out = self._answer(func, args)
         else:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.untyped_storage() not in self._known and func.overloadpacket is not torch.ops.aten.lift_fresh:
-                    raise self._call.diverged(
-                        f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it"
-                    )
+            if func.overloadpacket is not torch.ops.aten.lift_fresh:
+                self._check_known(func, tensors_in((args, kwargs)))
             out = self._product() if self._products is not None and is_product(func) else None
             if out is None:
                 out = func(*args, **(kwargs or {}))
@@ -252,6 +253,19 @@ class _Answering(SleepingMode):
             out = self._answer(function, args)
         self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
         return out
+
+    def marked(self, call: Marked) -> torch.Tensor:
+        """A marked function runs again, with these tokens; what several ranks do together they do once more."""
+        self._check_known(call, tensors_in((call.x, call.others)))
+        with Aside(self):
+            out = call.run()
+        self._known.add(out.untyped_storage())
+        return out
+
+    def _check_known(self, func: object, given: Sequence[torch.Tensor]) -> None:
+        for tensor in given:
+            if tensor.untyped_storage() not in self._known:
+                raise self._call.diverged(f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
 
     def _answer(self, func: Any, args: Sequence[Any]) -> Any:
         answer = next(self._answers, None)

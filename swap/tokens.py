@@ -38,6 +38,14 @@ class Axis:
         """The same axis as another dimension."""
         return dataclasses.replace(self, dim=dim)
 
+    def joined(self, ranks: int) -> Axis:
+        """Of the shards of as many ranks, one after the other; each has its own tokens, all as many."""
+        return dataclasses.replace(self, outer=self.outer * ranks)
+
+    def divided(self, ranks: int) -> Axis | None:
+        """Of one rank's shard of this dimension; None where shards would not be of whole rows of tokens."""
+        return dataclasses.replace(self, outer=self.outer // ranks) if self.outer % ranks == 0 else None
+
 
 class Mark(enum.Enum):
     """What a tensor without a token axis is."""

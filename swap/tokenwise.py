@@ -13,19 +13,22 @@ trial; it says so once, with the reason, and the report lists it.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from memo.errors import SwapError
 from memo.swap.arguments import check_arguments, describe, token_input
 from memo.swap.aside import Aside
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
 from memo.swap.noting import Noting
+from memo.swap.ranks import Hearing, Ranks
 from memo.swap.surroundings import Precision
 from memo.swap.tokenrules import Unproven, tensors_in
 from memo.swap.trial import try_out
@@ -75,8 +78,11 @@ class TokenWise:
         self._unsuited: set[str] = set()
         self._verdicts: dict[tuple[Any, ...], str] = {}  # kinds of calls that must not be treated so, and why
         self._trials: dict[tuple[Any, ...], float] = {}  # kinds of calls that were tried out, and what was found
+        self._kinds_tried: set[tuple[Any, ...]] = set()
         self._warned: set[str] = set()
         self._costs: dict[str, Costs] = {}
+        self._ranks = Ranks(engine.backend.device)
+        self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
         def pack(tensor: torch.Tensor) -> Handle | Kept | Sharded:
@@ -118,7 +124,8 @@ class TokenWise:
 
     def look_at(self, layers: Sequence[Layer]) -> None:
         """Before a forward: what modules are made of decides already. Inside a compiled layer it could not be said."""
-        if self.is_idle:
+        self._ranks.begin_forward()
+        if self.is_idle and not self._ranks.several:
             return
         self._position = {layer.name: position for position, layer in enumerate(layers)}
         self._unsuited.clear()
@@ -126,7 +133,7 @@ class TokenWise:
             reason = _unsuited(layer.module)
             if reason is not None:
                 self._unsuited.add(layer.name)
-                if not _moves_all(self._setting(layer)):
+                if not _moves_all(self._setting(layer.name)):
                     self._refuse(layer.name, reason)
 
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -136,7 +143,12 @@ class TokenWise:
         if self._open is not None:
             self._open.nested = True
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._hearing is None:
+            if self._ranks.talks(layer.name):
+                self._ranks.agree(self._told)
+            self._hearing = self._ranks.listen(layer.name)
+            if self._hearing is not None:
+                self._hearing.__enter__()
             self._open = self._watch(layer, group, args, kwargs)
             if self._open is not None:
                 group.held = True
@@ -144,10 +156,13 @@ class TokenWise:
 
     def _watch(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> Watch | None:
         """None where the layer's tensors move whole without more ado."""
-        setting = self._setting(layer)
+        setting = self._setting(layer.name)
         divides = isinstance(setting, TokenLevels) and not setting.repeats_nothing
         repeats = self._repeats_when_full or setting is Level.NOTHING or (divides and self._fallback is Level.NOTHING)
         if not divides and not repeats:
+            return None
+        if layer.name in self._ranks.disagreed:
+            self._refuse(layer.name, self._ranks.disagreed[layer.name])
             return None
         kind = _kind(layer, args, kwargs)
         divides = divides and kind not in self._verdicts
@@ -192,20 +207,34 @@ class TokenWise:
     def end(self, group: Group, output: Any) -> None:
         """The layer's forward has ended; what it saved may move now."""
         watch = self._open
-        if watch is None or watch.group is not group:
-            return
-        self._open = None
-        watch.__exit__()
+        if watch is not None:
+            if watch.group is not group:
+                return
+            self._open = None
+            watch.__exit__()
         parts: _Parts = {}
-        can_repeat = False
         try:
-            if output is not None:  # None after an exception: nothing is to come back
+            self._heard(group.module, output)
+            if watch is not None and output is not None:  # None after an exception: nothing is to come back
                 parts = self._decide(watch, output)
-                can_repeat = self._repeats_when_full and watch.saves is not None
         finally:
-            if can_repeat and not self._engine.has_room(group, parts, besides=self._inputs_after(watch)):
-                parts = self._repeat(watch, output, "no tier has room for it") or parts
-            self._engine.settle(group, parts)
+            if watch is not None:
+                self._engine.settle(group, parts)
+
+    def _heard(self, name: str, output: Any) -> None:
+        """The first forward of a layer among several ranks has ended: now it is known which of them it talks to."""
+        hearing = self._hearing
+        if hearing is None or hearing.layer != name:
+            return
+        self._hearing = None
+        hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None:
+            self._ranks.heard(hearing, self._told(name))
+
+    def _has_room(self, watch: Watch, parts: _Parts) -> bool:
+        """Whether what the layer is to move has room, on all ranks that it talks to: if it runs again, it does on all."""
+        room = self._engine.has_room(watch.group, parts, besides=self._inputs_after(watch))
+        return self._ranks.all_have(watch.layer.name, room)
 
     def _inputs_after(self, watch: Watch) -> list[int]:
         """Bytes that layers after this one need at the least: their inputs are as large as its own."""
@@ -214,12 +243,25 @@ class TokenWise:
 
     def _decide(self, watch: Watch, output: Any) -> _Parts:
         name = watch.layer.name
+        if name in self._ranks.disagreed:
+            self._refuse(name, self._ranks.disagreed[name])
+            return {}
+        watch.together = self._ranks.talks(name)
+        parts = self._divided(watch, output)
+        if self._repeats_when_full and watch.saves is not None and not self._has_room(watch, parts):
+            parts = self._repeat(watch, output, "no tier has room for it") or parts
+        return parts
+
+    def _divided(self, watch: Watch, output: Any) -> _Parts:
+        """As the layer's setting says."""
+        name = watch.layer.name
         if watch.noting is not None:
+            attempt = functools.partial(divide, watch, output, self._engine, self._cost(name))
             try:
-                return self._tried(watch.kind, divide(watch, output, self._engine, self._cost(name)), name)
+                return self._tried(watch.kind, attempt, name)
             except Unproven as unproven:
                 self._verdicts[watch.kind] = str(unproven)
-        setting = self._setting(watch.layer)
+        setting = self._setting(name)
         why = "as chosen" if setting is Level.NOTHING else self._verdicts.get(watch.kind)
         if why is None or _moves_all(setting):
             return {}
@@ -234,8 +276,9 @@ class TokenWise:
     def _repeat(self, watch: Watch, output: Any, why: str) -> _Parts | None:
         """Lets the layer run again whole; None where it must not."""
         name, kind = watch.layer.name, (Level.NOTHING, *watch.kind)
+        attempt = functools.partial(repeat_whole, watch, output, self._engine, self._cost(name))
         try:
-            parts = self._tried(kind, repeat_whole(watch, output, self._engine, self._cost(name)), name)
+            parts = self._tried(kind, attempt, name)
         except Unproven as unproven:
             self._verdicts[kind] = str(unproven)
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
@@ -249,19 +292,54 @@ class TokenWise:
                 self._warn(why, f"{name} runs again whole in backward, attention too: {why}")
         return parts
 
-    def _tried(self, kind: tuple[Any, ...], division: Division | None, name: str) -> _Parts:
-        """What is computed again, after a trial of this kind of call. Raises Unproven."""
+    def _tried(self, kind: tuple[Any, ...], attempt: Callable[[], Division | None], name: str) -> _Parts:
+        """What is computed again, after a trial of this kind of call.
+
+        Raises:
+            Unproven: it must not be; on every rank that the layer talks to, or on none.
+            SwapError: the layer talks to others and can be repeated no more, of which they know nothing.
+        """
+        division, reason = None, None
+        try:
+            division = attempt()
+        except Unproven as unproven:
+            reason = str(unproven)
+        form = None if division is None else division.form
+        if reason is not None and self._ranks.talks(name) and kind in self._kinds_tried:
+            raise SwapError(
+                f"{name} was to be recomputed together with other ranks, and now must not be: {reason}; exclude it with"
+                f" alpha=1"
+            )
+        trial = (*kind, form)
+        if reason is not None or trial not in self._trials:
+            _require(self._ranks.refusal(name, reason, form))
+            worst = 0.0
+            if division is not None:
+                worst, reason = self._try_out(division)
+                _require(self._ranks.refusal(name, reason))
+            self._trials[trial] = worst
+            self._kinds_tried.add(kind)
         if division is None:
             return {}
-        trial = (*kind, division.form)
-        if trial not in self._trials:
-            self._trials[trial] = try_out(division, self._engine.backend.device)
         if kind[0] is not Level.NOTHING:
             self.deviation[name] = max(self._trials[trial], self.deviation.get(name, 0.0))
         return division.parts
 
-    def _setting(self, layer: Layer) -> Setting:
-        return self._chosen.get(layer.name, self.default)
+    def _try_out(self, division: Division) -> tuple[float, str | None]:
+        """The largest difference, or why it failed."""
+        try:
+            return try_out(division, self._engine.backend.device), None
+        except Unproven as unproven:
+            return 0.0, str(unproven)
+
+    def _told(self, name: str) -> str:
+        """All that this rank was told to do with a layer."""
+        besides = [f"fallback {self._fallback.name.lower()}"] if self._fallback is not Level.ALL else []
+        besides += ["to recompute when full"] if self._repeats_when_full else []
+        return ", ".join([str(self._setting(name)), *besides])
+
+    def _setting(self, name: str) -> Setting:
+        return self._chosen.get(name, self.default)
 
     def _cost(self, name: str) -> Costs:
         return self._costs.setdefault(name, Costs(name))
@@ -275,6 +353,11 @@ class TokenWise:
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _require(reason: str | None) -> None:
+    if reason is not None:
+        raise Unproven(reason)
 
 
 def _moves_all(setting: Setting) -> bool:

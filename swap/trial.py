@@ -46,6 +46,8 @@ def try_out(division: Division, device: torch.device) -> float:
     except (Unproven, MemoError) as error:
         raise Unproven(str(error)) from error
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) and division.calls[0].together:
+            raise  # of this rank alone, and the others wait for it in a collective
         what = str(error).splitlines()[0] if str(error) else ""
         raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
     if not random.is_now():

@@ -49,6 +49,8 @@ class Watch:
         self.state = ModuleState(layer.module)
         self.precision = Precision.now(hidden.device.type)
         self.arguments = Arguments(args, kwargs, hidden)
+        self.together = False
+        """It talks to other ranks, and a recompute does so again."""
         self.nested = False
         """Another managed layer ran within it."""
         self._version = hidden._version

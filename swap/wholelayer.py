@@ -60,6 +60,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         before=None,
         tokens=watch.tokens,
         costs=costs,
+        together=watch.together,
         random=watch.random,
     )
     parts = {saved: Partial(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}

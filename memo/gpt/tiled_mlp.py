@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from memo.swap.marked import marked
+
 __all__ = ["tiled_mlp"]
 
 Activation = Callable[..., torch.Tensor]
@@ -70,9 +72,24 @@ def _tiled(
     # Casts are outside of the function: their backward is autograd's own.
     cast_ = [None if parameter is None else parameter.to(compute) for pair in pairs for parameter in pair]
     kept = x.to(compute) if kept is x else kept
-    flat = x.flatten(0, -2).to(compute)
+    flat = _Saved.apply(x.flatten(0, -2).to(compute), kept)  # type: ignore[no-untyped-call]
     out = _TiledMlp.apply(flat, kept, again, tiles, activation, *cast_)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", out.unflatten(0, x.shape[:-1]))
+
+
+class _Saved(torch.autograd.Function):
+    """`x` itself, with `kept` saved here and now. The MLP saves it when it is done: a recompute that is after it alone would
+    run all of the MLP to get it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class _TiledMlp(torch.autograd.Function):
@@ -90,12 +107,7 @@ class _TiledMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(kept, *parameters)
         ctx.again, ctx.tiles, ctx.activation = again, tiles, activation
-        down, *wide = _pairs(parameters)
-        out = x.new_empty(x.shape[0], down[0].shape[0])
-        with torch.autocast(x.device.type, enabled=False):
-            for tokens in _tiles(x.shape[0], tiles):
-                out[tokens] = F.linear(activation(*(F.linear(x[tokens], *pair) for pair in wide)), *down)
-        return out
+        return _tile_by_tile(x, tiles, activation, parameters)
 
     @staticmethod
     @once_differentiable
@@ -115,6 +127,18 @@ class _TiledMlp(torch.autograd.Function):
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@marked(lambda axis, *_: axis)
+def _tile_by_tile(
+    x: torch.Tensor, tiles: int, activation: Activation, parameters: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    down, *wide = _pairs(parameters)
+    out = x.new_empty(x.shape[0], down[0].shape[0])
+    with torch.autocast(x.device.type, enabled=False):
+        for tokens in _tiles(x.shape[0], tiles):
+            out[tokens] = F.linear(activation(*(F.linear(x[tokens], *pair) for pair in wide)), *down)
+    return out
 
 
 def _pairs(parameters: Sequence[torch.Tensor | None]) -> list[_Pair]:

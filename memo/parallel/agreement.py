@@ -7,24 +7,16 @@ group makes it, in the same order as the group's other collectives. Without a pr
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from memo.errors import UsageError
+from memo.swap.ranks import everyones
 
 __all__ = ["agree", "everyones", "require_equal"]
 
 _T = TypeVar("_T")
-
-
-def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    said: list[_T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, value, group=group)
-    return cast("list[_T]", said)
 
 
 def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:

@@ -9,7 +9,8 @@
     exchange    heads for tokens           <->  tokens for heads
 
 None of them saves a tensor. They wait for the collective, so what they give is ordinary memory, never one that is still to
-arrive.
+arrive. What moves between ranks is marked with what becomes of the token axis (memo.swap.marked), so that a layer made
+of them can be recomputed token by token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from memo.swap.marked import marked
+from memo.swap.tokens import Axis
 
 __all__ = [
     "all_gathered",
@@ -164,6 +168,24 @@ def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return x.narrow(dim, group.rank() * part, part)
 
 
+def _axis_gathered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis:
+    return axis.joined(group.size()) if dim % x.ndim == axis.dim else axis
+
+
+def _axis_scattered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis | None:
+    return axis.divided(group.size()) if dim % x.ndim == axis.dim else axis
+
+
+def _axis_summed(axis: Axis, x: torch.Tensor, group: Group) -> Axis:
+    return axis
+
+
+def _axis_exchanged(axis: Axis, x: torch.Tensor, group: Group, scatter: int, gather: int) -> Axis | None:
+    scattered = _axis_scattered(axis, x, group, scatter)
+    return None if scattered is None else _axis_gathered(scattered, x, group, gather)
+
+
+@marked(_axis_gathered)
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' shards joined along `dim`, contiguous. Outside of autograd."""
     parts = x.new_empty((group.size(), *x.shape))
@@ -172,6 +194,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
+@marked(_axis_scattered)
 def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's shard, along `dim`, of the sum over the group. Outside of autograd."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
@@ -180,12 +203,14 @@ def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return result
 
 
+@marked(_axis_summed)
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
 
 
+@marked(_axis_exchanged)
 def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)

@@ -1,0 +1,178 @@
+"""What the ranks that a layer talks to decide alike: a recompute repeats the layer's collectives, so all run it or none.
+
+Owns which groups each layer talks to, heard in its first forward, and the exchanges that decide. Every exchange happens at a
+place in the program that all ranks of a group pass: at a layer's first call, at the first layer of a forward, at a trial. No
+rank ever decides by its own memory, its own measurements or its own luck alone.
+
+A run without a process group has no such layers, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.swap.capture import is_sharded
+from memo.swap.tokenrules import tensors_in
+
+__all__ = ["Hearing", "Ranks", "everyones"]
+
+_T = TypeVar("_T")
+_Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
+
+
+def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    said: list[_T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, value, group=group)
+    return cast("list[_T]", said)
+
+
+class Hearing(TorchDispatchMode):
+    """Notes the groups that a layer's forward talks to, by whatever way: torch's collectives, or sharded tensors."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer = layer
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self._note(_group_of(func, args, kwargs))
+        for tensor in tensors_in((args, kwargs)):
+            if is_sharded(tensor):
+                for group in tensor.device_mesh.get_all_groups():  # type: ignore[attr-defined]
+                    self._note(group)
+        return func(*args, **kwargs)
+
+    def _note(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and group.size() > 1:
+            self.groups.setdefault(group.group_name, group)
+
+
+def _group_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The group that a collective names; None for what only waits for one."""
+    for position, declared in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(declared.name)
+        if declared.name == "process_group":
+            return cast("dist.ProcessGroup", dist.ProcessGroup.unbox(value))
+        if declared.name == "group_name":
+            return dist.distributed_c10d._resolve_process_group(value)
+    return None
+
+
+class Ranks:
+    """One manager's view of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.disagreed: dict[str, str] = {}
+        """Layers that ranks were told different things about, and what; they are treated as if told nothing."""
+        self._device = device
+        self._groups: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # of each layer that was heard
+        self._agreed = False
+
+    def begin_forward(self) -> None:
+        """What ranks were told may have changed since the last one."""
+        self._agreed = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to talk to."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def listen(self, layer: str) -> Hearing | None:
+        """To put around the layer's forward; None where everything is known."""
+        return Hearing(layer) if layer not in self._groups and self.several else None
+
+    def heard(self, hearing: Hearing, told: str) -> None:
+        """A layer's first forward has ended; `told` is what this rank was told to do with it. A collective call."""
+        layer = hearing.layer
+        self._groups[layer] = tuple(hearing.groups.values())
+        for group in self._groups[layer]:
+            self._compare({layer: (told, self.disagreed.get(layer))}, group)
+
+    def talks(self, layer: str) -> bool:
+        """Whether the layer is known to talk to other ranks."""
+        return bool(self._groups.get(layer))
+
+    def agree(self, told: Callable[[str], str]) -> None:
+        """Before a forward's first layer that talks: whether all ranks were told the same of each. A collective call."""
+        if self._agreed:
+            return
+        self._agreed = True
+        self.disagreed.clear()
+        groups = {group.group_name: group for groups in self._groups.values() for group in groups}
+        for group in groups.values():
+            ours = {
+                layer: (told(layer), self.disagreed.get(layer))
+                for layer, groups_ in self._groups.items()
+                if group in groups_
+            }
+            if not self._is_same(ours, group):
+                self._compare(ours, group)
+
+    def refusal(self, layer: str, reason: str | None, form: object = None) -> str | None:
+        """Why this call must not be treated: the reason of one rank is that of all, and so are forms that differ.
+
+        A collective call; None where no rank has a reason and the forms are the same.
+        """
+        said = (reason, _digest(form))
+        for group in self._groups.get(layer, ()):
+            answers = everyones(said, group)
+            ranks = dist.get_process_group_ranks(group)
+            for rank, (theirs, digest) in zip(ranks, answers, strict=True):
+                if theirs is not None:
+                    said = (theirs, 0)
+                    break
+                if digest != answers[0][1]:
+                    said = (f"ranks {ranks[0]} and {rank}, which compute it together, would divide it differently", 0)
+                    break
+        return said[0]
+
+    def all_have(self, layer: str, room: bool) -> bool:
+        """Whether every rank that the layer talks to says so. A collective call."""
+        if not self.talks(layer):
+            return room
+        have = torch.tensor(int(room), device=self._device)
+        for group in self._groups[layer]:
+            dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
+        return bool(have)
+
+    def _is_same(self, told: _Told, group: dist.ProcessGroup) -> bool:
+        """One number each, since this is asked before each forward."""
+        digest = _digest(sorted(told.items()))
+        bounds = torch.tensor([digest, -digest], device=self._device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+        least, most = bounds.tolist()
+        return bool(least == -most)
+
+    def _compare(self, ours: _Told, group: dist.ProcessGroup) -> None:
+        """Names the layers that ranks of the group were told different things about, or other groups of theirs were."""
+        answers = everyones(dict(ours), group)
+        ranks = dist.get_process_group_ranks(group)
+        for layer in ours:
+            said = [theirs[layer] for theirs in answers]
+            reason = next((theirs for _, theirs in said if theirs is not None), None)
+            other = next((rank for rank, (told, _) in zip(ranks, said, strict=True) if told != said[0][0]), None)
+            if reason is None and other is not None:
+                reason = (
+                    f"rank {ranks[0]} was told {said[0][0]} and rank {other} {said[ranks.index(other)][0]}, and they"
+                    f" compute it together; tell all the same"
+                )
+            if reason is not None:
+                self.disagreed[layer] = reason
+
+
+def _digest(value: object) -> int:
+    """The same number on every rank for what reads the same."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
