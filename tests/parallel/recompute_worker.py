@@ -1,0 +1,123 @@
+"""Runs under torchrun: layers that talk to other ranks, recomputed token by token, against the same run without memo.
+
+Says `equal <layout> <setting>` for each that was equal bit for bit, was treated as told, and moved less than whole tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from equality_worker import CPU, ROWS, SEQ, Drawn, Step, layout_of, steps, training
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memo
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.parallel_model import build_stages
+from memo.gpt.parallel_training import ParallelTrainer
+from memo.parallel.world import World, join
+from memo.swap.levels import Level
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole": {"alpha": 1.0},
+    "quarter": {"alpha": 0.25},
+    "levels": {"alpha": (0.25, 0.5, 0.25)},
+    "nothing": {"alpha": 0.25, "levels": {0: Level.NOTHING}},
+}
+SHAPE = {"vocab_size": 61, "max_seq": SEQ, "layers": 4, "hidden": 32, "heads": 4, "ffn": 64, "kv_heads": 4}
+
+
+def ours(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
+    layout, variant = layout_of(name)
+    shape: GPTConfig = preset("tiny", variant=variant, **SHAPE)
+    world = World.of(layout, "cpu")
+    stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7)
+    layers = [layer for stage in stages for layer in stage.layers.values()]
+    manager = offload(torch.nn.ModuleList(stages), options, layers=layers)
+    config = training(4 if layout.pp > 1 else 1)
+    trainer = ParallelTrainer(stages, world, Drawn(), config, device=CPU, rows=ROWS, around_forward=manager)
+    return steps(trainer, evaluates=False)[:2], manager
+
+
+def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
+    """A Llama that memo did not write, divided by memo.parallelize."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=4, **shape)).train()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    memo.parallelize(model, mesh, sequence_parallel=name == "hf_llama")
+    manager = offload(model, options)
+    done: list[Step] = []
+    for step in range(2):
+        ids = torch.randint(0, 61, (2, 48), generator=torch.Generator().manual_seed(step))
+        if manager is None:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        else:
+            with manager:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        model.zero_grad()
+        loss.backward()
+        grads = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+        done.append((float(loss), 1.0, grads))
+    return done, manager
+
+
+def offload(model: torch.nn.Module, options: dict[str, Any] | None, **others: Any) -> memo.Manager | None:
+    if options is None:
+        return None
+    return memo.offload(model, **{"host": "8MiB", "min_bytes": 256, **options, **others})
+
+
+def moved(manager: memo.Manager, setting: str) -> int:
+    """Bytes that were moved, once the report says what it should."""
+    with closing(manager):
+        use = manager.report().tokenwise
+        if setting == "whole":
+            assert use is None, use
+        else:
+            assert use is not None
+            assert use.refused == {}, use
+            assert use.accepted == len(manager.layers) - (setting == "nothing"), use
+            assert len(use.repeated) == (setting == "nothing"), use
+            assert use.recomputed_bytes > 0, use
+        assert manager.stats.live_entries == 0, manager.stats
+        return manager.stats.bytes_host
+
+
+def assert_equal(got: list[Step], want: list[Step], what: str) -> None:
+    for (loss, norm, grads), (loss0, norm0, grads0) in zip(got, want, strict=True):
+        assert (loss, norm) == (loss0, norm0), f"{what}: {loss} {norm}, not {loss0} {norm0}"
+        for parameter in grads0:
+            assert torch.equal(grads[parameter], grads0[parameter]), f"{what}: {parameter}"
+
+
+def check(name: str) -> None:
+    run: Callable[..., tuple[list[Step], memo.Manager | None]] = hugging_face if name.startswith("hf") else ours
+    want, _ = run(name, None)
+    whole = None
+    for setting, options in SETTINGS.items():
+        got, manager = run(name, options)
+        assert manager is not None
+        assert_equal(got, want, f"{name}, {setting}")
+        nbytes = moved(manager, setting)
+        whole = nbytes if whole is None else whole
+        assert nbytes < whole or setting == "whole", f"{name}, {setting}: {nbytes} bytes, not less than {whole}"
+        if dist.get_rank() == 0:
+            print(f"equal {name} {setting}", flush=True)
+
+
+def main() -> None:
+    """Arguments: names of layouts."""
+    torch.set_num_threads(1)
+    with join(CPU):
+        for name in sys.argv[1:]:
+            check(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Token-wise recompute of layers that talk to other ranks: gradients equal bit for bit, and ranks that never part ways.
+
+One launch runs several layouts, since starting a process costs more than what it computes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import launch, run
+
+LAYOUTS = {
+    2: ["tp2_llama", "tp2_replicated", "cp2", "cp2_llama", "hf_llama", "hf_llama_replicated"],
+    4: ["dp2_tp2", "tp2_cp2", "tp2_pp2_1f1b"],
+}
+SETTINGS = ["whole", "quarter", "levels", "nothing"]
+
+
+@functools.cache
+def said(ranks: int) -> str:
+    """One launch, also where it fails: what it printed before that still counts."""
+    return run(ranks, "recompute_worker.py", *LAYOUTS[ranks])[1]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
+def test_a_layer_that_talks_to_other_ranks_is_recomputed_by_tokens_and_equal(ranks: int, name: str) -> None:
+    for setting in SETTINGS:
+        assert f"equal {name} {setting}" in said(ranks), said(ranks)
+
+
+def test_tensor_and_sequence_parallel_layers_are_recomputed_by_tokens_and_equal() -> None:
+    """The part of the above that runs with every change."""
+    told = launch(2, "recompute_worker.py", "tp2")
+    for setting in SETTINGS:
+        assert f"equal tp2 {setting}" in told
+
+
+CASES = ["told_differently", "computed_differently", "less_memory"]
+
+
+def test_ranks_that_differ_do_the_same_with_layers_that_they_compute_together() -> None:
+    told = launch(2, "disagreement_worker.py", *CASES, timeout_s=200)
+    for case in CASES:
+        assert told.count(f"equal though {case}") == 2
