@@ -169,11 +169,11 @@ def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 
 def _axis_gathered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis:
-    return axis.joined(group.size()) if dim % x.ndim == axis.dim else axis
+    return axis.joined(group.size()) if dim == axis.dim else axis
 
 
 def _axis_scattered(axis: Axis, x: torch.Tensor, group: Group, dim: int) -> Axis | None:
-    return axis.divided(group.size()) if dim % x.ndim == axis.dim else axis
+    return axis.divided(group.size()) if dim == axis.dim else axis
 
 
 def _axis_summed(axis: Axis, x: torch.Tensor, group: Group) -> Axis:

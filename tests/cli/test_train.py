@@ -85,16 +85,25 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
-    for name, flags in {"plain": (), "masked": ("--mask-documents",), "tiled": ("--mlp-tiles", 4)}.items():
+    split = ("--offload", "host", "--host-budget", "64MiB", "--alpha", 0.25)
+    runs: dict[str, tuple[object, ...]] = {
+        "plain": (),
+        "masked": ("--mask-documents",),
+        "tiled": ("--mlp-tiles", 4),
+        "split": ("--mask-documents", "--mlp-tiles", 4, *split),
+    }
+    for name, flags in runs.items():
         metrics, checkpoints = tmp_path / f"{name}.jsonl", tmp_path / name
         files = ("--metrics", metrics, "--checkpoint-dir", checkpoints)
         done = memo_train(*SMALL, "--data", documents, "--steps", 2, *files, *flags)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("attention flash, in torch") == 1
-        assert ("within documents" in done.stdout) == (name == "masked")
+        assert ("within documents" in done.stdout) == ("--mask-documents" in flags)
+        assert "whole tensors" not in done.stderr
         found[name] = losses(metrics)
     assert found["tiled"] == found["plain"]
     assert found["masked"] != found["plain"]
+    assert found["split"] == found["masked"]
     resumed = memo_train(*SMALL, "--data", documents, "--steps", 3, "--checkpoint-dir", tmp_path / "tiled", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     refused = memo_train(

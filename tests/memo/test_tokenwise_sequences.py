@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from offload_models import SEQ, assert_split, causal, compare, hugging_face, refused, token_ids
+from offload_models import SEQ, assert_split, causal, compare, gpt, hugging_face, ours, refused, token_ids
 from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.errors import ModifiedAfterSave
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,27 @@ def test_packed_position_ids(name: str, mix: Any, tmp_path: Path) -> None:
 def test_document_mask(name: str, mix: Any, tmp_path: Path) -> None:
     forward = causal(2, attention_mask=documents().expand(2, 1, SEQ, SEQ), use_cache=False)
     assert_split(compare(lambda: hugging_face(name), forward, tmp_path, mix), mix)
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+def test_our_own_model_within_documents(variant: str, tiles: int, tmp_path: Path) -> None:
+    """Where documents end only attention reads; an MLP in tiles treats tokens apart, and so does the dropout after it."""
+    shape = {"end_of_document": 7, "mlp_tiles": tiles, "dropout": 0.1 if variant == "gpt" else 0.0}
+    for mix in MIXES:
+        assert_split(compare(lambda: gpt(variant, **shape), ours(2), tmp_path, mix), mix)
+
+
+def test_documents_whose_ends_are_changed_before_backward_are_an_error(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    model = gpt("gpt", end_of_document=7)
+    model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=1024)
+    with manager:
+        loss = model(token_ids(0, 2), token_ids(1, 2))
+    seen[0].starts.add_(1)
+    with pytest.raises(ModifiedAfterSave, match="an argument of shape"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

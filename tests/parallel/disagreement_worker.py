@@ -1,5 +1,5 @@
-"""Runs under torchrun on two ranks that share their layers, and of which one differs: in what it was told, in what it computes,
-in the memory it has. Both must do the same with every layer, or one waits for ever in a collective of the other.
+"""Runs under torchrun on two ranks that share their layers, and of which one differs: in what it was told, in what it does,
+in the memory it has. Both must treat every layer alike, or one waits for ever in a collective of the other.
 """
 
 from __future__ import annotations

@@ -20,8 +20,12 @@ import memo
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.parallel_model import build_stages
 from memo.gpt.parallel_training import ParallelTrainer
+from memo.parallel.collectives import exchange, gather, scatter_sum, sum_out
 from memo.parallel.world import World, join
+from memo.swap.aside import SleepingMode
 from memo.swap.levels import Level
+from memo.swap.marked import Marked
+from memo.swap.tokens import Axis
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
@@ -63,7 +67,7 @@ def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step],
         model.zero_grad()
         loss.backward()
         grads = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
-        done.append((float(loss), 1.0, grads))
+        done.append((loss.item(), 1.0, grads))
     return done, manager
 
 
@@ -96,6 +100,56 @@ def assert_equal(got: list[Step], want: list[Step], what: str) -> None:
             assert torch.equal(grads[parameter], grads0[parameter]), f"{what}: {parameter}"
 
 
+class Claims(SleepingMode):
+    """Follows what marked functions say of the axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axis: Axis | None = axis
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def marked(self, call: Marked) -> torch.Tensor:
+        assert self.axis is not None
+        self.axis = call.after(self.axis)
+        return call.run()
+
+
+def check_axes() -> None:
+    """Every entry is the number of its token, and still is where the marks say."""
+    tokens, group = 6, dist.group.WORLD
+    numbers = torch.arange(tokens)[None, :, None, None].expand(2, tokens, 4, 3).double()
+    mean = 1 / dist.get_world_size()
+    paths: list[list[Callable[[torch.Tensor], torch.Tensor]]] = [
+        [lambda x: gather(x, group, 1), lambda x: scatter_sum(x * mean, group, 1)],
+        [lambda x: gather(x, group, 1), lambda x: sum_out(x * mean, group)],
+        [lambda x: gather(x, group, 3), lambda x: scatter_sum(x * mean, group, 2)],
+        [
+            lambda x: exchange(x, group, scatter=2, gather=1),
+            lambda x: gather(x, group, 1),
+            lambda x: scatter_sum(x * mean, group, 1),
+            lambda x: exchange(x, group, scatter=1, gather=2),
+        ],
+        [lambda x: exchange(x, group, scatter=2, gather=3)],
+    ]
+    for path in paths:
+        x, claims = numbers, Claims(Axis(dim=1))
+        for step in path:
+            with claims:
+                x = step(x)
+            axis = claims.axis
+            assert axis is not None
+            apart = x.unflatten(axis.dim, (axis.outer, tokens, axis.inner)).movedim(axis.dim + 1, 0)
+            assert torch.equal(
+                apart, apart.new_tensor(range(tokens)).view(-1, *[1] * (apart.ndim - 1)).expand_as(apart)
+            )
+    with claims:
+        claims.axis = Axis(dim=1)
+        scatter_sum(numbers, group, 1)
+    assert claims.axis is None, "a part of one rank's tokens is no prefix of them"
+
+
 def check(name: str) -> None:
     run: Callable[..., tuple[list[Step], memo.Manager | None]] = hugging_face if name.startswith("hf") else ours
     want, _ = run(name, None)
@@ -115,6 +169,7 @@ def main() -> None:
     """Arguments: names of layouts."""
     torch.set_num_threads(1)
     with join(CPU):
+        check_axes()
         for name in sys.argv[1:]:
             check(name)
 

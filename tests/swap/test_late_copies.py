@@ -15,7 +15,9 @@ from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.levels import TokenLevels
 from memo.swap.tiers import DiskTier
+from memo.swap.tokenwise import TokenWise
 from memo.trace.events import StallCause
 
 if TYPE_CHECKING:
@@ -73,6 +75,23 @@ def test_the_host_stops_only_for_what_is_beyond_the_late_bytes() -> None:
     layer = all_layers / LAYERS
     assert two_layers < three_layers <= two_layers + 1.2 * layer
     assert three_layers < 0.7 * all_layers
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_other_ranks_take_part_in_is_never_late(together: bool) -> None:
+    """Whether it is computed again must not depend on how far this rank's disk has come."""
+    model = stack(layers=LAYERS)
+    backend = CheckingBackend("lazy", hosted_disk=True)
+    engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
+    tokenwise = TokenWise(engine, TokenLevels.of_alpha(0.25))
+    tokenwise._ranks.talks = lambda layer: together  # type: ignore[method-assign]
+    with Manager(model, find_layers(model), engine, tokenwise=tokenwise) as manager:
+        loss = model(ids())
+    assert (backend.host_stops > 0) == together
+    loss.backward()
+    assert backend.races == []
+    assert (manager.stats.bytes_recomputed > 0) == together
+    manager.close()
 
 
 def test_the_host_never_stops_where_copies_keep_up() -> None:
