@@ -82,9 +82,9 @@ class Outward:
         tier = place.tier
         self._account.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
-        if tier.name is _DEVICE:
+        if tier.name is _DEVICE and not _is_shared(saved):
             self._drop_source(saved)  # the compute stream made the copy, so whatever it does next comes after
-        elif self._account.journal is not None:
+        elif tier.name is not _DEVICE and self._account.journal is not None:
             self._account.journal.copying(saved.id, nbytes, tier.lane_out, saved.out)
 
     def send_living(self, group: Group) -> None:
@@ -178,5 +178,6 @@ class Outward:
 
 
 def _is_shared(saved: SavedStorage) -> bool:
-    """Whether a recompute gives it back that other ranks take part in: it must be gone from all of them, or from none."""
+    """Whether a recompute gives it back that other ranks take part in: its source goes at the same layer's end on all of
+    them, whichever tier had room and however far its copy is. Where it is still there nothing is recomputed."""
     return saved.part is not None and saved.part.call.together

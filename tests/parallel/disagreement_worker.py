@@ -31,7 +31,7 @@ class Training:
     """A divided GPT; with options, under a manager."""
 
     def __init__(self, options: dict[str, Any] | None) -> None:
-        layout, variant = layout_of("tp2")
+        layout, _, _ = layout_of("tp2")
         shape = preset(
             "tiny", variant=variant, vocab_size=61, max_seq=SEQ, layers=4, hidden=32, heads=4, ffn=64, kv_heads=4
         )

@@ -33,19 +33,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "levels": {"alpha": (0.25, 0.5, 0.25)},
     "nothing": {"alpha": 0.25, "levels": {0: Level.NOTHING}},
 }
-SHAPE = {"vocab_size": 61, "max_seq": SEQ, "layers": 4, "hidden": 32, "heads": 4, "ffn": 64, "kv_heads": 4}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "max_seq": SEQ,
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "ffn": 64,
+    "kv_heads": 4,
+}
 
 
 def ours(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
-    layout, variant = layout_of(name)
-    shape: GPTConfig = preset("tiny", variant=variant, **SHAPE)
+    layout, model, _ = layout_of(name)
+    shape: GPTConfig = preset("tiny", **(SHAPE | model))
     world = World.of(layout, "cpu")
     stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7)
     layers = [layer for stage in stages for layer in stage.layers.values()]
     manager = offload(torch.nn.ModuleList(stages), options, layers=layers)
     config = training(4 if layout.pp > 1 else 1)
     trainer = ParallelTrainer(stages, world, Drawn(), config, device=CPU, rows=ROWS, around_forward=manager)
-    return steps(trainer, evaluates=False)[:2], manager
+    return steps(trainer), manager
 
 
 def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
