@@ -32,9 +32,7 @@ class Training:
 
     def __init__(self, options: dict[str, Any] | None) -> None:
         layout, _, _ = layout_of("tp2")
-        shape = preset(
-            "tiny", variant=variant, vocab_size=61, max_seq=SEQ, layers=4, hidden=32, heads=4, ffn=64, kv_heads=4
-        )
+        shape = preset("tiny", vocab_size=61, max_seq=SEQ, layers=4, hidden=32, heads=4, ffn=64, kv_heads=4)
         world = World.of(layout, "cpu")
         stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7)
         self.layers = [layer for stage in stages for layer in stage.layers.values()]
