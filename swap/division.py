@@ -38,6 +38,14 @@ class Division:
     parts: dict[SavedStorage, Partial]
     operators: tuple[torch._ops.OpOverload | str, ...] = ()
     """That the forward called."""
+    left_out: int | None = None
+    """Of a layer that runs again whole: how many of its saved tensors come after the last one that is wanted."""
+
+    @property
+    def course(self) -> object:
+        """What must be the same on all ranks that take part. A whole run may save other tensors on each of them, as around
+        a ring in which later ranks attend to more; what they do together is the same up to where all stop."""
+        return self.form if self.left_out is None else self.left_out
 
     @property
     def form(self) -> tuple[Any, ...]:

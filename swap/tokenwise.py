@@ -312,7 +312,7 @@ class TokenWise:
             )
         trial = (*kind, form)
         if reason is not None or trial not in self._trials:
-            _require(self._ranks.refusal(name, reason, form))
+            _require(self._ranks.refusal(name, reason, None if division is None else division.course))
             worst = 0.0
             if division is not None:
                 worst, reason = self._try_out(division)

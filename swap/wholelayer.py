@@ -63,8 +63,10 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         together=watch.together,
         random=watch.random,
     )
+    assert watch.saves is not None
+    left_out = len(watch.saves) - 1 - max(want.position for want in wanted.values())
     parts = {saved: Partial(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}
-    return Division(calls=(call,), parts=parts)
+    return Division(calls=(call,), parts=parts, left_out=left_out)
 
 
 def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:

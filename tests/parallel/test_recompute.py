@@ -16,7 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import launch, run
 
 LAYOUTS = {
-    2: ["tp2_llama", "tp2_replicated", "cp2", "cp2_llama", "hf_llama", "hf_llama_replicated"],
+    2: [
+        "tp2_llama",
+        "tp2_replicated",
+        "tp2_tiles",
+        "tp2_documents",
+        "cp2",
+        "cp2_llama_documents",
+        "cp2_ring",
+        "hf_llama",
+        "hf_llama_replicated",
+    ],
     4: ["dp2_tp2", "tp2_cp2", "tp2_pp2_1f1b"],
 }
 SETTINGS = ["whole", "quarter", "levels", "nothing"]
