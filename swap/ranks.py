@@ -63,11 +63,11 @@ class Hearing(TorchDispatchMode):
 def _group_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """The group that a collective names; None for what only waits for one."""
     for position, declared in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(declared.name)
+        value: Any = args[position] if position < len(args) else kwargs.get(declared.name)
         if declared.name == "process_group":
-            return cast("dist.ProcessGroup", dist.ProcessGroup.unbox(value))
+            return dist.ProcessGroup.unbox(value)
         if declared.name == "group_name":
-            return dist.distributed_c10d._resolve_process_group(value)
+            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined]
     return None
 
 

@@ -148,7 +148,7 @@ class TokenWise:
                 self._ranks.agree(self._told)
             self._hearing = self._ranks.listen(layer.name)
             if self._hearing is not None:
-                self._hearing.__enter__()
+                self._hearing.__enter__()  # type: ignore[no-untyped-call]
             self._open = self._watch(layer, group, args, kwargs)
             if self._open is not None:
                 group.held = True
