@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from equality_worker import CPU, ROWS, SEQ, Drawn, Step, layout_of, steps, training
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import memo
 from memo.gpt.config import GPTConfig, preset
@@ -58,6 +57,8 @@ def ours(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Ma
 
 def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
     """A Llama that memo did not write, divided by memo.parallelize."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=4, **shape)).train()
