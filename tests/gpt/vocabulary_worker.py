@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -83,12 +84,15 @@ def logits_far_out_do_not_overflow() -> None:
         assert linear_cross_entropy(*given, vocabulary=shard).item() == loss
 
 
-def holds_a_chunk_of_its_own_logits_at_a_time() -> None:
+def holds_a_chunk_of_its_own_logits_at_a_time(*, divides_tokens: bool) -> None:
+    """`tokens` are this rank's; where ranks have different ones, logits are of a chunk of both's."""
     for tokens in (1024, 4096):
         x, weight, targets = case(2048, torch.float32, tokens=tokens)
         part, shard = shard_of(weight, 1024)
+        shard = dataclasses.replace(shard, divides_tokens=divides_tokens)
         logits, grads = 64 * 1024 * 4, (tokens * HIDDEN + 1024 * HIDDEN) * 4
-        travelled = tokens * (3 + HIDDEN) * 4  # gloo's threads let go of what they sent when they get to it
+        # gloo's threads let go of what they sent when they get to it: three numbers a token, and hidden states.
+        travelled = tokens * (3 + HIDDEN) * 4 * (4 if divides_tokens else 1)
         with LiveBytes() as alive:
             loss = linear_cross_entropy(x, part, targets, chunk=64, vocabulary=shard)
             deadline = time.monotonic() + 20
@@ -112,7 +116,8 @@ def main() -> None:
             equals_the_whole_when_tokens_are_divided_too(53, chunk, keep)
     is_close_in_bfloat16()
     logits_far_out_do_not_overflow()
-    holds_a_chunk_of_its_own_logits_at_a_time()
+    for divides_tokens in (False, True):
+        holds_a_chunk_of_its_own_logits_at_a_time(divides_tokens=divides_tokens)
     print(f"rank {dist.get_rank()} done", flush=True)
     dist.destroy_process_group()
 
