@@ -76,10 +76,26 @@ def install() -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
+def _workers() -> list[str]:
+    """Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be."""
+    return ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+
+
 def run_tests() -> tuple[int, str, float]:
     """(exit code, pytest's last line, seconds)."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "--maxfail=10", *GPU_TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "--no-header",
+        "--maxfail=10",
+        *_workers(),
+        *GPU_TESTS,
+    ]
     try:
         done = subprocess.run(
             command,
