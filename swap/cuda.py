@@ -45,7 +45,7 @@ class _Clock:
     def ns(self, event: torch.cuda.Event) -> int:
         """When a timed event that is over took place."""
         origin, origin_ns = self._origin
-        elapsed_ms = origin.elapsed_time(event)
+        elapsed_ms: float = origin.elapsed_time(event)
         at = origin_ns + round(elapsed_ms * 1e6)
         if elapsed_ms > _LONGEST_ELAPSED_MS:
             self._origin = event, at
