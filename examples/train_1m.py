@@ -11,10 +11,10 @@
     four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
                         examples/train_1m.py --preset 7b --dp 4 --batch 4 --data books/ --steps 1000 ...
 
-Before anything runs it prints what each layer will keep, move and recompute, and the peaks this leads to; then a line a
-step. A row of a batch is the first million tokens of a book, or the next of the same one; what is shorter is left out.
-Without --data the books are the packages of Python's standard library. For short texts: --documents packed
---mask-documents. Any flag of `memo train` may follow and has the last word; after a stop, --resume goes on.
+It prints what each layer will keep, move and recompute, and the peaks this leads to; then a line a step. A row of a batch is
+the first million tokens of a book, or the next of the same one; what is shorter is left out. Without --data the books are
+packages of Python's standard library. For short texts: --documents packed --mask-documents. Any flag of `memo train` may
+follow and has the last word; after a stop, --resume goes on.
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ from memo.planning import checked_plan
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-# Of the host budget: the profile counts two bytes for each element, and autocast keeps a layer's input in four.
-PLANNED_HOST = 2 / 3
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
 LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
-
 # Heads of 128 are what the GPUs' attention kernels are fastest at; rotary positions cost no memory at any length.
 PRESETS = {
     "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--device", "cpu"],
@@ -63,6 +60,7 @@ class Asked:
 
     config: GPTConfig
     layout: Layout
+    precision: Precision
     device: str | None
     host: str | None
     on_gpu: bool
@@ -70,8 +68,9 @@ class Asked:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False  # what is not known here is memo train's
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--preset", choices=PRESETS, required=True)
     parser.add_argument("--gpu", metavar="FILE", help="a machine's description, to plan for instead of this GPU")
     parser.add_argument("--plan-file", metavar="FILE", help="keep the plan here, for memo show and memo simulate")
@@ -93,17 +92,21 @@ def read(flags: list[str]) -> Asked:
     sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
         sizes.add_argument(f"--{name}")
-    for name, default in {"layers": None, "hidden": None, "heads": None, "batch": 1, "dp": 1, "tp": 1, "cp": 1}.items():
-        sizes.add_argument(f"--{name}", type=int, default=default)
+    for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "dp", "tp", "cp"):
+        sizes.add_argument(f"--{name}", type=int)
+    sizes.add_argument("--precision", type=Precision)
+    sizes.set_defaults(variant="gpt", batch=1, dp=1, tp=1, cp=1)
     given, _ = sizes.parse_known_args(flags)
     tokens, ranks = parse_tokens(given.seq), given.dp * given.tp * given.cp
-    shape = {"layers": given.layers, "hidden": given.hidden, "heads": given.heads}
+    shape = {name: getattr(given, name) for name in ("layers", "hidden", "heads", "mlp_tiles")}
+    on_gpu = given.device != "cpu" and torch.cuda.is_available()
     return Asked(
-        config=preset(given.model, variant=given.variant or "gpt", max_seq=tokens, **shape),
+        config=preset(given.model, variant=given.variant, max_seq=tokens, **shape),
         layout=Layout(tokens=tokens, batch=max(given.batch // given.dp, 1), gpus=ranks, tp=given.tp, cp=given.cp),
         device=given.device_budget,
         host=given.host_budget,
-        on_gpu=given.device != "cpu" and torch.cuda.is_available(),
+        precision=given.precision or (Precision.BF16_AUTOCAST if on_gpu else Precision.FP32),
+        on_gpu=on_gpu,
         says_where=given.alpha is not None or given.offload is not None,
     )
 
@@ -113,9 +116,8 @@ def by_plan(asked: Asked, description: str | None, file: str) -> list[str]:
     machine = this_gpu() if description is None else read_hardware(description)
     device = int(0.95 * machine.device_bytes) if asked.device is None else parse_bytes(asked.device)
     host = int(0.8 * machine.host_bytes) if asked.host is None else parse_bytes(asked.host)
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    budgets = Budgets(device_bytes=device, host_bytes=int(PLANNED_HOST * host), ranks_per_node=together)
-    profile = derive_profile(asked.config, machine, asked.layout)
+    budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    profile = derive_profile(asked.config, machine, asked.layout, precision=asked.precision)
     plan = checked_plan(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
@@ -133,8 +135,8 @@ def this_gpu() -> Hardware:
 
 def to_disk(asked: Asked) -> list[str]:
     """Where host memory is the device there is one choice, the disk: plays a step without memory to foretell the peak."""
-    layout = asked.layout
-    step = functools.partial(gpt_step, asked.config, batch=layout.batch, tokens=layout.tokens, precision=Precision.FP32)
+    batch, tokens = asked.layout.batch, asked.layout.tokens
+    step = functools.partial(gpt_step, asked.config, batch=batch, tokens=tokens, precision=asked.precision)
     plain, ours = (record_step(step, alpha=alpha, exact=True) for alpha in (None, LAPTOP_ALPHA))
     state = 3 * plain.static_nbytes  # the weights, and AdamW's two moments of each
     peak, without = (format_bytes(state + played.trace.peak_nbytes) for played in (ours, plain))
