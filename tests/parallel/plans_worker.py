@@ -31,6 +31,7 @@ from memo.parallel.world import World, join
 from memo.swap.groups import Groups
 from memo.swap.saved import AWAY, Group
 
+HOST = 256 << 20
 Steps = list[tuple[float, float, list[torch.Tensor]]]
 
 
@@ -51,7 +52,7 @@ def managed(
     """As `memo train` opens it."""
     manager = memo.offload(
         nn.ModuleList(stages),
-        host="256MiB",
+        host=HOST,
         min_bytes=SMALLEST,
         layers=[layer for stage in stages for layer in stage.layers.values()],
         group=world.layer_ranks.get_group(),
@@ -119,6 +120,10 @@ def early_stages_keep_less() -> None:
     world = World.of(Layout(pp=2), "cpu")
     budget = 6 * LAYER
     plan, peak, phases = planned(world, budget)
+    stages, trainer = divided(world)
+    with closing(managed(stages, trainer, world, device=budget)) as manager:
+        rooms = everyones(manager._engine.tiers[0].budget)
+    assert rooms == [HOST * 2 // 3, HOST // 3], "a node's memory is shared as its stages hold microbatches"
     shares = everyones(kept(plan))
     assert plan.problem.pipeline.held == 2 - world.pp
     assert peak <= budget, (world.pp, peak / LAYER, phases)
