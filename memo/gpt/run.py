@@ -17,7 +17,7 @@ import torch
 from memo.allocation import planned_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.async_checkpoint import AsyncCheckpointDir
-from memo.gpt.attention_kernel import Kind, choose
+from memo.gpt.attention_kernel import Kernel, Kind, choose
 from memo.gpt.batches import Batches, Split
 from memo.gpt.cadence import Cadence
 from memo.gpt.checkpoint import Checkpoint
@@ -216,7 +216,10 @@ class _Run:
         ]
 
     def _attention(self, shape: GPTConfig, device: torch.device) -> str:
-        """The kernel that this run's attention will choose."""
+        """The kernel that this run's attention will choose, and how ranks share it."""
+        layout = self.config.layout
+        if layout.rings(shape):
+            return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
         dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
         kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         documents = "" if shape.end_of_document is None else ", within documents"
