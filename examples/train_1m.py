@@ -19,19 +19,19 @@ follow and has the last word; after a stop, --resume goes on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 
 import torch
 
 from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
 from memo.errors import MemoError
-from memo.gpt.config import GPTConfig, preset
+from memo.gpt.config import preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
 from memo.mip.activation import ActivationProblem, Budgets
@@ -54,23 +54,8 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the flags of `memo train` say about size; the plan needs no more."""
-
-    config: GPTConfig
-    layout: Layout
-    precision: Precision
-    device: str | None
-    host: str | None
-    on_gpu: bool
-    says_where: bool  # the flags themselves say where activations go
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, required=True)
     parser.add_argument("--gpu", metavar="FILE", help="a machine's description, to plan for instead of this GPU")
     parser.add_argument("--plan-file", metavar="FILE", help="keep the plan here, for memo show and memo simulate")
@@ -87,37 +72,34 @@ def main() -> int:
         return memo(["train", *([] if asked.says_where else offload), *flags])
 
 
-def read(flags: list[str]) -> Asked:
-    """The last of each flag counts, as it does for `memo train`."""
-    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def read(flags: list[str]) -> Namespace:
+    """What the flags of `memo train` say about size; the last of each counts, as it does there."""
+    sizes = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
         sizes.add_argument(f"--{name}")
     for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "dp", "tp", "cp"):
         sizes.add_argument(f"--{name}", type=int)
     sizes.add_argument("--precision", type=Precision)
     sizes.set_defaults(variant="gpt", batch=1, dp=1, tp=1, cp=1)
-    given, _ = sizes.parse_known_args(flags)
-    tokens, ranks = parse_tokens(given.seq), given.dp * given.tp * given.cp
-    shape = {name: getattr(given, name) for name in ("layers", "hidden", "heads", "mlp_tiles")}
-    on_gpu = given.device != "cpu" and torch.cuda.is_available()
-    return Asked(
-        config=preset(given.model, variant=given.variant, max_seq=tokens, **shape),
-        layout=Layout(tokens=tokens, batch=max(given.batch // given.dp, 1), gpus=ranks, tp=given.tp, cp=given.cp),
-        device=given.device_budget,
-        host=given.host_budget,
-        precision=given.precision or (Precision.BF16_AUTOCAST if on_gpu else Precision.FP32),
-        on_gpu=on_gpu,
-        says_where=given.alpha is not None or given.offload is not None,
-    )
+    asked, _ = sizes.parse_known_args(flags)
+    tokens, ranks = parse_tokens(asked.seq), asked.dp * asked.tp * asked.cp
+    shape = {name: getattr(asked, name) for name in ("layers", "hidden", "heads")}
+    asked.config = preset(asked.model, variant=asked.variant, max_seq=tokens, **shape)
+    asked.layout = Layout(tokens=tokens, batch=max(asked.batch // asked.dp, 1), gpus=ranks, tp=asked.tp, cp=asked.cp)
+    asked.on_gpu = asked.device != "cpu" and torch.cuda.is_available()
+    asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
+    asked.says_where = asked.alpha is not None or asked.offload is not None  # its activations go
+    return asked
 
 
-def by_plan(asked: Asked, description: str | None, file: str) -> list[str]:
+def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     """Solves for the shortest step of one rank within the machine's memory; the flags that carry the plan out."""
     machine = this_gpu() if description is None else read_hardware(description)
-    device = int(0.95 * machine.device_bytes) if asked.device is None else parse_bytes(asked.device)
-    host = int(0.8 * machine.host_bytes) if asked.host is None else parse_bytes(asked.host)
+    device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
+    host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
     budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    profile = derive_profile(asked.config, machine, asked.layout, precision=asked.precision)
+    config = dataclasses.replace(asked.config, mlp_tiles=asked.mlp_tiles or 1)
+    profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
     plan = checked_plan(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
@@ -133,7 +115,7 @@ def this_gpu() -> Hardware:
     return dataclasses.replace(known, device_bytes=torch.cuda.get_device_properties(0).total_memory, host_bytes=memory)
 
 
-def to_disk(asked: Asked) -> list[str]:
+def to_disk(asked: Namespace) -> list[str]:
     """Where host memory is the device there is one choice, the disk: plays a step without memory to foretell the peak."""
     batch, tokens = asked.layout.batch, asked.layout.tokens
     step = functools.partial(gpt_step, asked.config, batch=batch, tokens=tokens, precision=asked.precision)
