@@ -127,7 +127,7 @@ class Claims(SleepingMode):
 
 def check_axes() -> None:
     """Every entry is the number of its token, and still is where the marks say."""
-    tokens, group = 6, dist.group.WORLD
+    tokens, group = 8, dist.group.WORLD
     numbers = torch.arange(tokens)[None, :, None, None].expand(2, tokens, 4, 3).double()
     mean = 1 / dist.get_world_size()
     paths: list[list[Callable[[torch.Tensor], torch.Tensor]]] = [
