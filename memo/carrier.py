@@ -92,6 +92,12 @@ class Carrier:
         """Of the model."""
         return len(self._layers)
 
+    @property
+    def mlp_tiles(self) -> int:
+        """In how many tiles the model's layers compute their MLP: memo's own GPT says; other models know no tiles."""
+        found = (getattr(getattr(layer.module, "mlp", None), "tiles", 1) for layer in self._layers)
+        return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
+
     def reload_ahead(self) -> None:
         """Lets reloads run ahead as far as the last step left device memory for; before the first step, by one layer."""
         peak = self.take_peak()

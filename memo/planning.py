@@ -72,12 +72,18 @@ class FixedPlan:
     """The same plan for every step; fractions hold at other lengths too, what they were chosen for may not.
 
     Raises:
-        PlanError: the plan has more or fewer layers than the model.
+        PlanError: the plan has more or fewer layers than the model, or computes their MLPs in other tiles.
     """
 
     def __init__(self, carrier: Carrier, plan: ActivationPlan) -> None:
         if len(plan.layers) != carrier.n_layers:
             raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {carrier.n_layers}")
+        tiles = plan.problem.profile.mlp_tiles
+        if tiles != carrier.mlp_tiles:
+            raise PlanError(
+                f"plan: it is for MLPs in {tiles} tiles, and the model computes them in {carrier.mlp_tiles}; give the "
+                f"model mlp_tiles={tiles}"
+            )
         self._plan = plan
         carrier.use(plan)
 

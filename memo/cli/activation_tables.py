@@ -33,6 +33,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
         "hardware": problem.hardware.name,
         "tokens": problem.profile.signature.tokens,
         "layers": len(plan.layers),
+        "mlp_tiles": problem.profile.mlp_tiles,
         "status": "declined" if plan.declined else "optimal",
         "declined": plan.declined,
         "step_s": plan.step_s,
@@ -79,6 +80,8 @@ def _headline(plan: ActivationPlan) -> str:
         ("microbatches", pipeline.microbatches),
     ]
     named = "".join(f", {name} {size}" for name, size in ways if size > 1)
+    tiles = plan.problem.profile.mlp_tiles
+    named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
         f"{format_tokens(signature.tokens)} tokens on {printable(plan.problem.hardware.name)}{named} "

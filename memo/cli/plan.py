@@ -18,10 +18,10 @@ from memo.gpt.config import PRESETS as MODELS
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline
 from memo.mip.activation_files import plan_to_json, read_hardware, read_profile
 from memo.mip.activation_prove import prove
-from memo.mip.activation_solve import solve_problem
+from memo.mip.activation_tiles import TILES, solve_tiles
 from memo.mip.hardware import PRESETS, Hardware, hardware
 from memo.mip.measured import with_measured
 from memo.units import parse_bytes, parse_tokens
@@ -55,6 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=[str(p) for p in Precision],
         default=str(Precision.BF16),
         help="of a named model (default bf16; memo train's on a GPU is bf16-autocast)",
+    )
+    what.add_argument(
+        "--mlp-tiles",
+        metavar="N",
+        default="auto",
+        help="compute the MLPs of a named model in N tiles (default auto: as many as give the shortest step)",
     )
     what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
     what.add_argument("--profile", metavar="FILE", help="of memo profile, instead of a model and a length")
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError(
             "--plot draws a sweep; give --sweep seq or --sweep device, or see memo simulate for a timeline"
         )
-    plan = solve_problem(request.problem())
+    plan = request.plan()
     simulation = prove(plan)
     if args.output:
         from memo.mip.files import write_file
@@ -120,6 +126,8 @@ class Request:
     """None where a profile is given."""
     model: str
     precision: Precision
+    tiles: tuple[int, ...]
+    """Numbers of MLP tiles to choose from, ascending."""
     layout: Layout
     profile: Profile | None
     machine: Hardware
@@ -145,6 +153,7 @@ class Request:
             config=None if args.model is None else preset(args.model, variant=args.variant),
             model=args.model or "",
             precision=Precision(args.precision),
+            tiles=_tiles(args.mlp_tiles, profile),
             layout=_layout(args, profile),
             profile=profile,
             machine=machine,
@@ -152,12 +161,17 @@ class Request:
             accumulate=args.accumulate,
         )
 
-    def problem(self) -> ActivationProblem:
-        """What the planner is asked."""
+    def plan(self) -> ActivationPlan:
+        """The shortest step. Raises Infeasible, as the planner."""
+        return solve_tiles(self.problem, self.tiles)
+
+    def problem(self, tiles: int = 1) -> ActivationProblem:
+        """What the planner is asked, with MLPs in so many tiles where the profile is not given."""
         profile = self.profile
         if profile is None:
             assert self.config is not None
-            profile = derive_profile(self.config, self.machine, self.layout, precision=self.precision, name=self.model)
+            config = dataclasses.replace(self.config, mlp_tiles=tiles)
+            profile = derive_profile(config, self.machine, self.layout, precision=self.precision, name=self.model)
         return ActivationProblem(
             profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
         )
@@ -166,6 +180,16 @@ class Request:
         """Ranks of one stage are neighbours: a node holds several stages only where it has more ranks than a stage."""
         together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
         return Pipeline(stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together)
+
+
+def _tiles(text: str, profile: Profile | None) -> tuple[int, ...]:
+    if text == "auto":
+        return TILES if profile is None else (profile.mlp_tiles,)
+    if profile is not None:
+        raise UsageError("--mlp-tiles is for a named model; a profile is of the tiles that it was measured with")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--mlp-tiles {text}: it is auto, or a whole number of at least 1")
+    return (int(text),)
 
 
 def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:

@@ -16,7 +16,6 @@ from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import ActivationPlan, LayerPlan
 from memo.mip.activation_cost import device_positions, predict
 from memo.mip.activation_prove import prove
-from memo.mip.activation_solve import solve_problem
 from memo.mip.crossover import crossover_tokens
 from memo.units import format_bytes, format_duration, format_tokens
 
@@ -96,7 +95,7 @@ class Point:
         """Plans, checks and simulates."""
         tokens, device = request.layout.tokens, request.budgets.device_bytes
         try:
-            plan = solve_problem(request.problem())
+            plan = request.plan()
         except Infeasible as error:
             return cls(tokens=tokens, device_budget_bytes=device, infeasible=str(error))
         prove(plan)

@@ -14,6 +14,7 @@ from memo.gpt.health import HealthConfig, OnNan, OnSpike
 from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
+from memo.mip.activation_files import read_activation_plan
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
@@ -64,9 +65,8 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mlp-tiles",
         type=int,
-        default=1,
         metavar="N",
-        help="compute each MLP in N tiles, its input alone saved (default 1)",
+        help="compute each MLP in N tiles, its input alone saved (default: what --plan says, else 1)",
     )
 
 
@@ -220,6 +220,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
     Raises:
         UsageError: flags that contradict each other, or a number that means nothing.
+        PlanError: the plan's file cannot be read.
     """
     flags = dict(vars(args))
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
@@ -233,6 +234,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
+    if flags["mlp_tiles"] is None:
+        flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
     return RunConfig(training=training, offload=offload, layout=layout, **flags)

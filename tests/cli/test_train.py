@@ -80,6 +80,25 @@ def test_help_names_every_preset_and_needs_no_torch() -> None:
     assert ", ".join(PRESETS) in " ".join(result.stdout.split())
 
 
+def test_a_plan_says_in_how_many_tiles_the_mlps_are_computed(text: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    asked = ["--model", "tiny", "--seq", "512", "--gpu", "h100", "--precision", "fp32", "--mlp-tiles", "4"]
+    made = subprocess.run(
+        [sys.executable, "-m", "memo.cli.main", "plan", *asked, "-o", str(plan)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "MLPs in 4 tiles" in made.stdout
+    run = ["--model", "tiny", "--seq", "512", "--device", "cpu", "--data", text, "--steps", "1"]
+    run += ["--offload", "auto", "--host-budget", "64MiB", "--plan", plan]
+    followed = memo_train(*run)
+    assert followed.returncode == 0, followed.stderr
+    refused = memo_train(*run, "--mlp-tiles", "2")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].endswith("the model computes them in 2; give the model mlp_tiles=4")
+
+
 def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: Path) -> None:
     # Rows of a small file in many documents: masks change the loss, tiles do not, and a run may go on with others.
     documents = tmp_path / "documents.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from pathlib import Path
@@ -17,6 +18,8 @@ from memo.autoplan import AutoPlan
 from memo.carrier import Carrier
 from memo.device_memory import DeviceMemory
 from memo.errors import PlanError, UsageError
+from memo.gpt.config import preset
+from memo.gpt.model import GPT
 from memo.manager import Manager
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan
 from memo.mip.activation_cost import predict
@@ -198,6 +201,20 @@ def test_a_given_plan_is_carried_out(as_file: bool, tmp_path: Path) -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="it has 5 layers and the model 6"):
         memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
+
+
+def test_a_plan_is_for_the_tiles_in_which_the_model_computes_its_mlps() -> None:
+    plan = given_plan(6)
+    profile = dataclasses.replace(plan.problem.profile, mlp_tiles=4)
+    tiled = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
+    with pytest.raises(
+        PlanError, match="MLPs in 4 tiles, and the model computes them in 1; give the model mlp_tiles=4"
+    ):
+        memo.offload(fresh(6), plan=tiled, host="256MiB")  # a model that knows no tiles
+    ours = GPT(preset("tiny", layers=6, mlp_tiles=4))
+    memo.offload(ours, plan=tiled, host="256MiB").close()
+    with pytest.raises(PlanError, match="MLPs in 1 tiles"):
+        memo.offload(ours, plan=plan, host="256MiB")
 
 
 def test_a_plan_and_an_alpha_say_the_same_thing_twice() -> None:
