@@ -105,11 +105,15 @@ class Ranks:
         """Whether the layer is known to talk to other ranks."""
         return bool(self._groups.get(layer))
 
-    def agree(self, told: Callable[[str], str]) -> None:
-        """Before a forward's first layer that talks: whether all ranks were told the same of each. A collective call."""
+    def agree(self, told: Callable[[str], str]) -> set[str]:
+        """Before a forward's first layer that talks: whether all ranks were told the same of each. A collective call.
+
+        Returns the layers of which they are told the same again.
+        """
         if self._agreed:
-            return
+            return set()
         self._agreed = True
+        before = set(self.disagreed)
         self.disagreed.clear()
         groups = {group.group_name: group for groups in self._groups.values() for group in groups}
         for group in groups.values():
@@ -120,6 +124,7 @@ class Ranks:
             }
             if not self._is_same(ours, group):
                 self._compare(ours, group)
+        return before - set(self.disagreed)
 
     def refusal(self, layer: str, reason: str | None, form: object = None) -> str | None:
         """Why this call must not be treated: the reason of one rank is that of all, and so are forms that differ.

@@ -145,7 +145,8 @@ class TokenWise:
             return
         if torch.is_grad_enabled() and self._hearing is None:
             if self._ranks.talks(layer.name):
-                self._ranks.agree(self._told)
+                for other in self._ranks.agree(self._told):
+                    self.refused.pop(other, None)
             self._hearing = self._ranks.listen(layer.name)
             if self._hearing is not None:
                 self._hearing.__enter__()  # type: ignore[no-untyped-call]

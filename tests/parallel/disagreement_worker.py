@@ -87,6 +87,11 @@ def told_differently(rank: int) -> None:
         assert set(managed.use().refused) == {managed.manager.layers[1].name}, managed.use()
         assert recomputed < manager.stats.bytes_recomputed < 2 * recomputed
 
+        if rank:
+            manager.choose_levels(dict.fromkeys(range(4), 0.25))
+        assert_equal(managed.step(), plain.step())
+        assert managed.use().refused == {}, managed.use()
+
 
 class Counting(torch.nn.Dropout):
     """In place of a layer's dropout."""
