@@ -62,22 +62,27 @@ class CachingUse:
     """The most bytes in live blocks at one time."""
     driver_calls: int
     """cudaMalloc calls, or mappings of new pages."""
+    addresses: dict[str, int] = dataclasses.field(repr=False)
+    """Of each allocation, by its id; those of a pool lie in its own range."""
 
 
 def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED) -> CachingUse:
     """Serves the trace's requests in order from an empty cache."""
     allocator = CachingAllocator(segments)
     blocks: dict[str, Block] = {}
+    addresses: dict[str, int] = {}
     for allocation, is_free in trace.events():
         if is_free:
             allocator.free(blocks.pop(allocation.id))
         else:
-            blocks[allocation.id] = allocator.malloc(allocation.size, stream=allocation.stream)
+            block = blocks[allocation.id] = allocator.malloc(allocation.size, stream=allocation.stream)
+            addresses[allocation.id] = block.address
     return CachingUse(
         segments=segments,
         reserved_nbytes=allocator.reserved_nbytes,
         allocated_nbytes=allocator.peak_nbytes,
         driver_calls=allocator.driver_calls,
+        addresses=addresses,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memo.mip.engine import Answer, Engine, make_engine
 from memo.mip.instance import Instance
@@ -98,6 +98,13 @@ class ArenaSolver:
                 self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
                 if self.done(deadline=deadline, gap=gap):
                     return
+
+    def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
+        """Greedy fit in the order of somebody's placement, from the lowest buffer up: never worse than that placement,
+        since what has been placed is nowhere higher than it was there."""
+        offsets = self._engine.fit(list(order), best=False, deadline=deadline)
+        if offsets is not None:
+            self.offer(offsets, method)
 
     def search(self, *, deadline: float, gap: float = 0.0) -> None:
         """Tree searches in one order after the other."""

@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from memo.errors import Infeasible, SolverTimeout
 from memo.mip.arena import ArenaSolver
@@ -58,8 +58,11 @@ def solve(
     method: Method = Method.AUTO,
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
+    known: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Plan:
     """Places every buffer, each arena as small as the time allows.
+
+    `known` are placements that others found, by a name for each: offsets by buffer. The plan is worse than none of them.
 
     An arena with a capacity is only asked to fit; one without is made smaller until it is proven optimal, within `gap`
     of the bound, or the time is up. Ctrl-C ends the work early, too, and keeps the best plan, if there is one.
@@ -75,7 +78,7 @@ def solve(
     names = problem.arenas
     for done, name in enumerate(names):
         deadline = time.monotonic() + (began + time_limit_s - time.monotonic()) / (len(names) - done)
-        work = _ArenaWork(problem, name, seed=seed, began=began, progress=progress)
+        work = _ArenaWork(problem, name, seed=seed, began=began, progress=progress, known=known or {})
         arenas.append(work.run(deadline=deadline, gap=gap, method=method))
         offsets.update(work.offsets)
     plan = Plan(
@@ -92,8 +95,16 @@ class _ArenaWork:
     """One arena, from its buffers in bytes to its part of the plan."""
 
     def __init__(
-        self, problem: Problem, name: str, *, seed: int, began: float, progress: Callable[[Progress], None] | None
+        self,
+        problem: Problem,
+        name: str,
+        *,
+        seed: int,
+        began: float,
+        progress: Callable[[Progress], None] | None,
+        known: Mapping[str, Mapping[str, int]],
     ) -> None:
+        self._known = known
         self._problem, self._name, self._began, self._progress = problem, name, began, progress
         everything = problem.of(name)
         _require_possible(problem, name, everything)
@@ -119,6 +130,7 @@ class _ArenaWork:
                 solve_flat(solver, deadline=deadline, backend=backend)
             else:
                 solver.portfolio(deadline=deadline, gap=gap)
+                self._follow_known(deadline=deadline, gap=gap)
                 grouped = method is Method.AUTO and any(buffer.group for buffer in self._buffers)
                 if grouped and not solver.done(deadline=deadline, gap=gap):
                     solve_by_layers(solver, self._buffers, alignment=self._problem.alignment, deadline=deadline)
@@ -139,6 +151,15 @@ class _ArenaWork:
             status=Status.OPTIMAL if solver.optimal else Status.FEASIBLE,
             method=solver.method or "nothing to place",
         )
+
+    def _follow_known(self, *, deadline: float, gap: float) -> None:
+        """Those placements that have all of this arena's buffers."""
+        for name, offsets in self._known.items():
+            if self._solver.done(deadline=deadline, gap=gap):
+                return
+            if all(buffer.id in offsets for buffer in self._buffers):
+                places = [(offsets[buffer.id], index) for index, buffer in enumerate(self._buffers)]
+                self._solver.follow([index for _, index in sorted(places)], f"first fit by {name}", deadline=deadline)
 
     def _no_plan(self, *, proven: bool) -> Infeasible | SolverTimeout:
         solver, unit, capacity = self._solver, self._instance.unit, self._capacity or 0

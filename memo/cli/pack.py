@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from memo.allocator.caching import CachingUse, Segments, simulate_caching
 from memo.allocator.trace import trace_of
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError("name a file with buffers, or pipe one in: memo record ... | memo pack")
     given, notes = read_annotated(args.problem)
     problem = _with_options(given, args)
+    caching = _caching(given, notes)
     line = _ProgressLine()
     try:
         plan = solve(
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             method=Method(args.method),
             seed=args.seed,
             progress=line.show if sys.stderr.isatty() else None,
+            known={f"PyTorch's {use.segments} segments": use.addresses for use in caching},
         )
     finally:
         line.clear()
@@ -82,9 +85,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         write_file(args.output, text, overwrite=args.force)
     if args.plot:
         write_picture(args.plot, plan, overwrite=args.force)
-    caching = _caching(given, notes)
     if args.json:
-        told = [{**dataclasses.asdict(use), "segments": use.segments.value} for use in caching]
+        told = [_told(use) for use in caching]
         print(json.dumps({**plan_summary(plan), "caching": told, "output": args.output, "plot": args.plot}))
         return ExitCode.OK
     print(arena_table(plan))
@@ -102,6 +104,12 @@ def _caching(problem: Problem, notes: Sequence[Notes]) -> list[CachingUse]:
         return []
     trace = trace_of(Problem(buffers=tuple(b for b, _ in kept)), tuple(n for _, n in kept))
     return [simulate_caching(trace, segments) for segments in Segments]
+
+
+def _told(use: CachingUse) -> dict[str, Any]:
+    figures = dataclasses.asdict(use)
+    del figures["addresses"]  # a plan's file has those that count
+    return {**figures, "segments": use.segments.value}
 
 
 def _caching_table(plan: Plan, caching: Sequence[CachingUse]) -> str:

@@ -157,3 +157,22 @@ def test_reserved_is_at_least_the_peak_and_rounding_twice_changes_nothing(seed: 
         use = simulate_caching(trace, segments)
         assert use == simulate_caching(rounded, segments)
         assert rounded.peak_nbytes <= use.allocated_nbytes <= use.reserved_nbytes
+
+
+@pytest.mark.parametrize("segments", Segments)
+def test_addresses_are_those_of_blocks_that_do_not_meet(segments: Segments) -> None:
+    draw = random.Random(3)
+    spans = [(lower := draw.randrange(200), lower + draw.randrange(1, 60)) for _ in range(120)]
+    # Events of their own, and sizes of both pools.
+    allocations = tuple(
+        Allocation(id=str(number), lower=lower * 1000 + number, upper=upper * 1000 + 500 + number, size=size)
+        for number, ((lower, upper), size) in enumerate(
+            zip(spans, (512 * draw.randrange(1, 9000) for _ in spans), strict=True)
+        )
+    )
+    use = simulate_caching(AllocationTrace(allocations=allocations), segments)
+    assert use.addresses.keys() == {allocation.id for allocation in allocations}
+    for one, other in itertools.combinations(allocations, 2):
+        if one.lower < other.upper and other.lower < one.upper:
+            first, second = use.addresses[one.id], use.addresses[other.id]
+            assert first + one.size <= second or second + other.size <= first

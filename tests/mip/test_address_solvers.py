@@ -295,3 +295,16 @@ def test_pairs_are_counted_no_further_than_asked() -> None:
     instance = make_instance(crowd, alignment=512)
     assert len(overlapping_pairs(instance)) == 300 * 299 // 2
     assert 100 < len(overlapping_pairs(instance, most=100)) <= 100 + 299
+
+
+def test_a_placement_that_is_known_is_followed_and_never_undercut_by_luck() -> None:
+    """On an instance where the portfolio alone stays above the bound, found before by a search."""
+    problem = dataclasses.replace(read_problem(DATA / "A.1048576.csv"), capacities={DEVICE: 1048576})
+    found = solve(problem)
+    offsets = {buffer.id: at for buffer, at in zip(problem.buffers, found.offsets, strict=True)}
+    assert not found.arena(DEVICE).method.startswith(("first fit", "best fit"))
+    # Somebody else's addresses: scattered over ranges of their own, but in the same order.
+    scattered = {name: 3 * at + (1 << 40) for name, at in offsets.items()}
+    plan = solve(problem, known={"nobody's": {}, "another's placement": scattered})
+    assert plan.arena(DEVICE).method == "first fit by another's placement"
+    assert plan.arena(DEVICE).nbytes <= found.arena(DEVICE).nbytes
