@@ -189,7 +189,11 @@ class _Ends:
     sizes: ElementSizes
 
     def embedding(self) -> EndProfile:
-        """A row read for each token and added to in backward; the rotary tables, in float32, stay for all layers."""
+        """A row read for each token and added to in backward; the rotary tables, in float32, stay for all layers.
+
+        Ranks that share the vocabulary look up all tokens of their group; in backward they have the gradient of all of
+        them, and once more without those of other ranks' rows.
+        """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
@@ -197,7 +201,7 @@ class _Ends:
             forward_s=2 * row * tokens / machine.hbm_bytes_per_s,
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
-            transient_bytes=round(row * tokens),
+            transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
             static_bytes=round(STATE_BYTES * config.vocab_size * config.hidden / _shards(self.layout)),
         )
 

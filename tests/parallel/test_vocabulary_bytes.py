@@ -85,6 +85,21 @@ def test_with_replicas_a_rank_gathers_its_rows_alone(monkeypatch: pytest.MonkeyP
     assert MATRIX // 4 <= largest(monkeypatch, True, dp=2, tp=4) < MATRIX // 2
 
 
+def test_looking_up_takes_what_derived_plans_count_with() -> None:
+    """In units of a rank's hidden states: all of the group's twice in backward, and the gradient that comes in."""
+    world, unit = World.of(Layout(tp=8), "cpu"), 2 * SEQ // 8 * HIDDEN * 4
+    shape = preset("tiny", vocab_size=256, max_seq=SEQ, layers=1, hidden=HIDDEN, heads=8)
+    (stage,) = build_stages(shape, world, seq=SEQ, device=torch.device("cpu"), dtype=torch.float32, seed=0)
+    assert stage.tokens is not None
+    tokens = torch.randint(256, (2, SEQ // 8))
+    with _LiveLocalBytes() as alive:
+        out = stage.tokens(tokens)
+        kept = alive.live
+        out.backward(torch.ones_like(out))
+    assert kept <= 1.3 * unit  # and what says which rows, 9 bytes for each of the group's tokens
+    assert 16 * unit <= alive.peak <= 18.5 * unit
+
+
 def test_more_ranks_than_tokens_are_refused() -> None:
     world = World.of(Layout(tp=8), "cpu")
     shape = preset("tiny", vocab_size=9, layers=1, hidden=HIDDEN, heads=8)
