@@ -36,13 +36,16 @@ from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
 from memo.mip.activation import ActivationProblem, Budgets
 from memo.mip.activation_files import plan_to_json, read_hardware
+from memo.mip.activation_prove import prove
+from memo.mip.activation_tiles import TILES, solve_tiles
 from memo.mip.files import write_file
 from memo.mip.hardware import PRESETS as GPUS
 from memo.mip.hardware import Hardware
-from memo.planning import checked_plan
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
+# Of the host budget: a storage goes to one place whole, so a layer may move a little more than its fraction says.
+PLANNED_HOST = 3 / 4
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
 LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
@@ -97,10 +100,16 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     machine = this_gpu() if description is None else read_hardware(description)
     device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
     host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
-    budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    config = dataclasses.replace(asked.config, mlp_tiles=asked.mlp_tiles or 1)
-    profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
-    plan = checked_plan(ActivationProblem(profile=profile, hardware=machine, budgets=budgets))
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    budgets = Budgets(device_bytes=device, host_bytes=int(PLANNED_HOST * host), ranks_per_node=together)
+
+    def problem(tiles: int) -> ActivationProblem:
+        config = dataclasses.replace(asked.config, mlp_tiles=tiles)
+        profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
+        return ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
+
+    plan = solve_tiles(problem, TILES if asked.mlp_tiles is None else [asked.mlp_tiles])
+    prove(plan)
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
         print(activation_table(plan), flush=True)

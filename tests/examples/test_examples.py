@@ -42,10 +42,10 @@ def test_what_does_not_fit_is_said_in_one_line(
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
-    monkeypatch.setattr(sys, "argv", ["train_1m.py", "--preset", "350m"])
+    monkeypatch.setattr(sys, "argv", ["train_1m.py", "--preset", "7b", "--tp", "1"])
     assert module.main() == 3
     errors = capsys.readouterr().err
-    assert errors.startswith("train_1m: no plan fits: the device lacks")
+    assert errors.startswith("train_1m: with MLPs in 64 tiles, no plan fits: the device lacks")
     assert errors.count("\n") == 1
 
 

@@ -48,22 +48,22 @@ def moved_bytes(trace: Path, step: int) -> list[int]:
     """To the host in one step, by layer."""
     events = [event for event in map(json.loads, trace.read_text().splitlines()) if event.get("step") == step]
     layer = {event["id"]: event["module"] for event in events if event["k"] == "state" and event["to"] == "live"}
-    moved: Counter[str] = Counter()
+    moved: Counter[int] = Counter()
     for event in events:
         if event["k"] == "span" and event["lane"] == "d2h":
-            moved[layer[event["id"]]] += event["nbytes"]
-    return [moved[f"layers.{number}"] for number in range(LAYERS)]
+            moved[int(layer[event["id"]].rpartition(".")[2])] += event["nbytes"]
+    return [moved[number] for number in range(LAYERS)]
 
 
 def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> None:
     machine, file, trace = (tmp_path / name for name in ("machine.json", "plan.json", "trace.rank0.jsonl"))
     machine.write_text(hardware_to_json(TWO_CORES))
-    size = ["--layers", LAYERS, "--seq", TOKENS, "--tp", ranks, "--precision", "bf16-autocast"]
+    size = ["--layers", LAYERS, "--seq", TOKENS, "--tp", ranks, "--precision", "bf16-autocast", "--mlp-tiles", 1]
     # Room for all first, to know how much to take away: three fifths of what the layers save, so that they differ.
     module = example("train_1m")
     asked = module.read([*module.PRESETS["laptop"], *map(str, size)])
@@ -81,7 +81,7 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> Non
         "--plan-file",
         file,
         "--trace",
-        trace,
+        tmp_path,
         *budgets,
         "--metrics",
         tmp_path / "by-plan",
@@ -95,7 +95,7 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> Non
     plan = read_activation_plan(file)
     signature = plan.problem.profile.signature
     assert (signature.tokens, signature.tp, len(plan.layers)) == (TOKENS, ranks, LAYERS)
-    assert len({layer.host for layer in plan.layers}) >= 3  # else one fraction for all would do as well
+    assert any(0 < layer.host < 1 for layer in plan.layers)  # kept and moved within one layer: no alpha says that
     planned = [own.host * saved for own, saved in zip(plan.layers, saved_bytes(plan), strict=True)]
     moved = moved_bytes(trace, step=2)
     assert all(abs(one - other) <= LARGEST_STORAGE / ranks for one, other in zip(moved, planned, strict=True)), (
