@@ -1,4 +1,4 @@
-"""Remakes the pictures of docs/trace.md: the viewer at 1280x720 in both themes, on an imagined run.
+"""Remakes the pictures of docs/trace.md, the viewer at 1280x720 in both themes on an imagined run, and of docs/simulate.md.
 
 python -m benchmarks.screenshots
 """
@@ -31,6 +31,10 @@ def main() -> None:
             _shoot(page, f"report-{scheme}.png")
             _choose_the_late_tensor(page)
             _shoot(page, f"tensor-{scheme}.png")
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        page.goto(_simulated(Path(folder)).as_uri())
+        page.wait_for_selector("html[data-ready]")
+        _shoot(page, "simulated.png")
         browser.close()
 
 
@@ -40,6 +44,16 @@ def _report(folder: Path) -> Path:
         write(trace, Workload(late_layer=17), rank=rank, world_size=2)
     assert memo(["trace", "html", *map(str, traces), "-o", str(folder / "report.html")]) == 0
     return folder / "report.html"
+
+
+def _simulated(folder: Path) -> Path:
+    """The step of docs/simulate.md."""
+    plan, trace, page = (str(folder / name) for name in ("plan.json", "trace.jsonl", "simulated.html"))
+    asked = "--model 7b --seq 1m --gpu a800 --gpus 8 --tp 8 --host 2TiB --device 80GiB"
+    assert memo(["plan", *asked.split(), "-o", plan]) == 0
+    assert memo(["simulate", plan, "-o", trace]) == 0
+    assert memo(["trace", "html", trace, "-o", page]) == 0
+    return Path(page)
 
 
 def _choose_the_late_tensor(page: Any) -> None:
