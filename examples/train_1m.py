@@ -44,8 +44,8 @@ from memo.mip.hardware import Hardware
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-# Of the host budget: a storage goes to one place whole, so a layer may move a little more than its fraction says.
-PLANNED_HOST = 3 / 4
+# Of the host budget: a block there begins at a page, and a storage goes to one place whole.
+PLANNED_HOST = 0.95
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
 LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started

@@ -175,8 +175,14 @@ class Homeward:
 
         What is not reloaded here is fetched when backward asks for it, when less is held than now.
         """
+        in_turn = away[::-1]  # backward asks in about this order
         try:
-            self._fetch(away[::-1])  # backward asks in about this order
+            self._fetch([saved for saved in in_turn if not _is_aside(saved)])
+            for saved in in_turn:
+                if _is_aside(
+                    saved
+                ):  # one by one: each gives up its room beside the buffer before the next takes a buffer
+                    self._fetch([saved])
         except torch.OutOfMemoryError:
             self._account.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
@@ -195,6 +201,7 @@ class Homeward:
                 buffer = self._backend.empty(saved.nbytes)
                 targets.append(buffer if saved.part is None else saved.part.returning(buffer, self._backend))
                 buffers.append(buffer)
+                self._account.stats.came_to_device(saved.nbytes)
         finally:
             if buffers:
                 event = self._edges.allocated()
@@ -213,7 +220,6 @@ class Homeward:
                 if self._account.journal is not None:
                     self._account.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
-        stats.came_to_device(saved.nbytes)
         saved.move_to(RETURNING)
 
     def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
@@ -237,3 +243,7 @@ class Homeward:
 
 def _is_elsewhere(saved: SavedStorage) -> bool:
     return saved.place is not None and saved.place.tier.name is not _DEVICE
+
+
+def _is_aside(saved: SavedStorage) -> bool:
+    return saved.place is not None and saved.place.tier.name is _DEVICE

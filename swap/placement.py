@@ -57,7 +57,7 @@ class Quota:
     what has been saved so far. A call that saves less than the one before it may be off by as much more as it saves less.
     """
 
-    __slots__ = ("expected_nbytes", "missing", "nbytes", "placement")
+    __slots__ = ("_owed", "expected_nbytes", "missing", "nbytes", "placement")
 
     def __init__(self, placement: Placement, *, expected_nbytes: int = 0, carried_nbytes: float = 0.0) -> None:
         self.placement = placement
@@ -68,8 +68,10 @@ class Quota:
             tier: fraction * expected_nbytes for tier, fraction in placement.fractions.items() if fraction > _TOLERANCE
         }
         """Bytes that each tier should still get; below zero where it has more than its share."""
+        self._owed = carried_nbytes  # to the device, by layers before this one
         if Tier.DEVICE in self.missing:
             self.missing[Tier.DEVICE] += carried_nbytes
+            self._owed = 0.0
 
     def choose(self, nbytes: int) -> Tier:
         """Where the next storage goes; it is counted there, wherever it then finds room."""
@@ -92,16 +94,20 @@ class Quota:
     def keeps_instead(self, of: Tier, nbytes: int) -> None:
         """What was to go to a tier stays on the device."""
         self.missing[of] += nbytes
-        self.missing[Tier.DEVICE] -= nbytes
+        if Tier.DEVICE in self.missing:
+            self.missing[Tier.DEVICE] -= nbytes
+        else:
+            self._owed -= nbytes
 
     @property
     def unkept_nbytes(self) -> float:
-        """What the device holds less than it should: carried on to the next layer."""
-        return max(0.0, self.missing.get(Tier.DEVICE, 0.0))
+        """What the device holds less than it should: carried on to the next layer, also through one that keeps nothing."""
+        return max(0.0, self.missing.get(Tier.DEVICE, self._owed))
 
     def copy(self) -> Quota:
         """An account to try things out on."""
         twin = Quota(self.placement, expected_nbytes=self.expected_nbytes)
         twin.nbytes = self.nbytes
         twin.missing = dict(self.missing)
+        twin._owed = self._owed
         return twin

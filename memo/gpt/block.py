@@ -60,7 +60,8 @@ class Block:
     all: float
     """What else is saved."""
     matmuls: float
-    """Of that, the results of matrix products that something saved depends on: all but the last projection's."""
+    """Of that, the results of matrix products that something saved depends on: all but the last projection's. No more
+    than `all`, where keeping them saves nothing."""
     elementwise: float
     """Bytes read and written by norms, rotation, residuals and the MLP's activation."""
     elementwise_again: float
@@ -108,7 +109,8 @@ class _Letters:
         return Block(
             always=self.always(),
             all=self.rest(),
-            matmuls=self.q + h + (0 if self.tiled else ups * f),
+            # Attention's projection is kept as the product gave it: partial sums of all tokens, on every rank.
+            matmuls=min(self.q + self.tp * h + (0 if self.tiled else ups * f), self.rest()),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,

@@ -122,15 +122,15 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         always_bytes=round(block.always * tokens),
         levels=(
             LevelProfile(level=Level.ALL, saved_bytes=round(block.all * tokens)),
+            # Of the four exchanges of a forward, the one behind the last projection is not repeated.
             LevelProfile(
                 level=Level.MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
-                recompute_s=block.elementwise_again * memory_s,
+                recompute_s=block.elementwise_again * memory_s + 3 / 4 * exchange_s,
             ),
             LevelProfile(
                 level=Level.ATTENTION,
                 saved_bytes=0,
-                # Of the four exchanges of a forward, the one behind the last projection is not repeated.
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s
                 + 3 / 4 * exchange_s,

@@ -67,10 +67,21 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
 
 
 def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
-    whole = plan_activations(paper_profile(), A800, FULL_NODE)
-    two = plan_activations(only(paper_profile(), Level.ALL, Level.ATTENTION), A800, FULL_NODE)
+    profile = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8))
+    whole = plan_activations(profile, A800, FULL_NODE)
+    two = plan_activations(only(profile, Level.ALL, Level.ATTENTION), A800, FULL_NODE)
     assert whole.stages[0].recompute_s < 0.6 * two.stages[0].recompute_s
     assert two.stages[0].recompute_s > 0.0
+
+
+def test_the_middle_level_saves_nothing_where_it_keeps_partial_sums_of_all_ranks_tokens() -> None:
+    """On eight tensor-parallel ranks attention's projection is eight shards before it is summed: more than it spares."""
+    everything, middle, _ = paper_layer().levels
+    assert middle.saved_bytes == everything.saved_bytes
+    of_two = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, tp=2, cp=4)).classes[0]
+    alone = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8)).classes[0]
+    unit = 2 * 4096 * (1 << 20) // 8
+    assert of_two.levels[1].saved_bytes - alone.levels[1].saved_bytes == unit
 
 
 @pytest.mark.parametrize(("bytes_per_s", "tokens"), [(32e9, 50_848), (13e9, 197_002)])

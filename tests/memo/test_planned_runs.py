@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,12 +30,14 @@ from memo.mip.profile import LayerProfile, Level, LevelProfile, Profile, Role, S
 from memo.planning import checked_plan
 from memo.swap.checking import CheckingBackend, CheckingDisk
 from memo.swap.engine import Engine
+from memo.swap.kept import DeviceTier
 from memo.swap.layers import find_layers
 from memo.swap.levels import TokenLevels
 from memo.swap.paced import PacedBackend
 from memo.swap.placement import Placement
 from memo.swap.tiers import DiskTier, HostTier
 from memo.swap.tokenwise import TokenWise
+from memo.trace.events import Tier
 
 ROOM = 1 << 28
 FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)
@@ -97,6 +100,30 @@ def test_keeping_a_part_takes_less_than_keeping_all() -> None:
         return engine.stats.peak_device_bytes
 
     assert peak((0.0, 0.0, 1.0)) < 0.6 * peak((1.0, 0.0, 0.0))
+
+
+def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back() -> None:
+    """A layer's kept halves and all of its whole tensors never take room at the same time."""
+    model = fresh(4)
+    manager, engine, _ = checked_manager(model)
+    manager.choose_levels(dict.fromkeys(range(4), (0.5, 0.0, 0.5)))
+    engine.place({n: Placement(kept=1.0) for n in range(4)})
+    train(model, lambda step: forward(model, step), manager, steps=1)
+    aside = cast("DeviceTier", engine._destinations._beginning_with[Tier.DEVICE][0])
+    held: list[int] = []
+    take = engine.backend.empty
+
+    def empty(nbytes: int) -> torch.Tensor:
+        held.append(aside.used)
+        return take(nbytes)
+
+    with manager:
+        loss = forward(model, 1)
+    engine.backend.empty = empty  # type: ignore[method-assign]
+    loss.backward()
+    manager.close()
+    assert held[0] > held[-1] > 0
+    assert set(Counter(held).values()) == {2}  # the buffer, and a block for the heads of two rows on their way into it
 
 
 def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget() -> None:

@@ -258,3 +258,14 @@ def test_a_quota_that_knows_nothing_keeps_the_proportion(shares: tuple[int, ...]
         got[quota.choose(nbytes)] += nbytes
     for tier, fraction in placement.fractions.items():
         assert abs(got[tier] - fraction * sum(sizes)) <= 2 * max(sizes)
+
+
+def test_what_a_layer_owes_the_device_is_carried_through_one_that_keeps_nothing() -> None:
+    """Else the host would have no room for what rounding sent there, in a plan that fills its budget to the last byte."""
+    between = Quota(Placement(host=1.0), expected_nbytes=1000, carried_nbytes=300.0)
+    assert between.choose(600) is Tier.HOST
+    assert between.unkept_nbytes == between.copy().unkept_nbytes == 300.0
+    after = Quota(Placement(kept=0.5, host=0.5), expected_nbytes=1000, carried_nbytes=between.unkept_nbytes)
+    assert after.choose(800) is Tier.DEVICE
+    between.keeps_instead(Tier.HOST, 400)
+    assert between.unkept_nbytes == 0.0
