@@ -184,7 +184,8 @@ def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
         "budgets": budgets,
         "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
-    return TraceRecorder.beside(Path(trace), rank=int(os.environ.get("RANK", "0")), meta=meta)
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    return TraceRecorder.beside(Path(trace), rank=rank, world_size=ranks, meta=meta)
 
 
 def _device_bytes(device: torch.device) -> int | None:

@@ -178,7 +178,7 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=Path("trace.rank0.jsonl"),
         metavar="FILE",
-        help="write what happened to every saved tensor (default name trace.rank0.jsonl)",
+        help="write what happened to every saved tensor (default name trace.rank0.jsonl; each rank its own)",
     )
 
 

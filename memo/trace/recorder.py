@@ -60,8 +60,17 @@ class TraceRecorder:
 
     @classmethod
     def beside(cls, where: Path, *, rank: int = 0, world_size: int = 1, meta: dict[str, Any]) -> TraceRecorder:
-        """A recorder at `where`, or at `where/trace.rank{rank}.jsonl` when that is a directory."""
-        path = where / f"trace.rank{rank}.jsonl" if where.is_dir() else where
+        """A recorder at `where`, or at `where/trace.rank{rank}.jsonl` when that is a directory.
+
+        Each of several ranks has a file of its own: `step.jsonl` is `step.rank1.jsonl` for the second, and `rank0` in a name
+        is that rank's.
+        """
+        if where.is_dir():
+            path = where / f"trace.rank{rank}.jsonl"
+        elif "rank0" in where.name:
+            path = where.with_name(where.name.replace("rank0", f"rank{rank}"))
+        else:
+            path = where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
         return cls(path, rank=rank, world_size=world_size, meta=meta)
 
     def now(self) -> int:
