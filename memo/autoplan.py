@@ -216,7 +216,7 @@ class AutoPlan:
         if times is None:
             return Findings(problem="no layer ran forward and backward in the step that was measured")
         try:
-            profile = measured_profile(times, self._managed.costs(), self._signature)
+            profile = measured_profile(times, self._managed.costs(), self._signature, mlp_tiles=self._managed.mlp_tiles)
         except MemoError as error:
             return Findings(problem=str(error))
         return Findings(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
 from memo.swap.levels import TokenLevels
 from memo.swap.placement import Placement
@@ -94,9 +95,8 @@ class Carrier:
 
     @property
     def mlp_tiles(self) -> int:
-        """In how many tiles the model's layers compute their MLP: memo's own GPT says; other models know no tiles."""
-        found = (getattr(getattr(layer.module, "mlp", None), "tiles", 1) for layer in self._layers)
-        return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
+        """In how many tiles the model's layers compute their MLP."""
+        return mlp_tiles_of(layer.module for layer in self._layers)
 
     def reload_ahead(self) -> None:
         """Lets reloads run ahead as far as the last step left device memory for; before the first step, by one layer."""

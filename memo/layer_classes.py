@@ -15,15 +15,23 @@ from memo.mip.profile import LayerProfile, Level, LevelProfile
 from memo.swap.levels import Level as SwapLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
 
     from memo.swap.levels import LayerCosts
 
-__all__ = ["classes_of", "levels_of"]
+__all__ = ["classes_of", "levels_of", "mlp_tiles_of"]
 
 _LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
 _TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes")
+
+
+def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
+    """In how many tiles layers compute their MLP: memo's own GPT says; other models know no tiles."""
+    found = (getattr(getattr(module, "mlp", None), "tiles", 1) for module in modules)
+    return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
 def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:

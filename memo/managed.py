@@ -45,6 +45,10 @@ class Managed(Protocol):
     def idle(self) -> bool:
         """Nothing is saved now: another setting may come into force."""
 
+    @property
+    def mlp_tiles(self) -> int:
+        """In how many tiles the model's layers compute their MLP."""
+
     def listen(self, tracer: Tracer | None) -> None:
         """Tells `tracer` of everything from now on; None goes back to what was listened with before."""
 

@@ -27,7 +27,9 @@ __all__ = ["measured_hardware", "measured_profile", "scaled_profile"]
 _NO_BOUND = 1e15
 
 
-def measured_profile(times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature) -> Profile:
+def measured_profile(
+    times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature, *, mlp_tiles: int = 1
+) -> Profile:
     """What one step showed of each layer.
 
     `costs` has the layers that can be treated token by token; of the others only whole tensors are known.
@@ -44,6 +46,7 @@ def measured_profile(times: StepTimes, costs: Mapping[str, LayerCosts], signatur
         layers=names,
         embedding=EndProfile(forward_s=max(0, times.first_layer_ns - times.begin_ns) / 1e9),
         head=EndProfile(forward_s=max(0, head_ns) / 1e9),
+        mlp_tiles=mlp_tiles,
     )
 
 

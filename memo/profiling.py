@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from memo.errors import UsageError
-from memo.layer_classes import classes_of, levels_of
+from memo.layer_classes import classes_of, levels_of, mlp_tiles_of
 from memo.layer_clock import ClockedStep, time_step
 from memo.layer_flops import Flops, forward_flops, repeated_flops
 from memo.manager import offload
@@ -95,6 +95,7 @@ def measure_profile(
             static_bytes=round(outside * state_bytes),
         ),
         optimizer_s=optimizer_s,
+        mlp_tiles=mlp_tiles_of(modules),
         model_flops_causal_per_token=3 * a_token,
         model_flops_full_per_token=3 * (a_token + whole.attention / (batch * tokens)),
     )

@@ -28,6 +28,8 @@ ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
 class Machine:
     """Satisfies `Managed`: remembers what came into force, and tells a step as its layers would."""
 
+    mlp_tiles = 2
+
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
         self.used: list[ActivationPlan | Setting] = []
         self.heard_by: Tracer | None = None
@@ -122,6 +124,7 @@ def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() 
     assert isinstance(machine.used[2], ActivationPlan)
     assert len(machine.used) == 3, "a prediction that holds needs no other plan"
     assert machine.used[2].declined is None
+    assert machine.used[2].problem.profile.mlp_tiles == machine.mlp_tiles, "or the model could not be given it again"
     assert auto.use().phase == "settled"
     assert auto.use().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
     assert machine.heard_by is None, "a settled run is listened to no longer"

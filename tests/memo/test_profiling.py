@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from pathlib import Path
@@ -172,3 +173,9 @@ def test_a_layer_that_cannot_recompute_a_part_has_no_other_level(tmp_path: Path)
 def test_layers_that_never_run_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="profile: "):
         measure_profile(lambda: mixer_step(runs=0), name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
+
+
+def test_a_tiled_mlp_is_said_so_that_a_plan_made_of_it_can_be_carried_out_again(tmp_path: Path) -> None:
+    tiled = dataclasses.replace(config(), mlp_tiles=4)
+    build = functools.partial(gpt_step, tiled, batch=BATCH, tokens=TOKENS, precision=Precision.BF16)
+    assert measure_profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=1, disk=tmp_path).mlp_tiles == 4
