@@ -42,7 +42,7 @@ def trace_of(way: str, layers: int) -> AllocationTrace:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recorded_step_replays_at_its_lower_bound_without_a_fallback(native: Native, way: str, layers: int) -> None:
     calls = calls_of(trace_of(way, layers))
-    allocator = PlannedAllocator(native, plan_seconds=20.0)
+    allocator = PlannedAllocator(native, plan_seconds=120.0)
     driver = Driver(native)
     for number in range(5):
         if number == 3:
