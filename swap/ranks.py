@@ -30,9 +30,16 @@ def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
+    if _is_played(group):
+        return [value] * dist.get_world_size(group)
     said: list[_T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, value, group=group)
     return cast("list[_T]", said)
+
+
+def _is_played(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank plays its part alone: what the collectives of torch's fake group give means nothing."""
+    return bool(dist.get_backend(group) == "fake")
 
 
 class Hearing(TorchDispatchMode):
@@ -146,15 +153,18 @@ class Ranks:
 
     def all_have(self, layer: str, room: bool) -> bool:
         """Whether every rank that the layer talks to says so. A collective call."""
-        if not self.talks(layer):
+        groups = [group for group in self._groups.get(layer, ()) if not _is_played(group)]
+        if not groups:
             return room
         have = torch.tensor(int(room), device=self._device)
-        for group in self._groups[layer]:
+        for group in groups:
             dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
         return bool(have)
 
     def _is_same(self, told: _Told, group: dist.ProcessGroup) -> bool:
         """One number each, since this is asked before each forward."""
+        if _is_played(group):
+            return True
         digest = _digest(sorted(told.items()))
         bounds = torch.tensor([digest, -digest], device=self._device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_million import Request, choose_depth, measure
 
 REQUEST = Request(
-    model="tiny", seq=8192, depths=(4, 2), seconds=1e9, host_bytes=256 << 20, device_bytes=320 << 20, gpu="h200"
+    model="tiny", seq=8192, depths=(4, 2), seconds=1e9, host_bytes=256 << 20, device_bytes=96 << 20, gpu="h200"
 )
 
 
@@ -20,8 +20,9 @@ def test_both_ways_take_the_same_step_and_the_plan_is_carried_out() -> None:
     assert ours["loss"] == theirs["loss"]
     plan = result["plan"]
     assert plan["peak_host_bytes"] > 0  # the budget of the device is too small for everything
-    # The short warm-up comes first, at the same length here; a plan's bytes are the engine's up to rounding and statistics.
-    assert 0.8 < ours["peak_bytes_by_tier"]["host"] / plan["peak_host_bytes"] < 1.2
+    # The short warm-up comes first, at the same length here. A storage goes to one place whole, where plans have fractions.
+    storage = REQUEST.seq * 128 * 2
+    assert abs(ours["peak_bytes_by_tier"]["host"] - plan["peak_host_bytes"]) < 2 * storage < plan["peak_host_bytes"]
     assert result["speed_ratio"] > 0
     assert ours["mfu_causal"] > 0
 
