@@ -15,7 +15,6 @@ from memo.mip.activation import ActivationPlan
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_files import read_activation_plan
 from memo.mip.activation_prove import prove
-from memo.mip.activation_solve import solve_problem
 from memo.plan_use import PlanUse
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ def checked_plan(problem: ActivationProblem) -> ActivationPlan:
         Infeasible: no plan fits; the message says what would.
         PlanInvalid: the simulation leaves a budget or the prediction: a bug of ours, found before the plan is used.
     """
+    from memo.mip.activation_solve import solve_problem  # runs that plan nothing need no solver
+
     plan = solve_problem(problem)
     prove(plan)
     return plan

@@ -1,7 +1,8 @@
 """The face of the planner: `solve(problem)` gives a checked plan or says why there is none.
 
 Owns the way from bytes to units and back, the sharing of time among arenas, and the errors. Every plan has passed
-`memo.mip.check` before it is returned.
+`memo.mip.check` before it is returned. Solvers of integer models are imported where they are first used: `Method.SEARCH`,
+all that a training run needs, works without them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ from memo.mip.arena import ArenaSolver
 from memo.mip.bound import peak
 from memo.mip.buffers import ArenaPlan, Buffer, Plan, Problem, Status
 from memo.mip.check import require_valid
-from memo.mip.highs import Backend
 from memo.mip.instance import make_instance
-from memo.mip.layers import solve_by_layers
-from memo.mip.models import solve_flat
 
 __all__ = ["Method", "Progress", "solve"]
 
@@ -126,6 +124,9 @@ class _ArenaWork:
         self._report(solver)
         try:
             if method in (Method.MIP, Method.MIP_CBC):
+                from memo.mip.highs import Backend
+                from memo.mip.models import solve_flat
+
                 backend = Backend.HIGHS if method is Method.MIP else Backend.CBC
                 solve_flat(solver, deadline=deadline, backend=backend)
             else:
@@ -133,6 +134,8 @@ class _ArenaWork:
                 self._follow_known(deadline=deadline, gap=gap)
                 grouped = method is Method.AUTO and any(buffer.group for buffer in self._buffers)
                 if grouped and not solver.done(deadline=deadline, gap=gap):
+                    from memo.mip.layers import solve_by_layers
+
                     solve_by_layers(solver, self._buffers, alignment=self._problem.alignment, deadline=deadline)
                 solver.search(deadline=deadline, gap=gap)
         except KeyboardInterrupt:

@@ -81,6 +81,21 @@ def test_data_and_help_do_not_import_torch(statement: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
 
 
+def test_a_run_that_plans_nothing_loads_no_solver() -> None:
+    code = (
+        "import sys, torch, memo\n"
+        "layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))\n"
+        "model = torch.nn.Sequential(*layers)\n"
+        "manager = memo.offload(model, alpha=1.0, layers=layers, min_bytes=512)\n"
+        "with manager:\n    loss = model(torch.ones(32, 64, requires_grad=True)).sum()\n"
+        "loss.backward()\n"
+        "assert manager.stats.packed\n"
+        "manager.close()\n"
+        "assert not {'pulp', 'highspy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
+
+
 def test_the_layer_test_sees_a_forbidden_import() -> None:
     found = ours(imports("def f():\n    from memo.manager import offload\n"))
     assert "memo.manager" in found

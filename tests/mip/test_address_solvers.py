@@ -280,7 +280,7 @@ def test_the_layers_are_tried_after_the_portfolio_and_never_in_its_place(monkeyp
         problem, buffers=tuple(dataclasses.replace(one, group=f"g{i % 4}") for i, one in enumerate(problem.buffers))
     )
     known: list[int | None] = []
-    monkeypatch.setattr("memo.mip.solve.solve_by_layers", lambda solver, buffers, **_: known.append(solver.upper))
+    monkeypatch.setattr("memo.mip.layers.solve_by_layers", lambda solver, buffers, **_: known.append(solver.upper))
     plan = solve(named, time_limit_s=2)
     first = make_instance([one for one in named.buffers if one.nbytes], alignment=named.alignment)
     greedy = ArenaSolver(first)
