@@ -161,9 +161,15 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_record(value: object) -> bool:
-    """A frozen dataclass, as the spans of packed documents: fields that nobody replaces, and tensors to be watched."""
+    """A frozen dataclass, as the spans of packed documents: fields that nobody replaces, and tensors to be watched.
+
+    It is made anew around what is held of its fields; so none that looks at them when it is made, or makes some itself.
+    """
     kind = type(value)
-    return kind is not _Cache and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if kind is _Cache or not dataclasses.is_dataclass(kind) or hasattr(kind, "__post_init__"):
+        return False
+    frozen: bool = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return frozen and all(field.init for field in dataclasses.fields(kind))
 
 
 def argument_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
