@@ -254,10 +254,9 @@ def main(argv: list[str]) -> int:
         return NO_GPU
     import torch
 
-    from memo.mip.hardware import PRESETS
+    from memo.mip.hardware import hardware_of
     from memo.node import available_host_bytes
 
-    name = torch.cuda.get_device_name().lower()
     free = min(int(HOST_SHARE * available_host_bytes()), 128 << 30)
     request = Request(
         seq=parse_tokens(args.seq),
@@ -265,7 +264,7 @@ def main(argv: list[str]) -> int:
         seconds=60 * args.minutes,
         host_bytes=free if args.host is None else parse_bytes(args.host, what="--host"),
         device_bytes=int(DEVICE_SHARE * torch.cuda.mem_get_info()[0]),
-        gpu=args.gpu or next((key for key in PRESETS if key.split("-")[0] in name), "h100"),
+        gpu=args.gpu or hardware_of(torch.cuda.get_device_name()).name,
     )
     result = measure(request, torch.device("cuda", torch.cuda.current_device()))
     print(f"Wrote {write_result('gpu-bench-1m', {'device': device, **result})}")

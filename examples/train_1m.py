@@ -39,8 +39,7 @@ from memo.mip.activation_files import plan_to_json, read_hardware
 from memo.mip.activation_prove import prove
 from memo.mip.activation_tiles import TILES, solve_tiles
 from memo.mip.files import write_file
-from memo.mip.hardware import PRESETS as GPUS
-from memo.mip.hardware import Hardware
+from memo.mip.hardware import Hardware, hardware_of
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
@@ -118,8 +117,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
 
 def this_gpu() -> Hardware:
     """The preset by its name, an H100's rates where there is none, with the memories that are really here."""
-    name = torch.cuda.get_device_name().lower()
-    known = next((gpu for key, gpu in GPUS.items() if key.split("-")[0] in name), GPUS["h100"])
+    known = hardware_of(torch.cuda.get_device_name())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return dataclasses.replace(known, device_bytes=torch.cuda.get_device_properties(0).total_memory, host_bytes=memory)
 

@@ -11,7 +11,7 @@ import dataclasses
 from memo.errors import PlanError, UsageError
 from memo.mip.profile import check_amounts
 
-__all__ = ["PRESETS", "Hardware", "LaneRates", "hardware"]
+__all__ = ["PRESETS", "Hardware", "LaneRates", "hardware", "hardware_of"]
 
 GIB = 1 << 30
 
@@ -207,3 +207,12 @@ def hardware(name: str) -> Hardware:
     if name not in PRESETS:
         raise UsageError(f"unknown GPU {name!r}; one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def hardware_of(device_name: str) -> Hardware:
+    """The preset of the GPU that a driver calls by this name ("NVIDIA GH200 480GB"); an H100's where there is none."""
+    called = device_name.lower()
+    chips = {name.split("-")[0]: name for name in PRESETS}
+    # The longest: a GH200's name has an H200's in it.
+    chip = max((chip for chip in chips if chip in called), key=len, default="h100")
+    return PRESETS[chips[chip]]

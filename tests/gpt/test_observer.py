@@ -86,6 +86,8 @@ def test_a_step_counts_only_what_moved_since_the_step_before() -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce GTX 980", None),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA A10G", 70e12),
     ],
 )
 def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, flops: float | None) -> None:
