@@ -10,11 +10,12 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from memo import __version__
-from memo.errors import ExitCode, MemoError
+from memo.errors import ExitCode, MemoError, UsageError
 
 __all__ = ["main"]
 
@@ -33,10 +34,25 @@ COMMANDS = {
 }
 
 
+_PATIENCE_S = 20.0
+
+
+def _leave_it_to_the_first_rank() -> None:
+    """Of ranks that were started with the same arguments the first of each node says what is wrong with them.
+
+    The launcher ends the others as soon as it has. One that it leaves alive has arguments of its own, and speaks. Ranks
+    that have met already do not wait: the others learn of an error by the end of its process.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not (distributed and distributed.is_initialized()):
+        time.sleep(_PATIENCE_S)
+
+
 class _Parser(argparse.ArgumentParser):
     """One line on stderr for a usage error, not the whole usage text."""
 
     def error(self, message: str) -> NoReturn:
+        _leave_it_to_the_first_rank()
         self.exit(ExitCode.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -82,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse's own --help and usage errors
         return int(stop.code or 0)
     except MemoError as error:
+        if isinstance(error, UsageError):
+            _leave_it_to_the_first_rank()
         message = " ".join(str(error).split())
         print(f"memo {name}: {message}", file=sys.stderr)
         return error.exit_code

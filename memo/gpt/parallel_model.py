@@ -13,7 +13,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 from memo.gpt.initial import initialise
 from memo.gpt.model import GPT, Attention
@@ -53,10 +52,7 @@ def divided_stages(
 ) -> list[Stage]:
     """The same without memory, and with their parameters not yet sharded over replicas."""
     layout = world.layout
-    whole = TokenPlaces.whole(seq)
-    rings = layout.rings(shape)
-    if rings and shape.end_of_document is not None:
-        raise UsageError("attention within documents does not go around a ring; use --cp-attention ulysses, or no --cp")
+    whole, rings = TokenPlaces.whole(seq), layout.rings(shape)
     attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
     stages: list[Stage] = []

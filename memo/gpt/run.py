@@ -257,7 +257,17 @@ def _check_layout(config: RunConfig) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     layout.check_ranks(ranks)
     if ranks > 1:
-        layout.check(_shape(config), seq=config.seq, batch=config.batch, microbatches=config.training.accumulate)
+        layout.check(
+            _shape(config),
+            seq=config.seq,
+            batch=config.batch,
+            microbatches=config.training.accumulate,
+            within_documents=config.mask_documents,
+        )
+    if layout.pp > 1:
+        from memo.parallel.pipeline import check_torch
+
+        check_torch(layout.schedule)
     return ranks
 
 

@@ -61,6 +61,8 @@ class Layout:
                 raise UsageError(f"--{name} {getattr(self, name)} is less than 1")
         if self.cp == 1 and self.cp_attention is not ContextAttention.AUTO:
             raise UsageError(f"--cp-attention {self.cp_attention} has no meaning without --cp")
+        if self.pp == 1 and self.schedule is not PipelineSchedule.ONE_F_ONE_B:
+            raise UsageError(f"--schedule {self.schedule} has no meaning without --pp")
 
     @property
     def ranks(self) -> int:
@@ -105,9 +107,18 @@ class Layout:
         count = layers // self.stages
         return range(stage * count, (stage + 1) * count)
 
-    def check(self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int) -> None:
-        """Raises UsageError for whatever does not divide, naming the flag and the numbers that would."""
+    def check(
+        self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int, within_documents: bool = False
+    ) -> None:
+        """Raises UsageError for whatever does not divide, naming the flag and the numbers that would.
+
+        `within_documents`: attention stays within them, as it also does where the shape names the token that ends one.
+        """
         self._check_heads(shape)
+        if self.rings(shape) and (within_documents or shape.end_of_document is not None):
+            raise UsageError(
+                "attention within documents does not go around a ring; use --cp-attention ulysses, or no --cp"
+            )
         if shape.ffn % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")
         if seq % self.token_shards:
@@ -130,7 +141,8 @@ class Layout:
         if self.rings(shape):
             heads, flags = self.tp, f"--tp {self.tp}"
         else:
-            heads, flags = self.tp * self.cp, f"--tp {self.tp} times --cp {self.cp}"
+            heads = self.tp * self.cp
+            flags = " times ".join(f"--{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
         for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
             if count % heads:
                 raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from memo.errors import UsageError
 from memo.parallel.layout import Layout, PipelineSchedule
 
-__all__ = ["in_flight", "make_schedule", "microbatches_in_flight", "pass_through"]
+__all__ = ["check_torch", "in_flight", "make_schedule", "microbatches_in_flight", "pass_through"]
 
 # 2.11 is known to fail: it asks a Python function's node for what only a C++ one has there.
 _SPLITS_SINCE = "2.13"
@@ -51,7 +51,7 @@ def make_schedule(
     Raises:
         UsageError: torch is too old to split a backward in two.
     """
-    _check_torch(layout.schedule)
+    check_torch(layout.schedule)
     loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
     stages = [
         PipelineStage(
@@ -69,7 +69,8 @@ def make_schedule(
     return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
 
 
-def _check_torch(schedule: PipelineSchedule) -> None:
+def check_torch(schedule: PipelineSchedule) -> None:
+    """Raises UsageError where this torch does not run it."""
     splits = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
     if splits and torch.__version__ < _SPLITS_SINCE:
         raise UsageError(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import torchrun
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import preset
@@ -23,7 +28,7 @@ V = PipelineSchedule.ZERO_BUBBLE_V
 @pytest.mark.parametrize(
     ("sizes", "changes", "reason"),
     [
-        ({"tp": 3}, {}, "--tp 3 times --cp 1 does not divide the model's 8 heads"),
+        ({"tp": 3}, {}, "^--tp 3 does not divide the model's 8 heads"),
         ({"tp": 4, "cp": 4, "cp_attention": ULYSSES}, {}, "--tp 4 times --cp 4 does not divide the model's 8 heads"),
         ({"tp": 3, "cp": 2}, {}, "--tp 3 does not divide the model's 8 heads"),
         (
@@ -31,6 +36,12 @@ V = PipelineSchedule.ZERO_BUBBLE_V
             {"seq": 60},
             "into an early and a late part for each of --cp 4; use a multiple of 8",
         ),
+        (
+            {"cp": 2, "cp_attention": RING},
+            {"within_documents": True},
+            "attention within documents does not go around a ring",
+        ),
+        ({"tp": 16, "cp": 2}, {"end_of_document": 0, "heads": 16}, "does not go around a ring"),
         ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
         ({"tp": 4}, {"ffn": 130}, "--tp 4 does not divide the MLP's width of 130"),
         ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),
@@ -44,8 +55,8 @@ V = PipelineSchedule.ZERO_BUBBLE_V
 )
 def test_what_does_not_divide_is_refused(sizes: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     run = {"seq": 64, "batch": 4, "microbatches": 4} | changes
-    model = {name: run.pop(name) for name in ("kv_heads", "ffn") if name in run}
-    shape = preset("tiny", layers=8, hidden=64, heads=8, **model)
+    model = {name: run.pop(name) for name in ("heads", "kv_heads", "ffn", "end_of_document") if name in run}
+    shape = preset("tiny", **({"layers": 8, "hidden": 64, "heads": 8} | model))
     with pytest.raises(UsageError, match=reason):
         Layout(**sizes).check(shape, **run)
 
@@ -58,6 +69,11 @@ def test_more_context_ranks_than_heads_attend_around_a_ring() -> None:
     with pytest.raises(UsageError, match="--cp-attention ring has no meaning without --cp"):
         Layout(cp_attention=RING)
     Layout(cp=8, tp=2).check(shape, seq=64, batch=1, microbatches=1)
+
+
+def test_a_schedule_without_a_pipeline_is_refused() -> None:
+    with pytest.raises(UsageError, match="--schedule zbv has no meaning without --pp"):
+        Layout(dp=2, schedule=V)
 
 
 def test_fewer_microbatches_than_stages_are_fine_for_gpipe_alone() -> None:
@@ -97,3 +113,11 @@ def test_as_many_processes_as_ranks_or_one_line() -> None:
         "memo train: --dp 2 --tp 2 --pp 1 --cp 1 is a layout of 4 ranks, but 3 were started; start it with torchrun on "
         "as many\n"
     )
+
+
+@pytest.mark.parametrize("flags", [["--schedule", "zbv"], ["--schedule", "v"]])
+def test_what_all_ranks_find_wrong_is_said_once(flags: list[str]) -> None:
+    command = [*torchrun(3, "-m"), "memo.cli.main", "train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert len([line for line in done.stderr.splitlines() if line.startswith("memo train: ")]) == 1, done.stderr

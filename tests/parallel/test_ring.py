@@ -13,13 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memo.errors import UsageError
-from memo.gpt.config import preset
-from memo.gpt.parallel_model import build_stages
 from memo.parallel import ring
-from memo.parallel.layout import ContextAttention, Layout
 from memo.parallel.ring import Ring
-from memo.parallel.world import World
 
 SHAPE, KV_SHAPE = (2, 64, 4, 16), (2, 64, 2, 16)
 
@@ -64,10 +59,3 @@ def test_what_others_set_for_torchs_rings_is_left_as_it_was(monkeypatch: pytest.
     assert seen == [(True, torchs._RotateMethod.ALL_TO_ALL)]
     assert not torchs._cp_options.enable_load_balance
     assert torchs._cp_options.rotate_method is torchs._RotateMethod.ALL_GATHER
-
-
-def test_documents_do_not_go_around_a_ring() -> None:
-    world = World.of(Layout(cp=2, cp_attention=ContextAttention.RING), "cpu")
-    shape = preset("tiny", layers=1, end_of_document=0)
-    with pytest.raises(UsageError, match="attention within documents does not go around a ring"):
-        build_stages(shape, world, seq=64, device=torch.device("cpu"), dtype=torch.float32, seed=0)
