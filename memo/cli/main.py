@@ -34,6 +34,7 @@ COMMANDS = {
 }
 
 
+# How long a rank leaves the first one alone to say what both found: a process starts within seconds of another.
 _PATIENCE_S = 20.0
 
 

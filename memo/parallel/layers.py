@@ -155,8 +155,17 @@ class _Divided(nn.Module):
 
 
 class _ColumnParallel(_Divided):
+    _tp_pieces: int
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _linear(x, self._matrix(), self._part("bias"))
+        return _linear(x, self._matrix(), self._own_bias())
+
+    def _own_bias(self) -> torch.Tensor | None:
+        """Of this rank's outputs."""
+        bias = self._part("bias")
+        if bias is None or self._tp_pieces == 1:
+            return bias
+        return _own_blocks(copy_in(bias, self._tp_group), 0, self._tp_pieces, self._tp_group)
 
 
 class _RowParallel(_Divided):
@@ -180,9 +189,9 @@ def own_parts(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     Raises:
         UsageError: it was divided by something else, torch's own styles for instance.
     """
-    if not isinstance(linear, _Divided):
+    if not isinstance(linear, (_ColumnParallel, _RowParallel)):
         raise UsageError(f"a {type(linear).__name__} is divided over ranks, but not by memo's own tensor parallelism")
-    return linear._matrix(), None if isinstance(linear, _RowParallel) else linear._part("bias")
+    return linear._matrix(), linear._own_bias() if isinstance(linear, _ColumnParallel) else None
 
 
 def row_sum(linear: nn.Module, partial: torch.Tensor) -> torch.Tensor:
@@ -226,17 +235,20 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
         return
     local = parameter.detach()
     if isinstance(placement, Shard):
-        dim, ranks = placement.dim, mesh.size()
-        blocks = local.unflatten(dim, (pieces, ranks, -1))
-        local = (
-            blocks.select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1).clone()
-        )  # a view would hold the whole
+        dim = placement.dim
+        local = _own_blocks(local, dim, pieces, mesh.get_group()).clone()  # a view would hold the whole
         if pieces > 1:
             placement = _in_pieces(dim, pieces)
     whole = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def _own_blocks(x: torch.Tensor, dim: int, pieces: int, group: Group) -> torch.Tensor:
+    """This rank's part of each of the `pieces` that `x` is made of along `dim`."""
+    blocks = x.unflatten(dim, (pieces, group.size(), -1))
+    return blocks.select(dim + 1, group.rank()).flatten(dim, dim + 1)
 
 
 def _in_pieces(dim: int, pieces: int) -> Placement:
@@ -247,7 +259,11 @@ def _in_pieces(dim: int, pieces: int) -> Placement:
 
 
 class ColumnParallel(ParallelStyle):
-    """Divides a linear layer's outputs. `pieces` > 1: it is that many projections fused one after another."""
+    """Divides a linear layer's outputs. `pieces` > 1: it is that many projections fused one after another.
+
+    Their bias stays whole on every rank. Divided in pieces, and then over replicas along the same dimension by
+    fully_shard, it would be parts that no DTensor can say how to put together.
+    """
 
     def __init__(self, *, sequence: bool, pieces: int = 1) -> None:
         self.sequence, self.pieces = sequence, pieces
@@ -256,7 +272,8 @@ class ColumnParallel(ParallelStyle):
         _turn(module, _ColumnParallel, device_mesh, sequence=self.sequence)
         outputs = 1 if cast("_Divided", module)._tp_transposed else 0
         _divide(module, "weight", device_mesh, Shard(outputs), self.pieces)
-        _divide(module, "bias", device_mesh, Shard(0), self.pieces)
+        _divide(module, "bias", device_mesh, Shard(0) if self.pieces == 1 else Replicate())
+        cast("_ColumnParallel", module)._tp_pieces = self.pieces
         return module
 
 
