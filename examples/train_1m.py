@@ -43,8 +43,6 @@ from memo.mip.hardware import Hardware, hardware_of
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-# Of the host budget: a block there begins at a page, and a storage goes to one place whole.
-PLANNED_HOST = 0.95
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
 
 LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
@@ -100,7 +98,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
     host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    budgets = Budgets(device_bytes=device, host_bytes=int(PLANNED_HOST * host), ranks_per_node=together)
+    budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=together)
 
     def problem(tiles: int) -> ActivationProblem:
         config = dataclasses.replace(asked.config, mlp_tiles=tiles)

@@ -116,6 +116,8 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         levels=tuple(levels),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
+        storages=max(layer.storages for layer in layers),
+        largest_storage_bytes=max(layer.largest_storage_bytes for layer in layers),
     )
 
 

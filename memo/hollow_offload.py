@@ -106,6 +106,9 @@ class _Nowhere:
         self.peak = max(self.peak, self.used)
         return _Place(self, nbytes)
 
+    def expect(self, nbytes: int) -> None:
+        return None
+
     def end_step(self) -> None:
         return None
 

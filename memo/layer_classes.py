@@ -25,7 +25,7 @@ __all__ = ["classes_of", "levels_of", "mlp_tiles_of"]
 
 _LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
 _TIMES = ("forward_s", "backward_s", "attention_s")
-_PEAKS = ("forward_transient_bytes", "backward_transient_bytes")
+_PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
 
 def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
@@ -68,7 +68,7 @@ def _kind(layer: LayerProfile) -> tuple[object, ...]:
 
 
 def _one_for_all(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:
-    """Median times, and transients that hold for each."""
+    """Median times; transients and storages that hold for each."""
     levels = tuple(
         dataclasses.replace(known, recompute_s=statistics.median(layer.levels[number].recompute_s for layer in alike))
         for number, known in enumerate(alike[0].levels)

@@ -64,6 +64,8 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         levels=levels,
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
+        storages=-(-times.storages // calls),
+        largest_storage_bytes=times.largest_storage_bytes,
     )
 
 
@@ -92,6 +94,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             ),
             forward_s=known.forward_s * factor,
             backward_s=known.backward_s * factor,
+            largest_storage_bytes=round(known.largest_storage_bytes * linear),
         )
 
     def end(known: EndProfile) -> EndProfile:

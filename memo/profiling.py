@@ -22,7 +22,7 @@ from memo.layer_flops import Flops, forward_flops, repeated_flops
 from memo.manager import offload
 from memo.mip.profile import EndProfile, LayerProfile, Level, Profile, Role, Signature
 from memo.recording import Step
-from memo.saved_bytes import saved_bytes
+from memo.saved_storages import saved_storages
 from memo.swap.layers import Layer, find_layers
 from memo.swap.levels import LayerCosts
 from memo.swap.levels import Level as SwapLevel
@@ -59,7 +59,7 @@ def measure_profile(
     step = build()
     layers = find_layers(step.model)
     where = next(step.model.parameters()).device if device is None else device
-    costs = _costs(step, tokens=tokens, repeats=repeats, disk=disk)
+    costs, storages = _costs(step, tokens=tokens, repeats=repeats, disk=disk)
     again = repeated_flops(step, disk=disk)
     modules = [layer.module for layer in layers]
     step.loss().backward()  # the first plain step is slower than those that follow
@@ -71,7 +71,7 @@ def measure_profile(
     optimizer_s, state_bytes = _optimizer(step, where)
     # The last layer's backward follows its forward at once, and it repeats nothing.
     share = again / (sum(flop.whole - flop.attention for flop in flops[:-1]) or 1.0)
-    found = _Found(costs, times, flops, transients, state_bytes, share)
+    found = _Found(costs, storages, times, flops, transients, state_bytes, share)
     classes, names = classes_of([_layer(layer, number, found) for number, layer in enumerate(layers)])
     inside = {parameter for module in modules for parameter in module.parameters()}
     outside = sum(_bytes(parameter) for parameter in step.model.parameters() if parameter not in inside)
@@ -104,8 +104,10 @@ def measure_profile(
 # What runs.
 
 
-def _costs(step: Step, *, tokens: int, repeats: int, disk: str | Path | None) -> list[LayerCosts]:
-    """Bytes and recompute times of each layer, from steps under the engine.
+def _costs(
+    step: Step, *, tokens: int, repeats: int, disk: str | Path | None
+) -> tuple[list[LayerCosts], list[list[int]]]:
+    """Bytes and recompute times of each layer, from steps under the engine; and the sizes of its storages.
 
     Where a layer cannot repeat a part of its tokens, all that is known is what it saves.
     """
@@ -121,8 +123,11 @@ def _costs(step: Step, *, tokens: int, repeats: int, disk: str | Path | None) ->
             known = {cost.layer: cost for cost in manager.levels_profile()}
         finally:
             manager.close()
-    whole = saved_bytes(step.loss, manager.layers)
-    return [known.get(layer.name) or _only_whole(layer.name, whole[layer.name], tokens) for layer in manager.layers]
+    whole = saved_storages(step.loss, manager.layers)
+    costs = [
+        known.get(layer.name) or _only_whole(layer.name, sum(whole[layer.name]), tokens) for layer in manager.layers
+    ]
+    return costs, list(whole.values())
 
 
 def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
@@ -165,6 +170,7 @@ class _Found:
     """All that was measured."""
 
     costs: Sequence[LayerCosts]
+    storages: Sequence[Sequence[int]]
     times: ClockedStep
     flops: Sequence[Flops]
     transients: Transients
@@ -178,12 +184,13 @@ def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
     costs, flop, forward_s = found.costs[number], found.flops[number], found.times.forward_s[number]
     weights = sum(_bytes(parameter) for parameter in layer.module.parameters())
     repeated = (flop.whole - flop.attention) * found.repeated
+    levels, storages = levels_of(costs), found.storages[number]
     return LayerProfile(
         name=type(layer.module).__name__,
         always_bytes=costs.always_bytes,
         levels=tuple(
             dataclasses.replace(known, recompute_flops=repeated) if known.level is Level.ATTENTION else known
-            for known in levels_of(costs)
+            for known in levels
         ),
         forward_s=forward_s,
         backward_s=found.times.backward_s[number],
@@ -194,6 +201,9 @@ def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
         forward_transient_bytes=found.transients.forward.get(layer.name, 0),
         backward_transient_bytes=found.transients.backward.get(layer.name, 0),
         static_bytes=round(weights * found.state_bytes),
+        # A recompute is given results of attention's two projections, too, which autograd need not save.
+        storages=len(storages) + (2 if len(levels) > 1 else 0),
+        largest_storage_bytes=max(storages, default=0),
     )
 
 

@@ -31,6 +31,15 @@ class LayerTimes:
     """Host time within `backward_ns` that went into waiting for reloads."""
     saved_bytes: int = 0
     """Of storages that may move, whole."""
+    storages: int = 0
+    """How many these are."""
+    largest_storage_bytes: int = 0
+
+    def saved(self, nbytes: int) -> None:
+        """Counts one storage."""
+        self.saved_bytes += nbytes
+        self.storages += 1
+        self.largest_storage_bytes = max(self.largest_storage_bytes, nbytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +115,7 @@ class StepFigures:
                 self._copies.setdefault(event.lane, []).append((event.t, event.t + event.d, event.nbytes))
         elif isinstance(event, StateChange):
             if event.module is not None:  # only with a life's first state
-                self._layer(event.module).saved_bytes += event.nbytes
+                self._layer(event.module).saved(event.nbytes)
         elif isinstance(event, Stall):
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
             if event.cause is StallCause.RELOAD and event.module is not None:

@@ -15,6 +15,9 @@ forward, backward and recompute time (zero where nothing is recomputed):
     lanes      host bytes h and disk bytes d cross the link at once, in equal shares while both last, and disk bytes stream
                on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute
+    rounding   a storage goes to one place whole, kept ones within what is planned, and a place in a tier is of whole pages.
+               So a stage that moves leaves, of each tier's budget and for each microbatch in flight, a page for each
+               storage of layers that can move; and where it divides a layer, its largest storage
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
                disk bytes, and where that is more than one, the last layer of one of them stands whole; a forward waits
                for the stage before, a backward for the one behind. A stage that is planned alone says how many it holds
@@ -35,6 +38,7 @@ from memo.mip.profile import LayerProfile, Level, Profile, check_amounts
 
 __all__ = [
     "ONE_STAGE",
+    "PAGE",
     "ActivationPlan",
     "ActivationProblem",
     "Budgets",
@@ -43,6 +47,9 @@ __all__ = [
     "StagePrediction",
     "stage_layers",
 ]
+
+PAGE = 4096
+"""Bytes that a place in a tier is a multiple of."""
 
 TOLERANCE = 1e-6
 """How far fractions of one whole may be from a sum of 1."""
@@ -158,6 +165,11 @@ class LayerPlan:
     def fraction(self, level: Level) -> float:
         """Of the tokens, at this level."""
         return dict(zip(Level, self.token_fractions, strict=True))[level]
+
+    @property
+    def divided(self) -> bool:
+        """Whether its storages go to more than one place."""
+        return sum(part > 0 for part in (self.kept, self.host, self.disk)) > 1
 
     def saved_bytes(self, layer: LayerProfile) -> float:
         """What the layer saves at these levels, in all tiers together."""

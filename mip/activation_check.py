@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from memo.errors import PlanInvalid
 from memo.mip.activation import ActivationPlan, LayerPlan
@@ -64,6 +65,8 @@ class _Walk:
     """None: an end of the model rather than a layer."""
     host: float = 0.0
     disk: float = 0.0
+    rounding: float = 0.0
+    """What whole storages and whole pages may take of a tier beyond those, in one microbatch."""
 
 
 def require_valid(plan: ActivationPlan) -> None:
@@ -157,7 +160,15 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
         walk.recompute_s += recompute_s
     walk.host *= flight
     walk.disk *= flight
+    walk.rounding = _rounding(known[first:last], plan.layers[first:last])
     return walk
+
+
+def _rounding(known: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> float:
+    """A page for each storage; and where some layer goes to two places, one storage that does not fit into the first."""
+    divided = any(0 < max(plan.kept, plan.host, plan.disk) < 1 for plan in plans)
+    largest = max((layer.largest_storage_bytes for layer in known), default=0)
+    return sum(4096 * layer.storages for layer in known) + (largest if divided else 0)
 
 
 def _stands(walk: _Walk, nbytes: float, layer: int | None) -> None:
@@ -205,13 +216,17 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     ranks = budgets.ranks_per_node / together
     for first in range(0, len(walks), together):
         node = walks[first : first + together]
-        for rule, used, budget in (
-            (Rule.HOST, ranks * sum(walk.host for walk in node), budgets.host_bytes),
-            (Rule.DISK, ranks * sum(walk.disk for walk in node), budgets.disk_bytes),
+        for rule, moved, budget in (
+            (Rule.HOST, [walk.host for walk in node], budgets.host_bytes),
+            (Rule.DISK, [walk.disk for walk in node], budgets.disk_bytes),
         ):
+            used = ranks * sum(
+                nbytes + walk.flight * walk.rounding for nbytes, walk in zip(moved, node, strict=True) if nbytes
+            )
             if used > budget + 0.5:
                 message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
-                return Violation(rule=rule, message=f"{message} ({format_bytes(budget)})")
+                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in node) else ""
+                return Violation(rule=rule, message=f"{message} ({format_bytes(budget)}){rounded}")
         wear = budgets.disk_wear_bytes_per_day
         a_day = ranks * pipeline.microbatches * sum(walk.disk / walk.flight for walk in node)
         a_day *= SECONDS_A_DAY / step_s if step_s else 0.0

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation import ActivationProblem, LayerPlan, StagePrediction, stage_layers
+from memo.mip.activation import PAGE, ActivationProblem, LayerPlan, StagePrediction, stage_layers
 from memo.mip.hardware import LaneRates
 from memo.mip.profile import LayerProfile
 
@@ -20,6 +20,7 @@ __all__ = [
     "device_positions",
     "disk_delay",
     "predict",
+    "rounding_bytes",
     "stage_compute_s",
     "stage_ends_s",
     "stage_static_bytes",
@@ -88,6 +89,19 @@ def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
     if stage == problem.pipeline.stages - 1:
         static += problem.profile.head.static_bytes
     return static
+
+
+def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
+    """What one rank of a stage may take of a tier beyond the bytes that move; `divided`: some layer goes to two places.
+
+    The last layer does not move. Of what the others keep too little because storages are whole, each pass carries less
+    than one storage on to the next layer.
+    """
+    layers = problem.profile.layer_profiles()
+    moving = [layers[index] for index in stage_layers(problem, stage)[:-1]]
+    pages = PAGE * sum(layer.storages for layer in moving)
+    largest = max((layer.largest_storage_bytes for layer in moving), default=0)
+    return problem.pipeline.in_flight(stage) * (pages + (largest if divided else 0))
 
 
 def stage_ends_s(problem: ActivationProblem, stage: int) -> tuple[float, float]:

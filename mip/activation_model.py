@@ -13,9 +13,10 @@ in units of the largest layer's, times in units of the mean layer's, so that the
          w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation_cost.disk_delay)
     (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j <= device      at each position p of a stage, and
          full(n) - K(n) more where flight > 1
-    (7)  sum over a node of flight (sum h) <= host;  likewise d <= disk
+    (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
+   (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
 
 MEMO's two inequalities (SIGMOD 2025, section 4.1) are (4) with out_i = 0 and (7), with x_all its alpha. There are no
 integers: fractions of tokens are rounded to tiles afterwards, downwards, which no row objects to; and a tier may hold any
@@ -33,7 +34,7 @@ import pulp
 
 from memo.errors import SolverFailed
 from memo.mip.activation import ActivationProblem, LayerPlan, stage_layers
-from memo.mip.activation_cost import device_positions, disk_delay, stage_compute_s
+from memo.mip.activation_cost import device_positions, disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.highs import Backend, solve_model
 from memo.mip.profile import LayerProfile, Level
 
@@ -100,12 +101,22 @@ class _Group:
 
 
 class Model:
-    """One problem's program. `relaxed`: that tier's budget may be exceeded, and by how much is all that is minimised."""
+    """One problem's program. `relaxed`: that tier's budget may be exceeded, and by how much is all that is minimised.
+
+    `staying`: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes less of
+    the tiers; None: any part of any layer may stay.
+    """
 
     def __init__(
-        self, problem: ActivationProblem, *, sharing: Sharing = Sharing.INTERIOR, relaxed: Resource | None = None
+        self,
+        problem: ActivationProblem,
+        *,
+        sharing: Sharing = Sharing.INTERIOR,
+        staying: int | None = None,
+        relaxed: Resource | None = None,
     ) -> None:
         self.problem = problem
+        self.staying = staying
         self._sharing = sharing
         self._rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
         layers = problem.profile.layer_profiles()
@@ -197,7 +208,8 @@ class Model:
         x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         budgets, rates = self.problem.budgets, self._rates
-        link = members[-1] < len(mine) - 1 and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
+        moves = members[-1] < len(mine) - (self.staying or 1)
+        link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
         to_host = link and (budgets.host_bytes or self._relaxed is Resource.HOST)
         to_disk = drive and (budgets.disk_bytes or self._relaxed is Resource.DISK)
@@ -216,6 +228,8 @@ class Model:
         )
         if to_host or to_disk:
             self._program += group.kept >= 0  # (2)
+        if self.staying is not None and moves:
+            self._program += group.kept == 0  # (10)
         return group
 
     # Rows.
@@ -297,8 +311,13 @@ class Model:
                 host += count * flight * group.host
                 disk += count * flight * group.disk
                 written += count * problem.pipeline.microbatches * group.disk
-        self._budget(host, budgets.host_bytes / self._byte, Resource.HOST, "of the node")  # (7)
-        self._budget(disk, budgets.disk_bytes / self._byte, Resource.DISK, "of the node")
+        rounding = ranks * sum(rounding_bytes(problem, stage, divided=self.staying is None) for stage in stages)
+        for used, budget, tier in (
+            (host, budgets.host_bytes, Resource.HOST),
+            (disk, budgets.disk_bytes, Resource.DISK),
+        ):
+            room = budget - rounding if tier is self._relaxed else max(0, budget - rounding)
+            self._budget(used, room / self._byte, tier, "of the node")  # (7)
         if budgets.disk_wear_bytes_per_day is None or not written:
             return
         per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second

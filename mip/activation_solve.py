@@ -64,13 +64,26 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
 
 def _best_model(problem: ActivationProblem) -> Model:
     """Layers are treated alike unless that costs more than nothing to speak of."""
-    exact = Model(problem, sharing=Sharing.INTERIOR)
-    if not exact.solve():
+    models = [Model(problem, sharing=Sharing.INTERIOR, staying=staying) for staying in _ways(problem)]
+    solved = [model for model in models if model.solve()]
+    if not solved:
         raise Infeasible(_what_would_fit(problem))
+    exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(problem, sharing=Sharing.UNIFORM)
+    uniform = Model(problem, sharing=Sharing.UNIFORM, staying=exact.staying)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
+
+
+def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
+    """How many layers may stay whole, or None: where none is divided, rounding takes less of the tier, if there is but one.
+
+    Two layers stand at the end of the forward whatever the plan is.
+    """
+    budgets = {Resource.HOST: problem.budgets.host_bytes, Resource.DISK: problem.budgets.disk_bytes}
+    tiers = sum(nbytes > 0 or tier is relaxed for tier, nbytes in budgets.items())
+    rounds = any(layer.largest_storage_bytes for layer in problem.profile.classes)
+    return [None, 1, 2] if tiers == 1 and rounds else [None]
 
 
 def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
@@ -137,8 +150,8 @@ def _reason(resource: Resource, where: str, saving: float) -> str:
 
 def _what_would_fit(problem: ActivationProblem) -> str:
     """Which tier overflows where, by how much, and each budget that would do with the others as they are."""
-    model = Model(problem, relaxed=Resource.DEVICE)
-    model.solve()
+    model = _least_excess(problem, Resource.DEVICE)
+    assert model is not None
     budgets = problem.budgets
     excess = math.ceil(model.excess_bytes)
     where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
@@ -147,8 +160,14 @@ def _what_would_fit(problem: ActivationProblem) -> str:
         f"that fits is {budgets.device_bytes + excess} bytes ({format_bytes(budgets.device_bytes + excess)})"
     )
     for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
-        model = Model(problem, relaxed=tier)
-        if model.solve():
+        model = _least_excess(problem, tier)
+        if model is not None:
             least = budget + math.ceil(model.excess_bytes)
             words += f"; or a {tier} budget of {least} bytes ({format_bytes(least)}) a node"
     return words
+
+
+def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
+    """The program that needs least beyond one tier's budget; None where more of it would not help."""
+    models = [Model(problem, staying=staying, relaxed=tier) for staying in _ways(problem, tier)]
+    return min((model for model in models if model.solve()), key=lambda model: model.excess_bytes, default=None)

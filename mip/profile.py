@@ -113,6 +113,10 @@ class LayerProfile:
     backward_transient_bytes: int = 0
     static_bytes: int = 0
     """This rank's part of the layer's parameters, gradients and optimizer state."""
+    storages: int = 0
+    """What a tier has to find places for, at whichever level has most; this and the next are 0 where nobody knows them."""
+    largest_storage_bytes: int = 0
+    """At any level: it goes to one place whole."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")

@@ -45,6 +45,9 @@ class DeviceTier:
         self.used -= nbytes
         self.stats.device_bytes -= nbytes
 
+    def expect(self, nbytes: int) -> None:
+        return None
+
     def end_step(self) -> None:
         return None
 

@@ -53,6 +53,9 @@ class Tier(Protocol):
     def claim(self, nbytes: int) -> Place | None:
         """Room for `nbytes`, or None when the tier is full."""
 
+    def expect(self, nbytes: int) -> None:
+        """Steps from now on need so many bytes at a time, by plan; 0: nobody knows."""
+
     def end_step(self) -> None:
         """Every place has been given back: a step is over."""
 
@@ -80,6 +83,8 @@ class HostTier(_Ledger):
     Segments are taken when they are first needed, since locking pages costs about 0.3 s per GiB and a small model should
     not pay for a large budget. A storage never spans two segments: a copy across two page-lock registrations fails.
     The first step is divided by first fit; from then on one segment of the planned size serves the planned offsets.
+    Where it is known what steps need, one segment of that size serves them all: what several of them leave at their ends
+    would be missed in a budget that a plan fills.
     """
 
     name = TierName.HOST
@@ -94,8 +99,17 @@ class HostTier(_Ledger):
         self.reserved = 0
         self._recorder = StepRecorder()
         self._refused = False  # in this step, for want of room
+        self._expected = 0
+        self._begins_anew = False  # what is known of steps before is of no use to the next one
+
+    def expect(self, nbytes: int) -> None:
+        if nbytes or self._expected:
+            self._expected = min(_pages(nbytes), self._capacity)
+            self._begins_anew = True
 
     def claim(self, nbytes: int) -> Place | None:
+        if self._begins_anew and not self.used:
+            self._begin_anew()
         number, planned = self._recorder.claim(nbytes)
         place = self._claim(nbytes, number, planned)
         self._refused |= place is None
@@ -111,8 +125,8 @@ class HostTier(_Ledger):
             offset = segment.free.allocate(nbytes)
             if offset is not None:
                 return self._place(segment, offset, nbytes, number)
-        segment_bytes = max(_pages(nbytes), self._segment_bytes)
-        room = (self.budget or 0) // PAGE * PAGE - self.reserved
+        segment_bytes = max(_pages(nbytes), self._expected or self._segment_bytes)
+        room = self._capacity - self.reserved
         if _pages(nbytes) > room:
             return None
         segment = self._add_segment(min(room, segment_bytes))
@@ -122,17 +136,29 @@ class HostTier(_Ledger):
 
     def end_step(self) -> None:
         """Nothing is held: plans the next step, and takes one segment of just the planned size for it."""
-        capacity = (self.budget or 0) // PAGE * PAGE
         refused, self._refused = self._refused, False
-        if not self._recorder.end_step(PAGE, capacity):
+        if self._begins_anew or not self._recorder.end_step(PAGE, self._capacity):
             return
         # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
-        wanted = capacity if refused else self._recorder.nbytes
+        wanted = self._capacity if refused else max(self._recorder.nbytes, self._expected)
         if len(self._segments) != 1 or self._segments[0].free.capacity != wanted:
-            self._backend.synchronize()  # a copy that only the device has ordered may still use the old segments
-            self._segments.clear()
-            self.reserved = 0
+            self._drop_segments()
             self._add_segment(wanted)
+
+    @property
+    def _capacity(self) -> int:
+        return (self.budget or 0) // PAGE * PAGE
+
+    def _begin_anew(self) -> None:
+        self._drop_segments()
+        self._recorder = StepRecorder()
+        self._begins_anew = False
+
+    def _drop_segments(self) -> None:
+        if self._segments:
+            self._backend.synchronize()  # a copy that only the device has ordered may still use them
+        self._segments.clear()
+        self.reserved = 0
 
     def _add_segment(self, nbytes: int) -> _Segment:
         segment = _Segment(self._backend.empty_host(nbytes), FreeList(nbytes, align=PAGE))
@@ -208,6 +234,9 @@ class DiskTier(_Ledger):
     def __init__(self, disk: Disk, budget: int | None) -> None:
         super().__init__(budget)
         self.disk = disk
+
+    def expect(self, nbytes: int) -> None:
+        return None  # its file is of the budget's size from the beginning, or grows
 
     def claim(self, nbytes: int) -> Place | None:
         extent = self.disk.reserve(nbytes)

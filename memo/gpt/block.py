@@ -80,6 +80,10 @@ class Block:
     """The most that forward holds at one time beyond everything it saves."""
     backward_transient: float
     """Likewise backward."""
+    storages: int
+    """What has to find a place where anything moves; no level has more."""
+    largest: float
+    """Of the largest of them."""
 
     @classmethod
     def of(
@@ -100,7 +104,7 @@ class _Letters:
         self.gated, self.tiled = config.mlp == "swiglu", config.mlp_tiles > 1
 
     def block(self) -> Block:
-        config, h, f = self.config, self.h, self.f
+        config, h = self.config, self.h
         width, ups = config.hidden * config.ffn, 2 if self.gated else 1
         weights = layer_parameter_count(dataclasses.replace(config, bias=False)) - 2 * config.hidden
         mlp = 2.0 * (ups + 1) * width
@@ -109,8 +113,7 @@ class _Letters:
         return Block(
             always=self.always(),
             all=self.rest(),
-            # Attention's projection is kept as the product gave it: partial sums of all tokens, on every rank.
-            matmuls=min(self.q + self.tp * h + (0 if self.tiled else ups * f), self.rest()),
+            matmuls=min(self._matmuls(), self.rest()),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,
@@ -122,6 +125,8 @@ class _Letters:
             attention=2.0 * config.hidden * self.tokens,
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
+            storages=self.storages(),
+            largest=self.largest(),
         )
 
     # Saved.
@@ -136,6 +141,23 @@ class _Letters:
         twice = self.h if self.gated and self.sizes.casts and self.tp == 1 and not self.tiled else 0
         attention = self.h + self.q + self._gathered() + exchanged
         return attention + self.stream + self.h + twice + inner + self._norms()
+
+    def _matmuls(self) -> float:
+        """Attention's projection is kept as the product gave it: partial sums of all tokens, on every rank."""
+        ups = 0 if self.tiled else 2 if self.gated else 1
+        return self.q + self.tp * self.h + ups * self.f
+
+    def storages(self) -> int:
+        """The letters of this module's docstring one by one, and the products that a recompute is given."""
+        config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
+        attention = 2 + (3 if config.positions == "rotary" else 1) + (self._gathered() > 0) + self.exchanged
+        inner = 0 if self.tiled else 4 if self.gated else 2
+        return always + attention + 3 + inner + norms
+
+    def largest(self) -> float:
+        """Attention's projection, where a recompute is given it, is of partial sums of all tokens."""
+        partial = self.tp * self.h if self._matmuls() < self.rest() else 0
+        return max(self.stream, self.q, partial, 0 if self.tiled else self.f)
 
     def _gathered(self) -> float:
         """Queries that share keys are copied out of the projection, of which attention then keeps all besides; not where

@@ -78,6 +78,38 @@ def test_the_budget_holds_with_plans_too() -> None:
     assert tier.reserved <= 5 * PAGE
 
 
+THREE_OF_THREE = [("claim", 3), ("claim", 3), ("claim", 3), ("release", 0), ("release", 1), ("release", 2)]
+
+
+def test_where_the_need_is_known_one_segment_leaves_nothing_over_at_ends_of_others() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    assert run(tier, THREE_OF_THREE)[2] is None  # segments of four, four and one
+    tier.expect(9 * PAGE)
+    assert None not in run(tier, THREE_OF_THREE)
+    (segment,) = tier._segments
+    run(tier, THREE_OF_THREE)
+    assert tier._segments == [segment], "locking its pages again would take as long as the first time"
+    assert tier._recorder.misses == 0
+
+
+def test_another_need_waits_until_nothing_is_held() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    held = tier.claim(3 * PAGE)
+    assert held is not None
+    tier.expect(6 * PAGE)
+    tier.end_step()
+    other = tier.claim(PAGE)
+    assert other is not None
+    assert tier._segments[0].free.capacity == 4 * PAGE
+    held.release()
+    other.release()
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 6 * PAGE
+    tier.expect(0)
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 3 * PAGE
+
+
 @pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 32, 48, 32, 48, 32), (24, 48, 40, 16)])
 def test_gradients_are_equal_over_planned_steps_and_changing_lengths(lengths: tuple[int, ...]) -> None:
     def steps(manager: memo.Manager | None, model: torch.nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Counts what autograd saves of each layer, storage by storage, in one forward that runs for real."""
+"""Lists what autograd saves of each layer, storage by storage, in one forward that runs for real."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.swap.layers import Layer
 
-__all__ = ["saved_bytes"]
+__all__ = ["saved_storages"]
 
 
-def saved_bytes(loss: Callable[[], torch.Tensor], layers: Sequence[Layer]) -> dict[str, int]:
-    """Bytes by layer: storages that were saved there first and are no parameter's or buffer's."""
-    found = dict.fromkeys((layer.name for layer in layers), 0)
+def saved_storages(loss: Callable[[], torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
+    """Their bytes by layer: storages that were saved there first and are no parameter's or buffer's."""
+    found: dict[str, list[int]] = {layer.name: [] for layer in layers}
     running: list[str] = []
     # Objects of storages live as long as the storages do, and these are kept alive here.
     seen = {
@@ -27,7 +27,7 @@ def saved_bytes(loss: Callable[[], torch.Tensor], layers: Sequence[Layer]) -> di
             storage = tensor.untyped_storage()
             if storage not in seen:
                 seen.add(storage)
-                found[running[-1]] += storage.nbytes()
+                found[running[-1]].append(storage.nbytes())
         return tensor.detach()
 
     def entering(name: str) -> Callable[..., None]:
