@@ -21,6 +21,7 @@ from memo.errors import MemoError
 if TYPE_CHECKING:
     from memo.allocation import memory_stats, use_planned_allocator
     from memo.manager import Manager, offload
+    from memo.output_loss import linear_cross_entropy
     from memo.parallel.hugging_face import parallelize
     from memo.profiling import measure_profile as profile
     from memo.swap.answers import memoize
@@ -30,6 +31,7 @@ __all__ = [
     "Manager",
     "MemoError",
     "__version__",
+    "linear_cross_entropy",
     "memoize",
     "memory_stats",
     "offload",
@@ -41,6 +43,7 @@ __all__ = [
 _HOME = {
     "offload": "memo.manager:offload",
     "Manager": "memo.manager:Manager",
+    "linear_cross_entropy": "memo.output_loss:linear_cross_entropy",
     "memoize": "memo.swap.answers:memoize",
     "memory_stats": "memo.allocation:memory_stats",
     "parallelize": "memo.parallel.hugging_face:parallelize",

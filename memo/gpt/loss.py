@@ -97,7 +97,7 @@ def _kept_nothing(
     vocabulary: Vocabulary,
 ) -> torch.Tensor:
     """torch's own implementation where it has one and all rows are here, else ours run again in backward."""
-    if not hasattr(F, "linear_cross_entropy") or vocabulary is not _WHOLE:
+    if not hasattr(F, "linear_cross_entropy") or not isinstance(vocabulary, WholeVocabulary):
         arguments = (hidden, weight, targets, rows, compute, vocabulary)
         return cast(
             "torch.Tensor", checkpoint(_kept_gradients, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -1,13 +1,15 @@
 """`memo.parallelize`: tensor parallelism of Hugging Face models as they are, by plans derived from their family.
 
-Owns which of a decoder layer's modules are divided by column, by row, or not at all. How they are divided and compute is
-memo.parallel.layers. The model's classes and its parameters' names stay; every parameter becomes a DTensor.
+Owns which of a model's modules are divided by column, by row, over the vocabulary, or not at all. How they are divided and
+compute is memo.parallel.layers and vocabulary_rows. The model's classes and its parameters' names stay; every parameter
+becomes a DTensor.
 
-    embedding        all tokens, on every rank
+    embedding        rows divided; gives all tokens, on every rank
     first layer      takes its rank's tokens           |
     layers           see memo.parallel.layers          |  with sequence parallelism
     last layer       gives all tokens again            |
-    norm, logits     all tokens, on every rank
+    norm             all tokens, on every rank
+    projection       rows divided; joins the logits, which `memo.linear_cross_entropy` does without
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from memo.errors import UsageError
 from memo.parallel.alike import note_group
 from memo.parallel.collectives import join, split
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
+from memo.parallel.vocabulary_rows import RowsOfVocabulary, check_rows
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +79,11 @@ FAMILIES = {
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
-    """Divides the layers of a Hugging Face GPT-2, Llama, OPT or GPT-NeoX over `mesh`, in place; returns the model.
+    """Divides the layers and the vocabulary of a Hugging Face GPT-2, Llama, OPT or GPT-NeoX over `mesh`, in place.
 
     Every rank has the whole model, or the same one on the meta device, and keeps its part. Forward takes the same batch on
-    every rank and gives the same loss on every rank; gradients are those of one process. Call `memo.offload` after it.
+    every rank and gives the same loss and logits on every rank; gradients are those of one process. The loss without the
+    logits is `memo.linear_cross_entropy`. Returns the model; call `memo.offload` after it.
 
     Args:
         model: unmodified, from the configuration or a checkpoint.
@@ -88,7 +92,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
             it saves on one rank. The sequence must then divide by the ranks. Not for generating.
 
     Raises:
-        UsageError: a model of another family, or heads or widths that do not divide; the model is then unchanged.
+        UsageError: a model of another family, or heads or widths that do not divide, or fewer words than ranks; the model
+            is then unchanged.
     """
     if mesh.ndim > 1:
         mesh = mesh["tp"]
@@ -103,6 +108,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
         return model
     for layer in layers:
         _divide(layer, FAMILIES[type(layer).__name__], mesh, sequence=sequence_parallel)
+    _divide_vocabulary(model, mesh)
     _replicate_others(model, mesh)
     group = mesh.get_group()
     note_group(model, group)
@@ -124,6 +130,8 @@ def _check(model: nn.Module, ranks: int) -> None:
         size = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
         if size is not None and size % ranks:
             raise UsageError(f"{ranks} ranks do not divide the model's {size} {what}; each needs whole ones")
+    for table in _vocabulary_tables(model):
+        check_rows(table.weight.shape[0], ranks)
 
 
 def _divide(layer: nn.Module, family: Family, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -138,10 +146,34 @@ def _divide(layer: nn.Module, family: Family, mesh: DeviceMesh, *, sequence: boo
         setattr(module, attribute, getattr(module, attribute) // mesh.size())
 
 
+def _vocabulary_tables(model: nn.Module) -> list[nn.Embedding | nn.Linear]:
+    """The embedding of the model's words and its output projection, where their rows are all that there is to divide."""
+    ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    tables = [end for end in ends if _is_rows(end)]
+    elsewhere = {id(p) for module in model.modules() if module not in tables for p in module._parameters.values()}
+    return [table for table in tables if id(table.weight) not in elsewhere]
+
+
+def _is_rows(end: Any) -> bool:
+    """A bias, a bound on norms, or a forward of its own would need more than the rows."""
+    if type(end) is nn.Linear:
+        return end.bias is None
+    return type(end) is nn.Embedding and end.max_norm is None and not (end.scale_grad_by_freq or end.sparse)
+
+
+def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
+    """A rank keeps its words' rows; a projection tied to the embedding stays tied."""
+    divided: dict[nn.Parameter, nn.Parameter] = {}
+    for table in _vocabulary_tables(model):
+        whole = table.weight
+        RowsOfVocabulary(sequence=False)._apply(table, mesh)
+        table.weight = divided.setdefault(whole, table.weight)
+
+
 def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
     """What no layer divides becomes DTensors as well: optimizers and norms do not take a mixture.
 
-    Parameters that are one, as an embedding and the projection tied to it, stay one.
+    Parameters that are one stay one.
     """
     from torch.distributed.tensor import DTensor
 

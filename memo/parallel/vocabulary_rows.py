@@ -1,11 +1,13 @@
 """An embedding, or an output projection, whose rows are divided over a tensor-parallel group: a rank holds a part of the
 vocabulary.
 
-Owns how the rows are divided (equally, fewer on the last rank where they do not divide) and how tokens are looked up in
-them. Does not own the loss, which needs statements about all rows (memo.gpt.vocabulary). As everywhere in parallel layers,
-a parameter becomes a DTensor and activations stay ordinary tensors.
+Owns how the rows are divided (equally, fewer on the last rank where they do not divide), how tokens are looked up in them,
+and logits for who asks for all of them. Does not own the loss, which needs statements about all rows and no logits of
+theirs (memo.gpt.vocabulary). As everywhere in parallel layers, a parameter becomes a DTensor and activations stay ordinary
+tensors.
 
     tokens (b, s/tp) -> gathered (b, s), 8 bytes each -> own rows, else zero (b, s, h) -> summed, a shard each (b, s/tp, h)
+    hidden (b, s, h) -> logits of own rows (b, s, v/tp) -> joined (b, s, v)
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from memo.errors import UsageError
-from memo.parallel.collectives import all_gathered, scatter_sum, sum_out
+from memo.parallel.collectives import all_gathered, copy_in, gather, join, scatter_sum, sum_out
 
-__all__ = ["RowsOfVocabulary", "own_rows"]
+__all__ = ["DividedRows", "RowsOfVocabulary", "check_rows", "own_rows"]
 
 
 class RowsOfVocabulary(ParallelStyle):
-    """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear, used for its weight.
+    """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear without a bias, whose
+    forward still gives all logits.
+
+    With `sequence` each rank's hidden states are of its own tokens, and so are the tokens that it looks up.
 
     Raises:
         UsageError: a rank would have no row.
@@ -37,11 +42,16 @@ class RowsOfVocabulary(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _divide(module, device_mesh)
-        if isinstance(module, nn.Embedding):
-            divided = cast("_DividedEmbedding", module)
-            divided.__class__ = _DividedEmbedding
-            divided._tp_group, divided._tp_sequence = device_mesh.get_group(), self.sequence
+        module.__class__ = _DividedEmbedding if isinstance(module, nn.Embedding) else _DividedProjection
+        divided = cast("DividedRows", module)
+        divided._tp_group, divided._tp_sequence = device_mesh.get_group(), self.sequence
         return module
+
+
+def check_rows(rows: int, ranks: int) -> None:
+    """Raises UsageError where a rank would have no row."""
+    if _most_rows(rows, ranks) * (ranks - 1) >= rows:
+        raise UsageError(f"{ranks} ranks leave one without any of the vocabulary's {rows} tokens; use fewer")
 
 
 def own_rows(weight: torch.Tensor) -> torch.Tensor:
@@ -49,18 +59,48 @@ def own_rows(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class _DividedEmbedding(nn.Embedding):
+class DividedRows(nn.Module):
+    """What RowsOfVocabulary made of a module."""
+
+    weight: nn.Parameter
     _tp_group: torch.distributed.ProcessGroup
     _tp_sequence: bool
 
+    @property
+    def ranks(self) -> tuple[torch.distributed.ProcessGroup, bool]:
+        """Those that have the other rows, and whether each has hidden states of its own tokens alone."""
+        return self._tp_group, self._tp_sequence
+
+    def _most(self) -> int:
+        return _most_rows(self.weight.shape[0], self._tp_group.size())
+
+
+class _DividedEmbedding(DividedRows, nn.Embedding):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._tp_sequence:
             tokens = all_gathered(tokens, self._tp_group, 1)
         rows = own_rows(self.weight)
-        place = tokens - self._tp_group.rank() * _most_rows(self.num_embeddings, self._tp_group.size())
+        first = self._tp_group.rank() * self._most()
+        place = tokens - first
         here = (place >= 0) & (place < rows.shape[0])
-        found = F.embedding(place.where(here, 0), rows).masked_fill_(~here[..., None], 0)
+        found = F.embedding(place.where(here, 0), rows, self._padding_row(first, rows.shape[0]))
+        found = found.masked_fill_(~here[..., None], 0)
         return scatter_sum(found, self._tp_group, 1) if self._tp_sequence else sum_out(found, self._tp_group)
+
+    def _padding_row(self, first: int, rows: int) -> int | None:
+        """The row here that gets no gradient from being looked up."""
+        if self.padding_idx is None or not first <= self.padding_idx < first + rows:
+            return None
+        return self.padding_idx - first
+
+
+class _DividedProjection(DividedRows, nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        group = self._tp_group
+        hidden = gather(hidden, group, hidden.ndim - 2) if self._tp_sequence else copy_in(hidden, group)
+        logits = F.linear(hidden, own_rows(self.weight))
+        alike = F.pad(logits, (0, self._most() - logits.shape[-1]))
+        return join(alike, group, alike.ndim - 1)[..., : self.weight.shape[0]].contiguous()
 
 
 def _most_rows(vocabulary: int, ranks: int) -> int:
@@ -70,10 +110,9 @@ def _most_rows(vocabulary: int, ranks: int) -> int:
 
 def _divide(module: nn.Module, mesh: DeviceMesh) -> None:
     whole = cast("nn.Parameter", module.weight)
-    rows, ranks = whole.shape[0], mesh.size()
-    most = _most_rows(rows, ranks)
-    if most * (ranks - 1) >= rows:
-        raise UsageError(f"--tp {ranks} leaves a rank without any of the vocabulary's {rows} tokens; use fewer")
+    rows = whole.shape[0]
+    check_rows(rows, mesh.size())
+    most = _most_rows(rows, mesh.size())
     local = whole.detach()[mesh.get_local_rank() * most :][:most].clone()  # a view would hold the whole
     divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     module.weight = nn.Parameter(divided, requires_grad=whole.requires_grad)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
-from live_bytes import LiveBytes
+from live_bytes import LiveLocalBytes
 
 from memo.errors import UsageError
 from memo.gpt import loss
@@ -38,15 +38,6 @@ def _eight_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class _LiveLocalBytes(LiveBytes):
-    """Without DTensors, whose own storage is no memory and says the size of the whole."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def largest(monkeypatch: pytest.MonkeyPatch, tied: bool, **sizes: Any) -> int:
     """Bytes of the largest tensor that a step makes."""
     monkeypatch.setattr(loss, "CHUNK_LOGITS", CHUNK_LOGITS)
@@ -57,7 +48,7 @@ def largest(monkeypatch: pytest.MonkeyPatch, tied: bool, **sizes: Any) -> int:
     world = World.of(layout, "cpu")
     (stage,) = build_stages(shape, world, seq=SEQ, device=torch.device("cpu"), dtype=torch.float32, seed=0)
     tokens = torch.randint(VOCAB, (1, len(stage.own)))
-    with _LiveLocalBytes() as alive:
+    with LiveLocalBytes() as alive:
         stage(tokens, tokens).backward()
     for name, parameter in stage.named_parameters():
         grad = parameter.grad
@@ -92,7 +83,7 @@ def test_looking_up_takes_what_derived_plans_count_with() -> None:
     (stage,) = build_stages(shape, world, seq=SEQ, device=torch.device("cpu"), dtype=torch.float32, seed=0)
     assert stage.tokens is not None
     tokens = torch.randint(256, (2, SEQ // 8))
-    with _LiveLocalBytes() as alive:
+    with LiveLocalBytes() as alive:
         out = stage.tokens(tokens)
         kept = alive.live
         out.backward(torch.ones_like(out))
@@ -103,5 +94,5 @@ def test_looking_up_takes_what_derived_plans_count_with() -> None:
 def test_more_ranks_than_tokens_are_refused() -> None:
     world = World.of(Layout(tp=8), "cpu")
     shape = preset("tiny", vocab_size=9, layers=1, hidden=HIDDEN, heads=8)
-    with pytest.raises(UsageError, match="--tp 8 leaves a rank without any of the vocabulary's 9 tokens"):
+    with pytest.raises(UsageError, match="8 ranks leave one without any of the vocabulary's 9 tokens"):
         build_stages(shape, world, seq=64, device=torch.device("cpu"), dtype=torch.float32, seed=0)

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -36,3 +37,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _died(self, nbytes: int) -> None:
         self.live -= nbytes
+
+
+class LiveLocalBytes(LiveBytes):
+    """Without DTensors, whose own storage is no memory and says the size of the whole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)

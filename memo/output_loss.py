@@ -1,0 +1,67 @@
+"""`memo.linear_cross_entropy`: the loss behind an output projection, of one rank or of a model that is divided over many.
+
+Owns the question where the projection's rows are, and nothing of the arithmetic (memo.gpt.loss): all of them are here, or a
+part, in which case the ranks tell each other three numbers a token and no rank makes another's logits.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from memo.errors import UsageError
+from memo.gpt import loss
+from memo.gpt.vocabulary import Vocabulary, VocabularyShard, WholeVocabulary
+from memo.parallel.vocabulary_rows import DividedRows, own_rows
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    projection: nn.Module | Tensor,
+    targets: Tensor,
+    *,
+    chunk: int | None = None,
+    keep_gradients: bool = True,
+) -> Tensor:
+    """`cross_entropy(projection(hidden), targets)`, a chunk of tokens at a time: the logits of all never exist.
+
+        hidden = model.base_model(ids).last_hidden_state
+        loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
+
+    The mean over the tokens that count, a scalar in float32 or wider, once differentiable. After `memo.parallelize` the same
+    two lines are the same loss on every rank. Of a model that does something to its logits (scales or caps them) it is not
+    the loss.
+
+    Args:
+        hidden: (..., h), after the model's last norm.
+        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix.
+        targets: (...) of int64: the token that comes *next*, or -100 where none counts.
+        chunk: tokens whose logits exist at a time; by the size of the vocabulary if not given.
+        keep_gradients: they are made in forward, with the logits. False keeps nothing, and makes the logits twice.
+
+    Raises:
+        UsageError: the projection has a bias, or something else than `memo.parallelize` divided its rows.
+    """
+    if getattr(projection, "bias", None) is not None:
+        raise UsageError(f"a {type(projection).__name__} with a bias is more than a matrix: its loss would be another")
+    rows, vocabulary = _rows(projection)
+    return loss.linear_cross_entropy(
+        hidden, rows, targets, chunk=chunk, vocabulary=vocabulary, keep_gradients=keep_gradients
+    )
+
+
+def _rows(projection: nn.Module | Tensor) -> tuple[Tensor, Vocabulary]:
+    """The rows that are here, and which of all rows they are."""
+    weight = projection if isinstance(projection, Tensor) else projection.weight
+    assert isinstance(weight, Tensor)
+    if not isinstance(weight, DTensor) or all(placed.is_replicate() for placed in weight.placements):
+        return own_rows(weight), WholeVocabulary()
+    if not isinstance(projection, DividedRows) or weight.device_mesh.ndim > 1:
+        raise UsageError(
+            f"rows divided as {list(weight.placements)} over {weight.device_mesh.size()} ranks are not known to belong to "
+            f"the same tokens; give the module that memo.parallelize divided, or gather the matrix"
+        )
+    group, sequence = projection.ranks
+    return own_rows(weight), VocabularyShard.of(weight.shape[0], group, divides_tokens=sequence)

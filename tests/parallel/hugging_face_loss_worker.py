@@ -1,0 +1,131 @@
+"""Runs under torchrun: divided Hugging Face models' losses without their logits, against one process; saves them whole."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hugging_face_worker import BOUND, model_of, whole, worst
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import memo
+from memo.parallel.vocabulary_rows import RowsOfVocabulary
+
+Done = list[tuple[float, dict[str, Tensor]]]
+
+
+def model_with(family: str, *, tied: bool) -> nn.Module:
+    model = model_of(family)
+    words, projection = model.get_input_embeddings().weight, model.get_output_embeddings()
+    model.config.tie_word_embeddings = tied
+    projection.weight = words if tied else nn.Parameter(words.detach() * 1.5)
+    return model
+
+
+def batch(step: int, seq: int = 48) -> tuple[Tensor, Tensor]:
+    """Tokens, and for each the next one where it counts."""
+    ids = torch.randint(0, 61, (2, seq), generator=torch.Generator().manual_seed(step))
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    targets[0, 3:9] = -100
+    return ids, targets
+
+
+def from_logits(model: nn.Module, step: int) -> Tensor:
+    """As a user of one process would have it."""
+    ids, targets = batch(step)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def in_chunks(model: nn.Module, step: int) -> Tensor:
+    ids, targets = batch(step)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets, chunk=20, keep_gradients=step != 1)
+
+
+def steps(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> Done:
+    """Three steps of AdamW and clipping: loss and whole gradients."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+    done = []
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        done.append((float(loss), {name: whole(p.grad) for name, p in model.named_parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return done
+
+
+def save_and_find_again(model: nn.Module) -> None:
+    """Whole on rank 0, in the format of the library: what is loaded gives the logits of the divided model."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    ids, _ = batch(9)
+    want = model.eval()(input_ids=ids, use_cache=False).logits
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder, state_dict=state)
+            assert list(Path(folder).glob("*.safetensors"))
+            again = type(model).from_pretrained(folder, local_files_only=True).eval()
+        assert float((again(input_ids=ids).logits - want).abs().max()) <= BOUND
+    dist.barrier()
+
+
+def check(family: str, mesh: DeviceMesh, tied: bool) -> float:
+    def fresh() -> nn.Module:
+        return model_with(family, tied=tied)
+
+    want = steps(fresh(), from_logits)
+    off = worst(steps(fresh(), in_chunks), want)
+    for sequence in (True, False):
+        model = memo.parallelize(fresh(), mesh, sequence_parallel=sequence)
+        off = max(off, worst(steps(model, in_chunks), want))
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    assert (ends[0] is ends[1]) == tied
+    assert all(end.to_local().shape[0] < 61 for end in ends)
+    logits = memo.parallelize(fresh(), mesh)
+    off = max(off, worst(steps(logits, from_logits), want))
+    assert off <= BOUND, f"{family}, tied {tied}: {off:.3g}"
+    save_and_find_again(model)
+    return off
+
+
+def check_own_tokens(mesh: DeviceMesh) -> None:
+    """A projection whose ranks hold different tokens: the logits of all of them, and one mean."""
+    torch.manual_seed(0)
+    projection, hidden, targets = nn.Linear(32, 61, bias=False), torch.randn(2, 8, 32), torch.randint(61, (2, 8))
+    divided = RowsOfVocabulary(sequence=True)._apply(copy.deepcopy(projection), mesh)
+    mine = [part.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].contiguous() for part in (hidden, targets)]
+    want, got = hidden.clone().requires_grad_(), mine[0].clone().requires_grad_()
+    F.cross_entropy(projection(want).flatten(0, 1), targets.flatten()).backward()
+    memo.linear_cross_entropy(got, divided, mine[1], chunk=4).backward()
+    own = want.grad.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
+    assert float((got.grad - own).abs().max() / own.abs().max()) <= BOUND
+    assert float((divided(mine[0]) - projection(hidden)).abs().max()) <= BOUND
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    check_own_tokens(mesh)
+    for argument in sys.argv[1:]:
+        family, tied = argument.split(":")
+        off = check(family, mesh, tied == "tied")
+        if dist.get_rank() == 0:
+            print(f"equal {argument} within {off:.2g}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
