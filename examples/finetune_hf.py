@@ -3,27 +3,34 @@
     a small Llama made from a config, on a CPU     python examples/finetune_hf.py --data notes/ --seq 8k --alpha 0.25
     a model of yours, on one GPU                   python examples/finetune_hf.py --model ./llama --data books/ \\
                                                        --seq 256k --host 64GiB --steps 200 --output ./llama-books
+    over the GPUs of one machine, or two           torchrun --standalone --nproc-per-node 8 examples/finetune_hf.py \\
+    processes on a CPU (--nproc-per-node 2)            --model ./llama --data books/ --seq 1m --tp 8
 
 Two lines are memo's: `memo.offload(model)`, and `with manager:` around the forward. A third thing matters at this length
-and is nobody's fault: the logits. A quarter of a million tokens times 128,000 words in float32 are 128 GiB, so the loss is
-taken from the hidden states, a chunk of logits at a time. `--without-memo` trains the same without the two lines:
-`python -m benchmarks.finetune_hf` runs both under a limit of memory that only one of them survives.
+and is nobody's fault: the logits. A quarter of a million tokens times 128,000 words in float32 are 128 GiB, so
+`memo.linear_cross_entropy` takes the loss from the hidden states, a chunk of logits at a time. With `--tp` one line more,
+`memo.parallelize(model, mesh)`, divides the model over the processes; losses are those of one. `--without-memo` trains
+without offloading: `python -m benchmarks.finetune_hf` runs both under a limit of memory that only one of them survives.
+A model that scales or caps its logits (Gemma-2) has another loss than this one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import memo
 from memo.gpt.batches import Batches
-from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.process_memory import peak_rss_bytes, return_freed_memory
 from memo.gpt.tokens import TokenFile, open_tokens
 from memo.units import format_bytes, parse_tokens
@@ -31,13 +38,16 @@ from memo.units import format_bytes, parse_tokens
 
 def main() -> int:
     args = arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, first = join_others(args.tp)
     if device.type == "cpu":
         return_freed_memory()
     torch.manual_seed(args.seed)
     tokens = open_tokens(args.data, tokenizer=tokenizer_of(args.model))
     batches = Batches(tokens, batch=1, seq=parse_tokens(args.seq), seed=args.seed)
-    model = open_model(args.model, tokens).to(device).train()
+    model = open_model(args.model, tokens)
+    if args.tp > 1:
+        memo.parallelize(model, init_device_mesh(device.type, (args.tp,)))
+    model.to(device).train()
     model.config.use_cache = False  # keys and values are kept for generation only
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     manager = None if args.without_memo else memo.offload(model, alpha=args.alpha, host=args.host, disk=args.disk)
@@ -46,7 +56,7 @@ def main() -> int:
         inputs, targets = (part.to(device) for part in batches.at(step))
         with manager or contextlib.nullcontext():
             hidden = model.base_model(inputs).last_hidden_state
-            loss = linear_cross_entropy(hidden, model.get_output_embeddings().weight, targets)
+            loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -54,13 +64,17 @@ def main() -> int:
         if manager is not None:
             manager.step_done()
         speed = inputs.numel() / (time.perf_counter() - begin)
-        print(f"step {step}  loss {loss.item()!r}  memory {format_bytes(peak(device))}  tps {speed:,.0f}", flush=True)
+        if first:
+            memory = format_bytes(peak(device))
+            print(f"step {step}  loss {loss.item()!r}  memory {memory}  tps {speed:,.0f}", flush=True)
     if manager is not None:
-        print(manager.report())
+        if first:
+            print(manager.report())
         manager.close()
     if args.output is not None:
-        model.save_pretrained(args.output)
-        print(f"Wrote {args.output}")
+        save(model, args.output)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
 
 
@@ -74,12 +88,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the model, as torchrun starts them")
     parser.add_argument("--alpha", type=float, help="fraction of the tokens moved, not recomputed")
     parser.add_argument("--host", default="auto", help="host memory for activations, such as 64GiB")
     parser.add_argument("--disk", help="a folder for a scratch file (on a CPU: the system's temporary one)")
     parser.add_argument("--output", type=Path, help="save the model here")
     parser.add_argument("--without-memo", action="store_true", help="the same training with activations in memory")
     return parser.parse_args()
+
+
+def join_others(tp: int) -> tuple[torch.device, bool]:
+    """The device of this process, and whether it is the one that speaks."""
+    if tp != int(os.environ.get("WORLD_SIZE", "1")):
+        sys.exit(f"finetune_hf: --tp {tp} is for {tp} processes; start it with torchrun --nproc-per-node {tp}")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if tp > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, tp == 1 or dist.get_rank() == 0
 
 
 def open_model(path: Path | None, tokens: TokenFile) -> PreTrainedModel:
@@ -94,6 +122,14 @@ def tokenizer_of(model: Path | None) -> str | None:
     """The model's own where it has one; else a token is a byte."""
     file = None if model is None else model / "tokenizer.json"
     return str(file) if file is not None and file.exists() else None
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """The whole model, whatever it is divided over: gathered in the first process, which alone writes."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+        print(f"Wrote {folder}")
 
 
 def peak(device: torch.device) -> int:

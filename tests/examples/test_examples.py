@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,22 @@ def test_an_unmodified_hugging_face_model_is_finetuned_saved_and_found_again(tmp
     assert "8 layers (bit for bit)" in with_memo
     again = run(sys.executable, script, "--model", tmp_path / "model", "--seq", 512, "--steps", 1)
     assert float(re.findall(r"step 1  loss (\S+)", again)[0]) < float(losses[0][0])  # it starts where the other ended
+
+
+def test_two_processes_finetune_one_model_with_the_losses_of_one_and_save_it_whole(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2, "--alpha", 0.25, "--disk", tmp_path)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    divided = run(*torchrun, script, *flags, "--tp", 2, "--output", tmp_path / "model")
+    whole = run(sys.executable, script, *flags)
+    losses = [[float(loss) for loss in re.findall(r"step \d  loss (\S+)", said)] for said in (divided, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+    assert len(losses[0]) == 2
+    again = run(sys.executable, script, "--model", tmp_path / "model", "--seq", 512, "--steps", 1)
+    assert float(re.findall(r"step 1  loss (\S+)", again)[0]) < losses[0][0]
+    alone = subprocess.run([sys.executable, script, "--tp", "2"], capture_output=True, text=True, check=False)
+    assert alone.returncode == 1
+    assert alone.stderr == "finetune_hf: --tp 2 is for 2 processes; start it with torchrun --nproc-per-node 2\n"
 
 
 def test_from_nothing_to_a_plan_a_timeline_and_an_arena(tmp_path: Path) -> None:
