@@ -163,7 +163,7 @@ def _is_rows(end: Any) -> bool:
 
 def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     """A rank keeps its words' rows; a projection tied to the embedding stays tied."""
-    divided: dict[nn.Parameter, nn.Parameter] = {}
+    divided: dict[torch.Tensor, torch.Tensor] = {}
     for table in _vocabulary_tables(model):
         whole = table.weight
         RowsOfVocabulary(sequence=False)._apply(table, mesh)

@@ -62,7 +62,7 @@ def own_rows(weight: torch.Tensor) -> torch.Tensor:
 class DividedRows(nn.Module):
     """What RowsOfVocabulary made of a module."""
 
-    weight: nn.Parameter
+    weight: torch.Tensor
     _tp_group: torch.distributed.ProcessGroup
     _tp_sequence: bool
 
