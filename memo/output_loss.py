@@ -58,7 +58,7 @@ def _rows(projection: nn.Module | Tensor) -> tuple[Tensor, Vocabulary]:
     assert isinstance(weight, Tensor)
     if not isinstance(weight, DTensor) or all(placed.is_replicate() for placed in weight.placements):
         return own_rows(weight), WholeVocabulary()
-    if not isinstance(projection, DividedRows) or weight.device_mesh.ndim > 1:
+    if not isinstance(projection, DividedRows):
         raise UsageError(
             f"rows divided as {list(weight.placements)} over {weight.device_mesh.size()} ranks are not known to belong to "
             f"the same tokens; give the module that memo.parallelize divided, or gather the matrix"

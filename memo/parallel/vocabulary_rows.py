@@ -55,8 +55,19 @@ def check_rows(rows: int, ranks: int) -> None:
 
 
 def own_rows(weight: torch.Tensor) -> torch.Tensor:
-    """The rows that are here: all of an ordinary matrix."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """The rows that are here: all of an ordinary matrix.
+
+    Raises:
+        UsageError: they are sharded over replicas besides, and not gathered.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    if weight.device_mesh.ndim > 1:
+        raise UsageError(
+            "the vocabulary's rows are sharded over replicas and not gathered: do all of this, the loss too, in the forward "
+            "of the module that was given to fully_shard"
+        )
+    return weight.to_local()
 
 
 class DividedRows(nn.Module):

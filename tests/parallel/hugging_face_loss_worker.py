@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,15 +17,17 @@ from hugging_face_worker import BOUND, model_of, whole, worst
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import memo
+from memo.errors import UsageError
 from memo.parallel.vocabulary_rows import RowsOfVocabulary
 
 Done = list[tuple[float, dict[str, Tensor]]]
 
 
 def model_with(family: str, *, tied: bool) -> nn.Module:
-    model = model_of(family)
+    model = model_of(family, [])
     words, projection = model.get_input_embeddings().weight, model.get_output_embeddings()
     model.config.tie_word_embeddings = tied
     projection.weight = words if tied else nn.Parameter(words.detach() * 1.5)
@@ -99,6 +102,37 @@ def check(family: str, mesh: DeviceMesh, tied: bool) -> float:
     return off
 
 
+class WithLoss(nn.Module):
+    """What fully_shard wants to wrap: all that uses the model's parameters is in its forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return memo.linear_cross_entropy(hidden, self.model.get_output_embeddings(), targets, chunk=20)
+
+
+def check_replicas() -> None:
+    """Two ranks share the rows, two the matrices: gradients are those of one process, or it is refused."""
+    ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ids, targets = batch(0)
+    targets = targets[1:].repeat(2, 1)  # equally many count in each row: the mean of two means is that of all
+    whole_model, model = model_with("gpt2", tied=True), memo.parallelize(model_with("gpt2", tied=True), ranks)
+    WithLoss(whole_model)(ids, targets).backward()
+    for layer in model.transformer.h:
+        fully_shard(layer, mesh=ranks["dp"])
+    sharded = fully_shard(WithLoss(model), mesh=ranks["dp"])
+    own = slice(ranks.get_local_rank("dp"), ranks.get_local_rank("dp") + 1)
+    for refused in (lambda: model.base_model(ids[own]), lambda: in_chunks(model, 0)):
+        with pytest.raises(UsageError, match="sharded over replicas and not gathered"):
+            refused()
+    sharded(ids[own], targets[own]).backward()
+    got, want = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in (model, whole_model))
+    assert worst([(1.0, got)], [(1.0, want)]) <= BOUND
+
+
 def check_own_tokens(mesh: DeviceMesh) -> None:
     """A projection whose ranks hold different tokens: the logits of all of them, and one mean."""
     torch.manual_seed(0)
@@ -119,6 +153,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     check_own_tokens(mesh)
+    if mesh.size() == 4:
+        check_replicas()
     for argument in sys.argv[1:]:
         family, tied = argument.split(":")
         off = check(family, mesh, tied == "tied")
