@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memo import __version__
+from memo.cli import streams
 from memo.errors import ExitCode, MemoError, UsageError
 
 __all__ = ["main"]
@@ -79,37 +80,55 @@ __doc_line__ = "Activation memory for training transformers: keep, swap, recompu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code. Never lets a MemoError or a Ctrl-C become a traceback."""
+    if argv is None:
+        streams.prepare()
     args = list(sys.argv[1:] if argv is None else argv)
+    who = f"memo {args[0]}" if args and args[0] in COMMANDS else "memo"
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # rich's way with a pipe that nobody reads
+        return ExitCode.OK if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
+    except MemoError as error:
+        if isinstance(error, UsageError):
+            _leave_it_to_the_first_rank()
+        message = " ".join(str(error).split())
+        print(f"{who}: {message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{who}: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # `memo ... | head`
+        streams.abandon_stdout()
+        return ExitCode.OK
+    except OSError as error:
+        if not streams.is_full(error):
+            raise
+        streams.abandon_stdout()
+        print(f"{who}: cannot write: {error.strerror}", file=sys.stderr)
+        return ExitCode.FAILURE
+
+
+def _run(args: Sequence[str]) -> int:
+    """The subcommand's exit code, or that of the overview."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return ExitCode.OK if args else ExitCode.USAGE
-    if args[0] in ("-V", "--version"):
+    name = args[0]
+    if name in ("-V", "--version"):
         print(f"memo {__version__}")
         return ExitCode.OK
-    name = args[0]
     if name not in COMMANDS:
-        print(f"memo: unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return ExitCode.USAGE
+        raise UsageError(f"unknown command {name!r}; one of {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(prog=f"memo {name}", description=COMMANDS[name][1])
     module.configure(parser)
     try:
         parsed = parser.parse_args(args[1:])
-        return int(module.run(parsed))
-    except SystemExit as stop:  # argparse's own --help and usage errors
+    except SystemExit as stop:  # --help and usage errors
         return int(stop.code or 0)
-    except MemoError as error:
-        if isinstance(error, UsageError):
-            _leave_it_to_the_first_rank()
-        message = " ".join(str(error).split())
-        print(f"memo {name}: {message}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"memo {name}: interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `memo ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+    return int(module.run(parsed))
 
 
 if __name__ == "__main__":
