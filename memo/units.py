@@ -21,9 +21,11 @@ __all__ = [
 ]
 
 _BYTE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)")
+_TOKENS = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([kKmM]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_MOST = 1 << 62
+"""Of bytes and of tokens: what the formats of plans and traces can hold."""
 _DURATION_S = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -31,22 +33,25 @@ def parse_bytes(text: int | str, *, what: str = "size") -> int:
     """Bytes from an int or from text such as `64KiB`, `1.5GiB`, `4096`.
 
     Raises:
-        UsageError: negative, not a number, or a unit other than B, KiB, MiB, GiB, TiB.
+        UsageError: negative, not a number, more than 2^62, or a unit other than B, KiB, MiB, GiB, TiB.
     """
-    if isinstance(text, bool):
-        raise UsageError(f"{what}: {text!r} is not a size; write for instance 8GiB")
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise UsageError(f"{what}: {_shown(text)} is not a size; write for instance 8GiB")
     if isinstance(text, int):
-        if text < 0:
-            raise UsageError(f"{what}: {text} is negative; write for instance 8GiB")
-        return text
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or match[2] not in _BYTE_UNITS:
-        raise UsageError(f"{what}: cannot read {text!r}; write for instance 8GiB (units B, KiB, MiB, GiB, TiB)")
-    return (
-        math.floor(float(match[1]) * _BYTE_UNITS[match[2]])
-        if "." in match[1]
-        else int(match[1]) * _BYTE_UNITS[match[2]]
-    )
+        nbytes = text
+    else:
+        match = _BYTES.fullmatch(text.strip())
+        if match is None or match[2] not in _BYTE_UNITS:
+            raise UsageError(
+                f"{what}: cannot read {_shown(text)}; write for instance 8GiB (units B, KiB, MiB, GiB, TiB)"
+            )
+        unit = _BYTE_UNITS[match[2]]
+        nbytes = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if nbytes < 0:
+        raise UsageError(f"{what}: {_shown(text)} is negative; write for instance 8GiB")
+    if nbytes > _MOST:
+        raise UsageError(f"{what}: {_shown(text)} is more than 2^62 bytes")
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:
@@ -70,10 +75,10 @@ def parse_tokens(text: int | str, *, what: str = "token count") -> int:
     else:
         match = _TOKENS.fullmatch(str(text).strip())
         if match is None:
-            raise UsageError(f"{what}: cannot read {text!r}; write for instance 4096, 32k or 1m")
+            raise UsageError(f"{what}: cannot read {_shown(text)}; write for instance 4096, 32k or 1m")
         count = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
-    if count <= 0 or count != int(count):
-        raise UsageError(f"{what}: {text!r} is not a positive whole number of tokens")
+    if not 0 < count <= _MOST or count != int(count):
+        raise UsageError(f"{what}: {_shown(text)} is not a whole number of tokens from 1 to 2^62")
     return int(count)
 
 
@@ -93,10 +98,10 @@ def parse_duration_s(text: float | str, *, what: str = "duration") -> float:
     """
     match = _DURATION.fullmatch(str(text).strip())
     if match is None:
-        raise UsageError(f"{what}: cannot read {text!r}; write for instance 60s, 500ms or 2m")
+        raise UsageError(f"{what}: cannot read {_shown(text)}; write for instance 60s, 500ms or 2m")
     seconds = float(match[1]) * _DURATION_S[match[2]]
     if seconds <= 0 or not math.isfinite(seconds):
-        raise UsageError(f"{what}: {text!r} is not a positive duration")
+        raise UsageError(f"{what}: {_shown(text)} is not a positive duration")
     return seconds
 
 
@@ -108,3 +113,9 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def _shown(given: object) -> str:
+    """What was given, as a message can hold it: escaped, and its first characters if it has many."""
+    text = repr(given)
+    return text if len(text) <= 60 else f"{text[:57]}..."
