@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any, TypeVar
 
-from memo.errors import PlanError
 from memo.mip.activation import ActivationPlan
+from memo.mip.buffers import Plan
+from memo.mip.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT
+from memo.mip.files import address_plan_of
 from memo.mip.hardware import Hardware
 from memo.mip.profile import Profile
-from memo.mip.strict import decode, encode, parse_json, read_text
+from memo.mip.strict import decode, encode, parse_json, read_as, require_format
 
 __all__ = [
-    "is_activation_plan",
     "plan_from_json",
     "plan_to_json",
     "profile_to_json",
     "read_activation_plan",
+    "read_either_plan",
     "read_hardware",
     "read_profile",
 ]
@@ -40,17 +41,17 @@ def read_activation_plan(path: Path_) -> ActivationPlan:
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the key.
     """
-    return _read(path, ActivationPlan, PLAN_FORMAT)
+    return read_as(path, lambda text: _parse(text, ActivationPlan, PLAN_FORMAT))
 
 
 def read_profile(path: Path_) -> Profile:
     """The profile in a file. Raises as `read_activation_plan`."""
-    return _read(path, Profile, PROFILE_FORMAT)
+    return read_as(path, lambda text: _parse(text, Profile, PROFILE_FORMAT))
 
 
 def read_hardware(path: Path_) -> Hardware:
     """The machine in a file. Raises as `read_activation_plan`."""
-    return _read(path, Hardware, HARDWARE_FORMAT)
+    return read_as(path, lambda text: _parse(text, Hardware, HARDWARE_FORMAT))
 
 
 def plan_to_json(plan: ActivationPlan) -> str:
@@ -73,12 +74,21 @@ def plan_from_json(text: str) -> ActivationPlan:
     return _parse(text, ActivationPlan, PLAN_FORMAT)
 
 
-def is_activation_plan(path: Path_) -> bool:
-    """Whether a file says that it is an activation plan; false for what cannot be read, too."""
-    try:
-        return parse_json(read_text(Path(path)), fractions=True).get("format") == PLAN_FORMAT
-    except (OSError, PlanError):
-        return False
+def read_either_plan(path: Path_) -> ActivationPlan | Plan:
+    """The activation plan, or the address plan, in a file, which is read once: it may be standard input.
+
+    Raises:
+        PlanError: as `read_activation_plan`.
+    """
+
+    def either(text: str) -> ActivationPlan | Plan:
+        root = parse_json(text)
+        require_format(root, PLAN_FORMAT, ADDRESS_PLAN_FORMAT, version=VERSION)
+        return (
+            address_plan_of(root) if root["format"] == ADDRESS_PLAN_FORMAT else _of(root, ActivationPlan, PLAN_FORMAT)
+        )
+
+    return read_as(path, either)
 
 
 def _document(name: str, value: object) -> str:
@@ -93,21 +103,10 @@ def _value(entry: Any) -> str:
     return json.dumps(entry)
 
 
-def _read(path: Path_, kind: type[T], name: str) -> T:
-    shown = repr(os.fspath(path))
-    try:
-        return _parse(read_text(Path(path)), kind, name)
-    except PlanError as error:
-        raise PlanError(f"{shown}: {error}") from None
-    except OSError as error:
-        raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
-
-
 def _parse(text: str, kind: type[T], name: str) -> T:
-    root = parse_json(text, fractions=True)
-    if root.pop("format", None) != name:
-        raise PlanError(f"the file's format is not {name!r}")
-    version = root.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
-        raise PlanError(f"version {str(version)[:80]} of the format is not known, only {VERSION}")
-    return decode(kind, root, "the file")
+    return _of(parse_json(text), kind, name)
+
+
+def _of(root: dict[str, Any], kind: type[T], name: str) -> T:
+    require_format(root, name, version=VERSION)
+    return decode(kind, {key: value for key, value in root.items() if key not in ("format", "version")}, "the file")

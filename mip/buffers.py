@@ -8,6 +8,7 @@ starts at t may share bytes. Whether offsets are right is for `memo.mip.check` a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
@@ -89,10 +90,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not 1 <= self.alignment <= MAX_NBYTES:
-            raise PlanError(f"alignment {self.alignment} is not positive")
-        ids = {buffer.id for buffer in self.buffers}
-        if len(ids) != len(self.buffers):
-            raise PlanError(f"{len(self.buffers) - len(ids)} buffers have the id of another one")
+            raise PlanError(f"alignment {self.alignment} is not between 1 and 2^62")
+        counts = collections.Counter(buffer.id for buffer in self.buffers)
+        if len(counts) != len(self.buffers):
+            name, count = counts.most_common(1)[0]
+            raise PlanError(f"{count} buffers have the id {name!r}; each needs one of its own")
         if sum(buffer.nbytes + self.alignment + buffer.alignment for buffer in self.buffers) > MAX_NBYTES:
             raise PlanError("the buffers' sizes add up to more than 2^62 bytes")
         for arena, nbytes in self.capacities.items():

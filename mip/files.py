@@ -11,18 +11,19 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from memo.errors import PlanError
+from memo.errors import OutputExists, PlanError
 from memo.mip.buffers import DEVICE, MAX_NBYTES, ArenaPlan, Buffer, Plan, Problem, Status
-from memo.mip.strict import parse_json, read_text
+from memo.mip.strict import parse_json, read_as, require_format
 
 __all__ = [
     "PROBLEM_FORMAT",
     "VERSION",
     "Notes",
+    "address_plan_of",
     "plan_to_csv",
     "plan_to_json",
     "problem_to_json",
@@ -46,7 +47,6 @@ NOTES = ("tag", "phase", "stream")
 Path_ = str | os.PathLike[str]
 Notes = Mapping[str, str]
 """The notes of one buffer, by name; those it does not have are absent or empty."""
-T = TypeVar("T")
 
 
 def read_problem(path: Path_) -> Problem:
@@ -64,7 +64,9 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
     Raises:
         PlanError: as `read_problem`.
     """
-    return _read(path, lambda text: _annotated(parse_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text))
+    return read_as(
+        path, lambda text: _annotated(parse_json(text)) if text.lstrip()[:1] == "{" else _annotated_csv(text)
+    )
 
 
 def read_plan(path: Path_) -> Plan:
@@ -73,7 +75,7 @@ def read_plan(path: Path_) -> Plan:
     Raises:
         PlanError: as `read_problem`.
     """
-    return _read(path, lambda text: _plan_of(parse_json(text)))
+    return read_as(path, lambda text: address_plan_of(parse_json(text)))
 
 
 def write_file(path: Path_, text: str, *, overwrite: bool = False) -> None:
@@ -85,7 +87,8 @@ def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None
     """Writes the content under a temporary name beside `path`, then gives it its name.
 
     Raises:
-        PlanError: the file exists and may not be overwritten, or cannot be written; nothing is left behind.
+        OutputExists: the file exists and may not be overwritten.
+        PlanError: it cannot be written; nothing is left behind.
     """
     target = Path(path)
     try:
@@ -103,7 +106,7 @@ def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None
         finally:
             Path(partial).unlink(missing_ok=True)
     except FileExistsError:
-        raise PlanError(f"{str(path)!r} exists; give -f to overwrite it") from None
+        raise OutputExists(f"{str(path)!r} exists; give -f to overwrite it") from None
     except OSError as error:
         raise PlanError(f"{str(path)!r}: cannot write: {error.strerror}") from None
 
@@ -186,18 +189,9 @@ def _buffer_to_json(buffer: Buffer) -> dict[str, object]:
     return entry | {key: value for key, (value, default) in optional.items() if value != default}
 
 
-def _read(path: Path_, decode: Callable[[str], T]) -> T:
-    shown = repr(os.fspath(path))
-    try:
-        return decode(read_text(Path(path)))
-    except PlanError as error:
-        raise PlanError(f"{shown}: {error}") from None
-    except OSError as error:
-        raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
-
-
-def _plan_of(root: dict[str, Any]) -> Plan:
-    _header(root, PLAN_FORMAT)
+def address_plan_of(root: dict[str, Any]) -> Plan:
+    """The plan in a file's JSON object. Raises as `read_plan`."""
+    require_format(root, PLAN_FORMAT, version=VERSION)
     _only(root, "the file", {"format", "version", "alignment", "buffers", "arenas", "seed", "capacities"})
     offsets = []
     for index, entry in enumerate(_array(root, "buffers")):
@@ -224,7 +218,7 @@ def _plan_of(root: dict[str, Any]) -> Plan:
 
 
 def _problem_of(root: dict[str, Any]) -> Problem:
-    _header(root, PLAN_FORMAT, PROBLEM_FORMAT)
+    require_format(root, PLAN_FORMAT, PROBLEM_FORMAT, version=VERSION)
     if root["format"] == PROBLEM_FORMAT:
         _only(root, "the file", {"format", "version", "alignment", "buffers", "capacities"})
     entries = _array(root, "buffers")
@@ -267,13 +261,6 @@ def _buffer_of(entry: dict[str, Any], where: str) -> Buffer:
         arena=_string(entry, "arena", where) if "arena" in entry else DEVICE,
         group=_string(entry, "group", where) if "group" in entry else "",
     )
-
-
-def _header(root: dict[str, Any], *formats: str) -> None:
-    if root.get("format") not in formats:
-        raise PlanError(f"format is {str(root.get('format'))[:80]!r}, not {' or '.join(formats)}")
-    if root.get("version") is True or root.get("version") != VERSION:
-        raise PlanError(f"version is {str(root.get('version'))[:80]}; this program reads version {VERSION}")
 
 
 def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:

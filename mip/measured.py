@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from memo.errors import PlanError
 from memo.mip.hardware import Hardware
-from memo.mip.strict import parse_json, read_text
+from memo.mip.strict import parse_json, read_as
 
 __all__ = ["with_measured"]
 
@@ -27,14 +26,12 @@ def with_measured(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
     Raises:
         PlanError: the file is no such report.
     """
-    shown = repr(os.fspath(path))
-    try:
-        report = parse_json(read_text(Path(path)), fractions=True)
+
+    def measured(text: str) -> Hardware:
+        report = parse_json(text)
         return dataclasses.replace(machine, **_gpus(_entries(report, "gpus")), **_host(report), **_disks(report))
-    except PlanError as error:
-        raise PlanError(f"{shown}: {error}") from None
-    except OSError as error:
-        raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
+
+    return read_as(path, measured)
 
 
 def _gpus(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -16,12 +16,23 @@ import stat
 import sys
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memo.errors import PlanError
 
-__all__ = ["MAX_FILE_NBYTES", "MAX_TEXT", "STDIN", "decode", "encode", "parse_json", "read_text"]
+__all__ = [
+    "MAX_FILE_NBYTES",
+    "MAX_TEXT",
+    "STDIN",
+    "decode",
+    "encode",
+    "parse_json",
+    "read_as",
+    "read_text",
+    "require_format",
+]
 
 MAX_FILE_NBYTES = 32 << 20
 STDIN = "-"
@@ -32,13 +43,41 @@ MAX_WHOLE = 1 << 62
 T = TypeVar("T")
 
 
+def read_as(path: str | os.PathLike[str], understand: Callable[[str], T]) -> T:
+    """What `understand` makes of a file's text, which raises a PlanError where it is not what it must be.
+
+    Raises:
+        PlanError: the same, or the file cannot be read; the message begins with the file's name.
+    """
+    name = os.fspath(path)
+    shown = "standard input" if name == STDIN else repr(name)
+    try:
+        return understand(read_text(Path(path)))
+    except PlanError as error:
+        raise PlanError(f"{shown}: {error}") from None
+    except OSError as error:
+        raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
+
+
+def require_format(root: dict[str, Any], *formats: str, version: int) -> None:
+    """Raises PlanError where the file says that it is something else, or of another version."""
+    given = root.get("format")
+    if given not in formats:
+        said = "no format" if given is None else f"the format {str(given)[:80]!r}"
+        raise PlanError(f"it names {said}, not {' or '.join(formats)}")
+    if type(root.get("version")) is not int or root["version"] != version:
+        raise PlanError(f"version is {str(root.get('version'))[:80]}; this program reads version {version}")
+
+
 def read_text(path: Path) -> str:
     """The text of a regular file of at most 32 MiB, or of the standard input where the path is `-`.
 
     Raises:
-        PlanError: it is something else. OSError: it cannot be read.
+        PlanError: it is something else, or empty. OSError: it cannot be read.
     """
     raw = _raw(path)
+    if not raw.strip():
+        raise PlanError("is empty")
     if len(raw) > MAX_FILE_NBYTES:
         raise PlanError(f"larger than {MAX_FILE_NBYTES >> 20} MiB")
     try:
@@ -56,8 +95,8 @@ def _raw(path: Path) -> bytes:
         return file.read(MAX_FILE_NBYTES + 1)
 
 
-def parse_json(text: str, *, fractions: bool = False) -> dict[str, Any]:
-    """The object in the text; numbers with a point or an exponent only where the format has `fractions`.
+def parse_json(text: str) -> dict[str, Any]:
+    """The object in the text.
 
     Raises:
         PlanError: not JSON, no object, a repeated key, a number that is infinite or no number, too deep.
@@ -67,7 +106,7 @@ def parse_json(text: str, *, fractions: bool = False) -> dict[str, Any]:
         raise PlanError(f"{word[:80]} is not a number of this format")
 
     def finite(word: str) -> float:
-        if not (fractions and math.isfinite(float(word))):
+        if not math.isfinite(float(word)):
             refuse(word)
         return float(word)
 
@@ -86,7 +125,7 @@ def parse_json(text: str, *, fractions: bool = False) -> dict[str, Any]:
     except ValueError as error:
         raise PlanError(f"not JSON: {str(error)[:120]}") from None
     if not isinstance(value, dict):
-        raise PlanError("the file is not an object")
+        raise PlanError("not a JSON object")
     return value
 
 

@@ -7,24 +7,24 @@ import json
 
 from memo.cli.plans import printable
 from memo.errors import ExitCode, PlanInvalid
+from memo.mip.activation import ActivationPlan
 from memo.mip.activation_check import check_plan
-from memo.mip.activation_files import is_activation_plan, read_activation_plan
+from memo.mip.activation_files import read_either_plan
 from memo.mip.activation_prove import prove
 from memo.mip.check import check
-from memo.mip.files import read_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of `memo check`."""
-    parser.add_argument("plan", help="a plan in JSON")
+    parser.add_argument("plan", help="a plan in JSON; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Exit code 5 with the rule and the buffers when the plan is invalid."""
-    if is_activation_plan(args.plan):
-        return _check_activations(args)
-    plan = read_plan(args.plan)
+    plan = read_either_plan(args.plan)
+    if isinstance(plan, ActivationPlan):
+        return _check_activations(plan, args)
     violation = check(plan)
     if args.json:
         report: dict[str, object] = {"valid": violation is None, "buffers": len(plan.problem.buffers)}
@@ -38,9 +38,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _check_activations(args: argparse.Namespace) -> ExitCode:
+def _check_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCode:
     """By the independent checker, and by playing the step."""
-    plan = read_activation_plan(args.plan)
     violation = check_plan(plan)
     rule, message = (None, None) if violation is None else (violation.rule.value, violation.message)
     if rule is None:

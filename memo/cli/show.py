@@ -7,25 +7,33 @@ import json
 
 from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.plans import arena_table, plan_summary, printable, table
-from memo.errors import ExitCode
+from memo.errors import ExitCode, UsageError
+from memo.mip.activation import ActivationPlan
 from memo.mip.activation_check import check_plan
-from memo.mip.activation_files import is_activation_plan, read_activation_plan
+from memo.mip.activation_files import read_either_plan
 from memo.mip.check import check
-from memo.mip.files import read_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of `memo show`."""
-    parser.add_argument("plan", help="a plan in JSON")
-    parser.add_argument("--buffers", type=int, default=20, metavar="N", help="list the first N by offset; 0 for none")
+    parser.add_argument("plan", help="a plan in JSON; - is standard input")
+    parser.add_argument(
+        "--buffers",
+        type=int,
+        default=20,
+        metavar="N",
+        help="of an address plan, list the first N by offset (default 20; 0 for none)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Shows invalid plans, too, and says that they are."""
-    if is_activation_plan(args.plan):
-        return _show_activations(args)
-    plan = read_plan(args.plan)
+    if args.buffers < 0:
+        raise UsageError(f"--buffers {args.buffers} is negative; 0 lists none")
+    plan = read_either_plan(args.plan)
+    if isinstance(plan, ActivationPlan):
+        return _show_activations(plan, args)
     violation = check(plan)
     if args.json:
         print(json.dumps({**plan_summary(plan), "valid": violation is None}))
@@ -34,7 +42,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     placed = sorted(zip(plan.problem.buffers, plan.offsets, strict=False), key=lambda p: (p[0].arena, p[1], p[0].start))
     rows = [
         (printable(b.id), printable(b.arena, width=20), f"{offset}", f"{b.nbytes}", f"{b.start}", f"{b.end}")
-        for b, offset in placed[: max(args.buffers, 0)]
+        for b, offset in placed[: args.buffers]
     ]
     if rows:
         print(f"\n{table(('buffer', 'arena', 'offset', 'bytes', 'start', 'end'), rows)}")
@@ -45,8 +53,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _show_activations(args: argparse.Namespace) -> ExitCode:
-    plan = read_activation_plan(args.plan)
+def _show_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCode:
     violation = check_plan(plan)
     if args.json:
         print(json.dumps({**activation_summary(plan), "valid": violation is None}))

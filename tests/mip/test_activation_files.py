@@ -14,15 +14,18 @@ from memo.errors import PlanError
 from memo.mip.activation import Pipeline
 from memo.mip.activation_files import (
     hardware_to_json,
-    is_activation_plan,
     plan_from_json,
     plan_to_json,
     profile_to_json,
     read_activation_plan,
+    read_either_plan,
     read_hardware,
     read_profile,
 )
 from memo.mip.activation_solve import solve_problem
+from memo.mip.buffers import Plan, Problem
+from memo.mip.files import plan_to_json as address_plan_to_json
+from memo.mip.files import read_plan
 from memo.mip.hardware import PRESETS
 
 PLAN = solve_problem(random_problem(2, layers=6, classes=2, pipeline=Pipeline(stages=2, microbatches=3)))
@@ -46,11 +49,21 @@ def test_profiles_and_machines_come_back(tmp_path: Path) -> None:
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(TEXT)
-    assert is_activation_plan(path)
-    assert read_activation_plan(path) == PLAN
-    path.write_text('{"format": "memo-address-plan"}')
-    assert not is_activation_plan(path)
-    assert not is_activation_plan(tmp_path / "missing")
+    assert read_either_plan(path) == read_activation_plan(path) == PLAN
+    empty = Plan(problem=Problem(buffers=()), offsets=(), arenas=())
+    path.write_text(address_plan_to_json(empty))
+    assert read_either_plan(path) == empty
+    with pytest.raises(PlanError, match="names the format 'memo-address-plan', not memo-activation-plan"):
+        read_activation_plan(path)
+    path.write_text(TEXT)
+    with pytest.raises(PlanError, match="names the format 'memo-activation-plan', not memo-address-plan"):
+        read_plan(path)
+    path.write_text("{}")
+    with pytest.raises(PlanError, match="names no format, not memo-activation-plan or memo-address-plan"):
+        read_either_plan(path)
+    path.write_text(" \n")
+    with pytest.raises(PlanError, match=r"plan\.json': is empty"):
+        read_either_plan(path)
 
 
 def edited(edit: Callable[[dict[str, Any]], object]) -> str:
@@ -72,15 +85,15 @@ BUDGETS = ("problem", "budgets")
 CLASS = ("problem", "profile", "classes", 0)
 HOSTILE = {
     "nothing": ("", "not JSON"),
-    "an array": ("[]", "not an object"),
+    "an array": ("[]", "not a JSON object"),
     "deep": ("[" * 100_000, "nested too deeply"),
     "a number beyond every float": (TEXT.replace('"version": 1', '"version": 1e999'), "not a number"),
     "a number of 5000 digits": (TEXT.replace('"version": 1', '"version": ' + "9" * 5000), "not JSON"),
     "NaN": (TEXT.replace('"version": 1', '"version": NaN'), "not a number"),
     "a key twice": (TEXT.replace('"version": 1', '"version": 1, "version": 1'), "twice"),
-    "another format": (edited(at("format", value="memo-profile")), "format is not"),
-    "another version": (edited(at("version", value=2)), "version 2"),
-    "true as version": (edited(at("version", value=True)), "version True"),
+    "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
+    "another version": (edited(at("version", value=2)), "version is 2"),
+    "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),
     "a missing key": (edited(lambda root: root.pop("layers")), "has no layers"),
