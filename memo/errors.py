@@ -20,6 +20,7 @@ __all__ = [
     "MemoError",
     "ModifiedAfterSave",
     "NoRepeatedLayers",
+    "OutputExists",
     "PeerLost",
     "PlanError",
     "PlanInvalid",
@@ -97,6 +98,10 @@ class PlanInvalid(PlanError):
 
 class RecordError(MemoError):
     """A training step that cannot be recorded: its shapes depend on data, or it is not what it must be."""
+
+
+class OutputExists(MemoError):
+    """A file that would be written exists, and nobody said that it may be overwritten."""
 
 
 class Infeasible(MemoError):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from memo.allocator.caching import CachingUse, Segments, simulate_caching
 from memo.allocator.trace import trace_of
+from memo.cli.output import file_name, refuse_existing, shown
 from memo.cli.plans import arena_table, plan_summary, table
-from memo.errors import ExitCode, PlanError, UsageError
+from memo.errors import ExitCode, UsageError
 from memo.mip.buffers import DEVICE, Plan, Problem
 from memo.mip.files import Notes, plan_to_csv, plan_to_json, read_annotated, write_file
 from memo.mip.picture import write_picture
@@ -47,19 +47,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gap", default="0%", metavar="PERCENT", help="good enough above the lower bound, e.g. 1%%")
     parser.add_argument("--method", choices=[str(method) for method in Method], default="auto", help="default auto")
     parser.add_argument("--seed", type=int, default=0, help="of the orders that the search tries")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan: JSON, or CSV if it ends in .csv")
+    parser.add_argument(
+        "-o", "--output", type=file_name, metavar="FILE", help="write the plan: JSON, or CSV if it ends in .csv"
+    )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw the layout: .png or .html")
+    parser.add_argument("--plot", type=file_name, metavar="FILE", help="draw the layout: .png or .html")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Solves, checks, writes, reports."""
     time_limit_s = parse_duration_s(args.time_limit, what="--time-limit")
     gap = _parse_gap(args.gap)
-    for path in filter(None, (args.output, args.plot)):
-        if os.path.lexists(path) and not args.force:
-            raise PlanError(f"{path!r} exists; give -f to overwrite it")
+    refuse_existing(args.output, args.plot, force=args.force)
     if args.plot and not args.plot.endswith((".png", ".html")):
         raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
     if args.problem == STDIN and sys.stdin.isatty():
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if caching:
         print(f"\n{_caching_table(plan, caching)}")
     for path in filter(None, (args.output, args.plot)):
-        print(f"Wrote {path}")
+        print(f"Wrote {shown(path)}")
     return ExitCode.OK
 
 

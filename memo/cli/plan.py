@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from typing import TYPE_CHECKING
 
 from memo.cli.activation_tables import activation_summary, activation_table
-from memo.errors import ExitCode, PlanError, UsageError
+from memo.cli.output import file_name, refuse_existing, shown
+from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS as MODELS
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.derive import Layout, derive_profile
@@ -78,21 +78,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     within.add_argument("--nvme", default="0", metavar="SIZE", help="of a node's disks (default: none)")
     within.add_argument("--wear", type=float, metavar="TB", help="terabytes that may be written to them a day")
     out = parser.add_argument_group("what comes out")
-    out.add_argument("-o", "--output", metavar="FILE", help="write the plan")
+    out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan")
     out.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     out.add_argument(
         "--sweep", choices=("seq", "device"), help="how the plan moves with the length or the device budget"
     )
-    out.add_argument("--plot", metavar="FILE", help="draw the sweep: .png, .svg or .pdf")
+    out.add_argument("--plot", type=file_name, metavar="FILE", help="draw the sweep: .png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Plans, has the plan checked and simulated, writes, reports."""
     request = Request.of(args)
-    for path in filter(None, (args.output, args.plot)):
-        if os.path.lexists(path) and not args.force:
-            raise PlanError(f"{path!r} exists; give -f to overwrite it")
+    refuse_existing(args.output, args.plot, force=args.force)
     if args.sweep is not None:
         from memo.cli.plan_sweep import run_sweep
 
@@ -114,7 +112,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
     if args.output:
-        print(f"Wrote {args.output}")
+        print(f"Wrote {shown(args.output)}")
     return ExitCode.OK
 
 

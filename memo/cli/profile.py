@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 from typing import TYPE_CHECKING
 
+from memo.cli.output import file_name, refuse_existing, shown
 from memo.cli.plans import printable, table
-from memo.errors import ExitCode, PlanError, UsageError
+from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation_files import profile_to_json
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=3, metavar="N", help="steps of each kind; the shortest times count"
     )
     parser.add_argument("--disk-dir", metavar="DIR", help="for what moves while levels are measured")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the profile")
+    parser.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the profile")
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Measures, writes, reports."""
     if args.batch < 1 or args.repeats < 1:
         raise UsageError("--batch and --repeats must be at least 1")
-    if args.output and os.path.lexists(args.output) and not args.force:
-        raise PlanError(f"{args.output!r} exists; give -f to overwrite it")
+    refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     build = _step_maker(args, tokens)
     from memo.profiling import measure_profile
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         return ExitCode.OK
     print(_table(profile))
     if args.output:
-        print(f"Wrote {args.output}")
+        print(f"Wrote {shown(args.output)}")
     return ExitCode.OK
 
 

@@ -11,13 +11,13 @@ import contextlib
 import functools
 import gc
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from memo.allocator.trace import AllocationTrace, trace_to_csv, trace_to_json
+from memo.cli.output import file_name, refuse_existing, shown
 from memo.cli.plans import table
-from memo.errors import ExitCode, PlanError, UsageError
+from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS, GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.files import write_file
@@ -76,7 +76,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", action="store_true", help="with AdamW's step and the gradients' release")
     parser.add_argument("--exact", action="store_true", help="sizes as asked for, not in CUDA's multiples of 512 bytes")
     parser.add_argument("--real", action="store_true", help="with real tensors, where a step needs their contents")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the trace: CSV, or JSON if it ends in .json")
+    parser.add_argument(
+        "-o", "--output", type=file_name, metavar="FILE", help="the trace: CSV, or JSON if it ends in .json"
+    )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -87,8 +89,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError("--batch must be at least 1")
     if args.alpha is not None and not 0 <= args.alpha <= 1:
         raise UsageError(f"--alpha {args.alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)")
-    if args.output and os.path.lexists(args.output) and not args.force:
-        raise PlanError(f"{args.output!r} exists; give -f to overwrite it")
+    refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     recording = _record(args, tokens)
     if args.output:
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if piped:
         sys.stdout.write(trace_to_csv(recording.trace))
     if args.output:
-        print(f"Wrote {args.output}")
+        print(f"Wrote {shown(args.output)}")
     return ExitCode.OK
 
 

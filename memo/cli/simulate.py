@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import replacing, say_written
+from memo.cli.output import file_path, replacing, say_written
 from memo.cli.simulation_tables import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import ActivationPlan, ActivationProblem
@@ -37,7 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--hardware", metavar="NAME|FILE", help=f"another machine's links: {', '.join(PRESETS)}, or a JSON file"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the timeline; of several stages, into this directory"
+        "-o",
+        "--output",
+        type=file_path,
+        metavar="FILE",
+        help="write the timeline; of several stages, into this directory",
     )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import replacing, say_written
+from memo.cli.output import file_path, refuse_existing, replacing, say_written
 from memo.cli.trace_tables import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
 from memo.trace import diff
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _choice(stats)
     stats.add_argument("--json", action="store_true", help="one object, every rank and step")
     html = _command(commands, "html", "one self-contained page with every byte and millisecond", _html)
-    html.add_argument("--plan", type=Path, help="an address plan to show as a packing picture")
+    html.add_argument("--plan", type=Path, metavar="FILE", help="an address plan to show as a packing picture")
     _output(html)
     chrome = _command(commands, "chrome", "Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
     _output(chrome)
@@ -87,8 +87,8 @@ def _choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("-f", "--force", action="store_true", help="write over an existing file")
+    parser.add_argument("-o", "--output", type=file_path, required=True, metavar="FILE")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -106,6 +106,7 @@ def _html(args: argparse.Namespace) -> int:
     from memo.trace.html import render_page
     from memo.trace.pagedata import page_data
 
+    refuse_existing(args.output, force=args.force)
     report = report_on(_read(args))
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
@@ -129,6 +130,7 @@ def _packing(path: Path) -> list[dict[str, Any]]:
 def _chrome(args: argparse.Namespace) -> int:
     from memo.trace.chrome import chrome_trace
 
+    refuse_existing(args.output, force=args.force)
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
     with replacing(args.output, force=args.force) as target:
@@ -142,6 +144,7 @@ def _png(args: argparse.Namespace) -> int:
 
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
+    refuse_existing(args.output, force=args.force)
     report = report_on(_read(args))
     rank, step = _chosen(report, args)
     with replacing(args.output, force=args.force) as target:

@@ -95,7 +95,7 @@ def test_an_existing_trace_is_written_over_only_when_told(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("mine")
-    assert main(["simulate", str(plan_path), "-o", str(trace)]) == ExitCode.USAGE
+    assert main(["simulate", str(plan_path), "-o", str(trace)]) == ExitCode.FAILURE
     assert trace.read_text() == "mine"
     assert main(["simulate", str(plan_path), "-o", str(trace), "-f"]) == ExitCode.OK
     assert read_trace(trace).events

@@ -114,8 +114,8 @@ def test_nothing_is_written_over_without_force(
 ) -> None:
     target = tmp_path / f"old.{'json' if what == 'chrome' else what}"
     target.write_text("mine")
-    assert main(["trace", what, *traces, "-o", str(target)]) == ExitCode.USAGE
-    assert "--force" in capsys.readouterr().err
+    assert main(["trace", what, *traces, "-o", str(target)]) == ExitCode.FAILURE
+    assert "give -f" in capsys.readouterr().err
     assert target.read_text() == "mine"
     assert main(["trace", what, *traces, "-o", str(target), "--force"]) == ExitCode.OK
     assert target.read_bytes() != b"mine"
