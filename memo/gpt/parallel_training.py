@@ -135,7 +135,14 @@ class ParallelTrainer(Trainer):
                 losses = [self._forward(ours.at(index)) for index in range(self.config.eval_steps)]
         finally:
             self.model.train()
+            self._reshard()
         return self._mean([loss for loss in losses if loss is not None], self.config.eval_steps)
+
+    def _reshard(self) -> None:
+        """What forwards gathered and no backward gave up again. Gathered parameters are others than the optimizer's."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _forward(self, batch: RankBatch) -> torch.Tensor | None:
         """The loss of a batch that goes through all stages, where the last one is."""
@@ -232,9 +239,10 @@ class ParallelTrainer(Trainer):
     def _state_of(self, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         if not self.optimizer.state:
             empty_state(self.optimizer)
+        known = dict(self.optimizer.state)  # which would make up an empty one for a parameter that it does not know
         return {
             "model": {name: parameter.detach() for name, parameter in parameters.items()},
-            "optimizer": {name: dict(self.optimizer.state[parameter]) for name, parameter in parameters.items()},
+            "optimizer": {name: dict(known[parameter]) for name, parameter in parameters.items()},
         }
 
 
