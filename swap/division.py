@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from memo.swap.answers import RandomAnswer
 from memo.swap.levels import Level
 from memo.swap.partial import Partial
-from memo.swap.products import Product
 from memo.swap.replay import LayerCall, Span, Wanted
+from memo.swap.results import Result
 from memo.swap.tokenrules import Unproven
 from memo.swap.tokens import Axis, Mark, Rows, layout_of_part, rows_of
+from memo.swap.treatment import Treatment, treatments
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ class Division:
     parts: dict[SavedStorage, Partial]
     operators: tuple[torch._ops.OpOverload | str, ...] = ()
     """That the forward called."""
+    treatments: tuple[Treatment, ...] = ()
+    """Of its results at the middle level."""
     left_out: int | None = None
     """Of a layer that runs again whole: how many of its saved tensors come after the last one that is wanted."""
 
@@ -54,7 +57,7 @@ class Division:
             (span.first, span.stop, span.level, *((w.position, w.layout, w.rows) for w in span.wanted))
             for span in (call.span for call in self.calls)
         )
-        return (self.operators, *spans)
+        return (self.operators, self.treatments, *spans)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class _Divisible:
     axis: Axis
     rows: Rows
     saved: SavedStorage
-    is_product: bool
+    is_result: bool
 
 
 def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division | None:
@@ -84,20 +87,22 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
     if not found:
         return None
     tokens, (first, second) = noting.tokens.tokens, noting.ends
-    needed = _needed(noting.products, found)
+    last_wanted = max((item.position for item in found if not item.is_result), default=-1)
+    treated = tuple(zip(noting.results, treatments(noting.results, last_wanted), strict=True))
+    kept = [result for result, treatment in treated if treatment is Treatment.KEPT]
     hidden = engine.pack(watch.hidden)
     for answer in noting.answers:
         if not isinstance(answer, RandomAnswer):
             answer.store(engine)
-    _count(costs, watch, found, needed, engine)
+    _count(costs, watch, found, kept, engine)
     for answer in noting.answers:
         if isinstance(answer, RandomAnswer):
             answer.store(engine)
-    for product in noting.products:
-        if product in needed and first < second:
-            product.store(engine)
+    for result, treatment in treated:
+        if treatment is Treatment.KEPT and first < second:
+            result.store(engine)
         else:
-            product.drop()
+            result.drop()
     watch.arguments.join(noting.joined)
     make = functools.partial(
         LayerCall,
@@ -116,16 +121,21 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         outside=noting.outside,
     )
     last = _span(Level.ATTENTION, second, tokens, found, tokens)
-    middle = _span(Level.MATMULS, first, second, [item for item in found if not item.is_product], tokens)
+    middle = _span(Level.MATMULS, first, second, [item for item in found if not item.is_result], tokens)
     later = make(span=last, before=None) if last.wanted else None
-    earlier = make(span=middle, before=later, products=noting.products) if middle.wanted else later
+    earlier = make(span=middle, before=later, results=treated) if middle.wanted else later
     parts: dict[SavedStorage, Partial] = {}
     for item in found:
-        call, head = (later, second) if item.is_product else (earlier, first)
+        call, head = (later, second) if item.is_result else (earlier, first)
         if call is not None and head < tokens:
             parts[item.saved] = Partial(call, item.rows, tokens=tokens, first=head)
     calls = tuple(call for call in dict.fromkeys((later, earlier)) if call is not None)
-    return Division(calls=calls, parts=parts, operators=tuple(noting.operators))
+    return Division(
+        calls=calls,
+        parts=parts,
+        operators=tuple(noting.operators),
+        treatments=tuple(treatment for _, treatment in treated),
+    )
 
 
 def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible]:
@@ -134,7 +144,7 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
     assert noting is not None
     tokens = noting.tokens.tokens
     seen = {*noting.whole, *watch.kept_whole(output)}
-    products = {product.saved_in(engine) for product in noting.products} - {None}
+    results = {result.saved_in(engine) for result in noting.results} - {None}
     for position, slot in enumerate(noting.slots):
         tensor, axis = slot.tensor, slot.meaning
         storage = tensor.untyped_storage()
@@ -150,24 +160,18 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
             continue
         rows = rows_of(tensor, axis, tokens)
         if rows is not None:
-            is_product = saved in products
-            yield _Divisible(position=position, tensor=tensor, axis=axis, rows=rows, saved=saved, is_product=is_product)
+            is_result = saved in results
+            yield _Divisible(position=position, tensor=tensor, axis=axis, rows=rows, saved=saved, is_result=is_result)
 
 
-def _needed(products: Sequence[Product], found: Sequence[_Divisible]) -> list[Product]:
-    """Products that a recompute at level MATMULS asks for before it has all it wants."""
-    last = max((item.position for item in found if not item.is_product), default=-1)
-    return [product for product in products if product.axis is not None and product.position <= last]
-
-
-def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], needed: Sequence[Product], engine: Engine) -> None:
+def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine) -> None:
     """Before anything is saved that only some levels need."""
     noting = watch.noting
     assert noting is not None
     tokens = noting.tokens.tokens
     masks = sum(answer.bits_per_token for answer in noting.answers if isinstance(answer, RandomAnswer)) / 8
-    products = sum(item.rows.nbytes(1) for item in found if item.is_product)
-    besides = sum(product.bytes_per_token for product in needed if product.saved_in(engine) is None)
+    results = sum(item.rows.nbytes(1) for item in found if item.is_result)
+    besides = sum(result.bytes_per_token for result in kept if result.saved_in(engine) is None)
     every = sum(saved.nbytes for saved in watch.group.living())
     source = engine.saved_as(watch.hidden.untyped_storage())
     costs.counted(
@@ -176,7 +180,7 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], needed: Sequ
         always_bytes=every - sum(item.saved.nbytes for item in found),
         bytes_per_token={
             Level.ALL: sum(item.rows.nbytes(1) for item in found),
-            Level.MATMULS: products + besides + masks,
+            Level.MATMULS: results + besides + masks,
             Level.ATTENTION: masks,
         },
     )

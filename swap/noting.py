@@ -22,7 +22,7 @@ from memo.swap.arguments import argument_tensors, meaning_of_argument
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.capture import has_hidden_state
 from memo.swap.marked import Marked
-from memo.swap.products import Product, is_product
+from memo.swap.results import Reader, Result, is_product
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -49,7 +49,8 @@ class Noting(SleepingMode):
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
         self.operators: list[torch._ops.OpOverload | str] = []
-        self.products: list[Product] = []
+        self.results: list[Result] = []
+        """Of matrix products and of marked functions."""
         self.ends = ends
         self.tokens = TokenMap(hidden.size(-2))
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
@@ -57,6 +58,7 @@ class Noting(SleepingMode):
         # Storages that the layer used and did not make, of its arguments as of its own.
         self.outside: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, Result] = weakref.WeakKeyDictionary()
         self._paused = False
         self.joined: set[int] = set()
         """How many shards of tokens lie one after the other in what the layer gathers from other ranks."""
@@ -110,11 +112,14 @@ class Noting(SleepingMode):
                 raise Unproven(f"{func.overloadpacket} changes something from outside the layer in place")
             if storage in self.whole:
                 raise Unproven(f"{func.overloadpacket} changes a result in place that is not computed again")
-            for product in self.products:
-                product.before_change_of(storage)
+            self._read([tensor])
+            for result in self.results:
+                result.before_change_of(storage)
         return changed
 
     def _after(self, call: Call, changed: list[torch.Tensor]) -> None:
+        if not is_product(call.func):
+            self._read(_used(call))
         if is_attention(call.func):
             self._attention(call)
             return
@@ -128,7 +133,7 @@ class Noting(SleepingMode):
             if meaning is Mark.MIXED and Mark.MIXED not in before and self._mixed_by is None:
                 self._mixed_by = str(call.func.overloadpacket)
         if is_product(call.func):
-            self._product(call, meaning)
+            self._result(call.out, meaning, call.given)
         for tensor in changed:
             if self.tokens.of(tensor) != meaning:
                 self.tokens.spoil(tensor)
@@ -139,10 +144,29 @@ class Noting(SleepingMode):
             if not outside:
                 self.tokens.put(tensor, meaning)
 
-    def _product(self, call: Call, meaning: Meaning) -> None:
-        axis = meaning if isinstance(meaning, Axis) else None
-        position, tokens = len(self.slots), self.tokens.tokens
-        self.products.append(Product(call.out, axis, position=position, span=self.ends, tokens=tokens))
+    def _result(
+        self, out: torch.Tensor, meaning: Meaning, given: Sequence[torch.Tensor], call: Marked | None = None
+    ) -> None:
+        """Of a product, or of a marked function's `call`."""
+        result = Result(
+            out,
+            meaning if isinstance(meaning, Axis) else None,
+            position=len(self.slots),
+            span=self.ends,
+            tokens=self.tokens.tokens,
+            function=None if call is None else call.function,
+            source=None if call is None else self._made.get(call.x.untyped_storage()),
+        )
+        self._read(given, result)
+        self.results.append(result)
+        self._made[out.untyped_storage()] = result
+
+    def _read(self, given: Sequence[torch.Tensor], result: Result | None = None) -> None:
+        """Something computes with these tensors; `result` is what it makes of them."""
+        for tensor in given:
+            made = self._made.get(tensor.untyped_storage())
+            if made is not None:
+                made.read(tensor, Reader(position=len(self.slots), result=result))
 
     def _attention(self, call: Call) -> None:
         tensors, results = call.given, tensors_in(call.out)
@@ -189,6 +213,9 @@ class Noting(SleepingMode):
 
     def marked(self, call: Marked) -> torch.Tensor:
         """Runs a marked function, as one operator."""
+        if self.asleep:
+            return call.run()
+        saved = len(self.slots)
         with Aside(self):
             out = call.run()
         if self.reason is None and not self._paused:
@@ -203,6 +230,8 @@ class Noting(SleepingMode):
                     self._join(meaning.outer)
                 elif self._mixed_by is None:
                     self._mixed_by = str(call)
+            # One that saves something runs again, for what comes after it to be in its place.
+            self._result(out, meaning if saved == len(self.slots) else Mark.MIXED, given, call)
             self.tokens.put(out, meaning)
         return out
 
@@ -222,6 +251,7 @@ class Noting(SleepingMode):
         if not _is_understood(tensor):
             self.reason = f"a {type(tensor).__name__} is saved"
             return
+        self._read([tensor])
         self.slots.append(Slot(tensor=tensor.detach(), meaning=self.tokens.of(tensor)))
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
@@ -241,6 +271,14 @@ def _written(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
         for position, declared in enumerate(func._schema.arguments)
         if declared.alias_info is not None and declared.alias_info.is_write
     ]
+
+
+def _used(call: Call) -> Sequence[torch.Tensor]:
+    """The tensors whose numbers a call uses: none where it only sees one in another shape."""
+    results = tensors_in(call.out)
+    storages = {tensor.untyped_storage() for tensor in (*call.given, *results)}
+    is_view = bool(results) and len(storages) == 1 and not _written(call.func)
+    return () if is_view else call.given
 
 
 def _is_understood(tensor: torch.Tensor) -> bool:

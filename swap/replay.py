@@ -4,8 +4,8 @@ It owns the layer's arguments and what is not computed twice. A replay runs the 
 of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the projection
 behind it is never computed.
 
-A call repeats one span. That of the middle level comes after that of the last tokens, since the results of matrix products
-that it is given rest in storages whose last tokens are computed themselves; so it owns that other call, and the products.
+A call repeats one span. That of the middle level comes after that of the last tokens, since the results that it is given
+rest in storages whose last tokens are computed themselves; so it owns that other call, and the results.
 The other way round nothing is owned: a graph that dies without backward frees itself.
 """
 
@@ -27,10 +27,11 @@ from memo.swap.aside import Aside, SleepingMode
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
-from memo.swap.products import Product, is_product
+from memo.swap.results import Result, is_product
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
 from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
+from memo.swap.treatment import Treatment
 
 if TYPE_CHECKING:
     from memo.swap.arguments import Arguments
@@ -94,7 +95,7 @@ class LayerCall:
         costs: Costs,
         together: bool = False,
         answers: Sequence[Answer] = (),
-        products: Sequence[Product] = (),
+        results: Sequence[tuple[Result, Treatment]] = (),
         outside: weakref.WeakSet[torch.UntypedStorage] | None = None,
         random: RandomState | None = None,
     ) -> None:
@@ -104,7 +105,8 @@ class LayerCall:
         self.tokens = tokens
         self.engine = engine
         self.answers = answers
-        self.products = products
+        self.results = results
+        """That the forward had of products and of marked functions, at the middle level."""
         self.together = together
         """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
         self.outside = outside
@@ -223,23 +225,28 @@ class _Answering(SleepingMode):
         self._span = span
         self._collecting = collecting
         self._answers = iter(call.answers)
-        self._products = iter(call.products) if span.level is Level.MATMULS else None
+        self._results = iter(call.results) if span.level is Level.MATMULS else None
         # What may be used: what the forward used, what a replay is given, and what it makes.
         self._known = weakref.WeakSet([*(call.outside or ()), *(t.untyped_storage() for t in given)])
+        # What stands for omitted results. Nothing may compute with it.
+        self._empty: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.asleep:
             return func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
         if is_attention(func) or is_random(func):
+            self._check_filled(func, given)
             out = self._answer(func, args)
         else:
             if func.overloadpacket is not torch.ops.aten.lift_fresh:
-                self._check_known(func, tensors_in((args, kwargs)))
-            out = self._product() if self._products is not None and is_product(func) else None
+                self._check_known(func, given)
+            out = self._result(None) if is_product(func) else None
             if out is None:
                 out = func(*args, **(kwargs or {}))
+                self._check_filled(func, given, tensors_in(out))
         self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
         return out
 
@@ -255,10 +262,17 @@ class _Answering(SleepingMode):
         return out
 
     def marked(self, call: Marked) -> torch.Tensor:
-        """A marked function runs again, with these tokens; what several ranks do together they do once more."""
-        self._check_known(call, tensors_in((call.x, call.others)))
+        """Where its result is not known, a marked function runs again, with these tokens; what several ranks do together
+        they do once more."""
+        if self.asleep:
+            return call.run()
+        given = tensors_in((call.x, call.others))
+        self._check_known(call, given)
         with Aside(self):
-            out = call.run()
+            out = self._result(call.function)
+            if out is None:
+                self._check_filled(call, given)
+                out = call.run()
         self._known.add(out.untyped_storage())
         return out
 
@@ -267,21 +281,36 @@ class _Answering(SleepingMode):
             if tensor.untyped_storage() not in self._known:
                 raise self._call.diverged(f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
 
+    def _check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
+        """Of an omitted result nothing may be used but its shape: all that a call gives of it must be views of it."""
+        for tensor in given:
+            storage = tensor.untyped_storage()
+            if storage in self._empty and not (results and all(r.untyped_storage() is storage for r in results)):
+                raise self._call.diverged(f"{func} uses a result that nothing used")
+
     def _answer(self, func: Any, args: Sequence[Any]) -> Any:
         answer = next(self._answers, None)
         if answer is None or answer.func != func:  # type: ignore[attr-defined]
             raise self._call.diverged(f"it called {func}")
         return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
 
-    def _product(self) -> torch.Tensor | None:
-        """The result of the next matrix product; None for one that is computed again."""
-        assert self._products is not None
-        product = next(self._products, None)
-        if product is None:
-            raise self._call.diverged("it multiplied more matrices")
-        return None if product.axis is None else product.give(self._call.engine)
+    def _result(self, function: Callable[..., Any] | None) -> torch.Tensor | None:
+        """What the next product or marked function gives; None where it is computed again."""
+        if self._results is None:
+            return None
+        result, treatment = next(self._results, (None, None))
+        if result is None or result.function is not function:
+            raise self._call.diverged("it multiplied other matrices, or called other marked functions")
+        if treatment is Treatment.REPEATED:
+            return None
+        if treatment is Treatment.KEPT:
+            return result.give(self._call.engine)
+        out = result.empty()
+        self._empty.add(out.untyped_storage())
+        return out
 
     def save(self, tensor: torch.Tensor) -> None:
         """Autograd saves `tensor`."""
         with Aside(self):
+            self._check_filled("autograd", [tensor])
             self._collecting.save(tensor)

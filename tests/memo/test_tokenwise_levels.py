@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memo
 from memo.errors import SwapError, UsageError
 from memo.swap.levels import Level, TokenLevels, setting_of
-from memo.swap.products import Product
+from memo.swap.results import Result
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,7 +123,7 @@ def test_a_recompute_that_failed_between_two_ranges_is_made_up_for(
     with manager:
         loss = ours(2)(model, 0)
     with monkeypatch.context() as broken:
-        broken.setattr(Product, "give", lambda self, engine: (_ for _ in ()).throw(SwapError("a read failed")))
+        broken.setattr(Result, "give", lambda self, engine: (_ for _ in ()).throw(SwapError("a read failed")))
         with pytest.raises(SwapError, match="a read failed"):
             loss.backward(retain_graph=True)
     model.zero_grad()
