@@ -186,8 +186,9 @@ class Noting(SleepingMode):
         """Runs a function that the user marked: as one operator, whose results are kept whole."""
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
-        for tensor in given:
-            self.save(tensor)
+        with Aside(self):
+            for tensor in given:
+                self.save(tensor)
         paused, self._paused = self._paused, True
         try:
             out = function(*args, **kwargs)
@@ -230,9 +231,10 @@ class Noting(SleepingMode):
                     self._join(meaning.outer)
                 elif self._mixed_by is None:
                     self._mixed_by = str(call)
-            # One that saves something runs again, for what comes after it to be in its place.
-            self._result(out, meaning if saved == len(self.slots) else Mark.MIXED, given, call)
             self.tokens.put(out, meaning)
+            with Aside(self):
+                # One that saves something runs again, for what comes after it to be in its place.
+                self._result(out, self.tokens.of(out) if saved == len(self.slots) else Mark.MIXED, given, call)
         return out
 
     def _join(self, shards: int) -> None:

@@ -60,8 +60,8 @@ class Block:
     all: float
     """What else is saved."""
     matmuls: float
-    """Of that, the results of matrix products that something saved depends on: all but the last projection's. No more
-    than `all`, where keeping them saves nothing."""
+    """Of that, the results of matrix products that something saved depends on: all but the last projection's. Of
+    attention's, under tensor parallelism, a rank's share of the sum."""
     elementwise: float
     """Bytes read and written by norms, rotation, residuals and the MLP's activation."""
     elementwise_again: float
@@ -76,6 +76,10 @@ class Block:
     """FLOPs of the MLP's matrix products, forward."""
     attention: float
     """FLOPs of the causal scores, forward."""
+    exchanges_again: float
+    """Of Ulysses' four exchanges, the part that level `attention` repeats; 0 where heads are not exchanged."""
+    exchanges_again_at_matmuls: float
+    """The part that level `matmuls` repeats: queries, keys and values exchanged as the product gave them are saved so."""
     forward_transient: float
     """The most that forward holds at one time beyond everything it saves."""
     backward_transient: float
@@ -113,7 +117,7 @@ class _Letters:
         return Block(
             always=self.always(),
             all=self.rest(),
-            matmuls=min(self._matmuls(), self.rest()),
+            matmuls=self.q + h + (0 if self.tiled else ups * self.f),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,
@@ -123,6 +127,8 @@ class _Letters:
             retiled=2.0 * (2 * ups + 1) * width if self.tiled else 0.0,
             mlp=mlp,
             attention=2.0 * config.hidden * self.tokens,
+            exchanges_again=1.0 if self.exchanged else 0.0,
+            exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
             storages=self.storages(),
@@ -142,11 +148,6 @@ class _Letters:
         attention = self.h + self.q + self._gathered() + exchanged
         return attention + self.stream + self.h + twice + inner + self._norms()
 
-    def _matmuls(self) -> float:
-        """Attention's projection is kept as the product gave it: partial sums of all tokens, on every rank."""
-        ups = 0 if self.tiled else 2 if self.gated else 1
-        return self.q + self.tp * self.h + ups * self.f
-
     def storages(self) -> int:
         """The letters of this module's docstring one by one, and the products that a recompute is given."""
         config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
@@ -155,9 +156,7 @@ class _Letters:
         return always + attention + 3 + inner + norms
 
     def largest(self) -> float:
-        """Attention's projection, where a recompute is given it, is of partial sums of all tokens."""
-        partial = self.tp * self.h if self._matmuls() < self.rest() else 0
-        return max(self.stream, self.q, partial, 0 if self.tiled else self.f)
+        return max(self.stream, self.q, 0 if self.tiled else self.f)
 
     def _gathered(self) -> float:
         """Queries that share keys are copied out of the projection, of which attention then keeps all besides; not where
@@ -176,6 +175,12 @@ class _Letters:
         rotation = 2 * self.q if self.config.positions == "rotary" else 0
         residual = 2 * self.stream + self.h
         return 2 * norm + rotation + residual + (0 if self.tiled else self._activation())
+
+    def _exchanges_at_matmuls(self) -> float:
+        if not self.exchanged:
+            return 0.0
+        as_projected = self.config.positions == "learned" and self.config.group == 1
+        return 1 / 4 if as_projected else 1.0
 
     def _activation(self) -> float:
         """Reads what `up` wrote, writes the rest."""

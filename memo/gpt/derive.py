@@ -112,7 +112,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
-    exchange_s = _exchange_s(config, machine, layout, sizes)
+    tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
     parameters = layer_parameter_count(config)
     gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
     # Autocast's copies stay from their first use until backward has used them.
@@ -122,30 +122,33 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         always_bytes=round(block.always * tokens),
         levels=(
             LevelProfile(level=Level.ALL, saved_bytes=round(block.all * tokens)),
-            # Of the four exchanges of a forward, the one behind the last projection is not repeated.
+            # What ranks sum is saved; what they gather is read by products alone, whose results are saved.
             LevelProfile(
                 level=Level.MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
-                recompute_s=block.elementwise_again * memory_s + 3 / 4 * exchange_s,
+                recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
             ),
             LevelProfile(
                 level=Level.ATTENTION,
                 saved_bytes=0,
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s
-                + 3 / 4 * exchange_s,
+                + 3 / 4 * tensor_s  # all but the sum behind the last projection
+                + block.exchanges_again * context_s,
                 recompute_flops=block.projections_again * tokens,
             ),
         ),
         forward_s=block.projections * products_s
         + attention_s
         + block.elementwise * memory_s
-        + exchange_s
+        + tensor_s
+        + context_s
         + _tiling_s(config, block, machine),
         backward_s=(2 * block.projections + block.retiled) * products_s
         + ATTENTION_BACKWARD * attention_s
         + 2 * block.elementwise * memory_s
-        + 1.5 * exchange_s  # the two gathers once more, for the weights' gradients
+        + 1.5 * tensor_s  # the two gathers once more, for the weights' gradients
+        + context_s
         + 2 * _tiling_s(config, block, machine),
         forward_flops=(block.projections + block.attention) * tokens,
         backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
@@ -173,14 +176,21 @@ def _shards(layout: Layout) -> int:
     return layout.gpus // layout.pp
 
 
-def _exchange_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Two gathers and two scatters of tensor parallelism, four all-to-alls of context parallelism, in one forward."""
-    whole = config.hidden * sizes.product * layout.tokens * layout.batch
-    tensor = 4 * (layout.tp - 1) / layout.tp * whole / layout.cp
-    context = 4 * (layout.cp - 1) / layout.cp * whole / (layout.cp * layout.tp)
-    if tensor + context == 0:
+def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """Two gathers and two sums of tensor parallelism, in one forward."""
+    return 4 * (layout.tp - 1) / layout.tp / layout.cp * _hidden_s(config, machine, layout, sizes)
+
+
+def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """Four all-to-alls of context parallelism, in one forward."""
+    return 4 * (layout.cp - 1) / layout.cp / (layout.cp * layout.tp) * _hidden_s(config, machine, layout, sizes)
+
+
+def _hidden_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """All tokens over one rank's links, as products have them; 0 where nobody is at their other ends."""
+    if layout.tp * layout.cp == 1:
         return 0.0
-    return (tensor + context) / machine.nvlink_bytes_per_s
+    return config.hidden * sizes.product * layout.tokens * layout.batch / machine.nvlink_bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -74,14 +74,24 @@ def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
     assert two.stages[0].recompute_s > 0.0
 
 
-def test_the_middle_level_saves_nothing_where_it_keeps_partial_sums_of_all_ranks_tokens() -> None:
-    """On eight tensor-parallel ranks attention's projection is eight shards before it is summed: more than it spares."""
-    everything, middle, _ = paper_layer().levels
-    assert middle.saved_bytes == everything.saved_bytes
-    of_two = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, tp=2, cp=4)).classes[0]
-    alone = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8)).classes[0]
+@pytest.mark.parametrize("layout", [{"tp": 8}, {"tp": 2, "cp": 4}, {"cp": 8}], ids=str)
+def test_the_middle_level_keeps_ten_sixteenths_however_the_ranks_are_arranged(layout: dict[str, int]) -> None:
+    """Input, attention, queries to values, the projection after attention, four of the MLP. Of what ranks sum the sum."""
+    layer = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, **layout)).classes[0]
     unit = 2 * 4096 * (1 << 20) // 8
-    assert of_two.levels[1].saved_bytes - alone.levels[1].saved_bytes == unit
+    assert layer.always_bytes - 4 * 32 * PAPER.tokens / 8 == 2 * unit
+    assert layer.levels[1].saved_bytes == 8 * unit
+
+
+def test_the_middle_level_repeats_no_collective_of_tensor_parallelism() -> None:
+    """Whatever links are, it takes as long. The last level gathers twice and sums once, of four."""
+    slow, fast = (
+        derive_profile(preset("7b"), dataclasses.replace(A800, nvlink_bytes_per_s=rate), PAPER).classes[0]
+        for rate in (100e9, 200e9)
+    )
+    assert slow.levels[1].recompute_s == fast.levels[1].recompute_s
+    collectives_s = 2 * (slow.forward_s - fast.forward_s)
+    assert 2 * (slow.levels[2].recompute_s - fast.levels[2].recompute_s) == pytest.approx(3 / 4 * collectives_s)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "tokens"), [(32e9, 50_848), (13e9, 197_002)])

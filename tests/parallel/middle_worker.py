@@ -1,5 +1,5 @@
 """Runs under torchrun: what level MATMULS of a divided layer moves, to the byte, and which collectives it repeats: none
-of tensor parallelism.
+of tensor parallelism, and of the exchanges around attention as many as derived plans count.
 
 Says `middle <layout>` for each.
 """
@@ -24,7 +24,8 @@ from memo.gpt.parallel_training import ParallelTrainer
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
-from memo.swap.levels import Level
+from memo.swap.levels import LayerCosts, Level
+from memo.swap.tokenrules import tensors_in
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {
@@ -48,16 +49,13 @@ class Collectives(TorchDispatchMode):
         self.counts = Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [t for value in args for t in (value if isinstance(value, list) else [value])]
-            if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors):
-                self.counts[func.overloadpacket.__name__] += 1
+        moves = func.namespace in ("c10d", "_c10d_functional")
+        if moves and any(tensor.is_floating_point() for tensor in tensors_in(args)):
+            self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
-def measured(
-    shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any
-) -> tuple[Counts, list[memo.swap.levels.LayerCosts]]:
+def measured(shape: GPTConfig, layout: Layout, precision: Precision, alpha: Any) -> tuple[Counts, list[LayerCosts]]:
     """The collectives of a second step, which tries nothing out, and what each layer's levels cost."""
     world = World.of(layout, "cpu")
     autocast = torch.bfloat16 if precision is Precision.BF16_AUTOCAST else None
@@ -65,9 +63,7 @@ def measured(
     layers = [layer for stage in stages for layer in stage.layers.values()]
     model = torch.nn.ModuleList(stages)
     with closing(memo.offload(model, alpha=alpha, host="8MiB", min_bytes=1, layers=layers)) as manager:
-        trainer = ParallelTrainer(
-            stages, world, Drawn(), training(1), device=CPU, rows=ROWS, around_forward=manager
-        )
+        trainer = ParallelTrainer(stages, world, Drawn(), training(1), device=CPU, rows=ROWS, around_forward=manager)
         assert trainer.step(1) is not None
         with Collectives() as collectives:
             assert trainer.step(2) is not None
@@ -78,16 +74,30 @@ def measured(
 
 
 def check(name: str) -> None:
-    precision = Precision.BF16_AUTOCAST if name.endswith("_autocast") else Precision.FP32
-    layout, model, _ = layout_of(name.removesuffix("_autocast"))
+    precision = Precision.BF16_AUTOCAST if "autocast" in name else Precision.FP32
+    layout, model, _ = layout_of(name.replace("_autocast", ""))
     shape = preset("tiny", **(SHAPE | model))
+    block = Block.of(shape, SEQ, ElementSizes.of(precision), batch=ROWS, tp=layout.tp, cp=layout.cp)
     plain, _ = measured(shape, layout, precision, 1.0)
-    for alpha in [(0, 1, 0), (0.25, 0.5, 0.25), (0, 0, 1)]:
+    exchanges = 0 if layout.rings(shape) else 4  # what goes around a ring goes within attention
+    at_matmuls = Counts(alltoall_base_=round(exchanges * block.exchanges_again_at_matmuls))
+    at_attention = Counts(alltoall_base_=round(exchanges * block.exchanges_again))
+    if layout.tp > 1 and layout.shards_tokens:
+        at_attention += Counts(_allgather_base_=2, _reduce_scatter_base_=1)
+    elif layout.tp > 1:
+        at_attention += Counts(allreduce_=1)
+    for alpha, expected in [
+        ((0, 1, 0), at_matmuls),
+        ((0, 0, 1), at_attention),
+        ((0.25, 0.5, 0.25), at_matmuls + at_attention),
+    ]:
         counts, costs = measured(shape, layout, precision, alpha)
-        print(name, alpha, counts - plain, flush=True)
-        block = Block.of(shape, SEQ, ElementSizes.of(precision), batch=ROWS, tp=layout.tp, cp=layout.cp)
-        for cost in costs:
-            print(cost.bytes_per_token[Level.MATMULS] / ROWS, block.matmuls, cost.bytes_per_token[Level.ALL]/ROWS, block.all, flush=True)
+        again = {kind: count / (LAYERS - 1) for kind, count in (counts - plain).items()}  # the last layer stays
+        assert again == +expected, f"{name} at {alpha}: {again}, not {expected}"
+        assert len(costs) == LAYERS
+        if layout.tp == 1 or layout.shards_tokens:
+            told = {cost.bytes_per_token[Level.MATMULS] for cost in costs}
+            assert told == {ROWS * block.matmuls}, f"{name}: {told} bytes a token, not {ROWS} x {block.matmuls}"
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
     "quarter": {"alpha": 0.25},
     "levels": {"alpha": (0.25, 0.5, 0.25)},
+    "middle": {"alpha": (0, 1, 0)},
     "nothing": {"alpha": 0.25, "levels": {0: Level.NOTHING}},
 }
 SHAPE: dict[str, Any] = {
@@ -44,10 +45,11 @@ SHAPE: dict[str, Any] = {
 
 
 def ours(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
-    layout, model, _ = layout_of(name)
+    layout, model, _ = layout_of(name.replace("_autocast", ""))
     shape: GPTConfig = preset("tiny", **(SHAPE | model))
     world = World.of(layout, "cpu")
-    stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7)
+    autocast = torch.bfloat16 if "autocast" in name else None
+    stages = build_stages(shape, world, seq=SEQ, device=CPU, dtype=torch.float32, seed=7, autocast=autocast)
     layers = [layer for stage in stages for layer in stage.layers.values()]
     manager = offload(torch.nn.ModuleList(stages), options, layers=layers)
     config = training(4 if layout.pp > 1 else 1)

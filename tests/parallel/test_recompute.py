@@ -21,15 +21,17 @@ LAYOUTS = {
         "tp2_replicated",
         "tp2_tiles",
         "tp2_documents",
+        "tp2_llama_autocast",
         "cp2",
         "cp2_llama_documents",
         "cp2_ring",
+        "cp2_autocast",
         "hf_llama",
         "hf_llama_replicated",
     ],
-    4: ["dp2_tp2", "tp2_cp2", "tp2_pp2_1f1b"],
+    4: ["tp4", "dp2_tp2", "tp2_cp2", "tp2_pp2_1f1b"],
 }
-SETTINGS = ["whole", "quarter", "levels", "nothing"]
+SETTINGS = ["whole", "quarter", "levels", "middle", "nothing"]
 
 
 @functools.cache
@@ -50,6 +52,40 @@ def test_tensor_and_sequence_parallel_layers_are_recomputed_by_tokens_and_equal(
     told = launch(2, "recompute_worker.py", "tp2")
     for setting in SETTINGS:
         assert f"equal tp2 {setting}" in told
+
+
+MIDDLE = {
+    2: [
+        "tp2",
+        "tp2_llama",
+        "tp2_llama_grouped_autocast",
+        "tp2_replicated",
+        "tp2_tiles",
+        "tp2_autocast",
+        "cp2",
+        "cp2_llama",
+        "cp2_grouped",
+        "cp2_autocast",
+        "cp2_ring",
+    ],
+    4: ["tp4", "tp2_cp2"],
+}
+
+
+@functools.cache
+def said_of_the_middle(ranks: int) -> str:
+    return run(ranks, "middle_worker.py", *MIDDLE[ranks])[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [pytest.param(2, name) for name in MIDDLE[2]]
+    + [pytest.param(4, name, marks=pytest.mark.parallel) for name in MIDDLE[4]],
+)
+def test_the_middle_level_moves_what_is_derived_and_repeats_no_collective_of_tensor_parallelism(
+    ranks: int, name: str
+) -> None:
+    assert f"middle {name}\n" in said_of_the_middle(ranks), said_of_the_middle(ranks)
 
 
 CASES = ["told_differently", "computed_differently", "less_memory"]
