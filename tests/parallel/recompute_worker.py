@@ -5,6 +5,7 @@ Says `equal <layout> <setting>` for each that was equal bit for bit, was treated
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -58,23 +59,19 @@ def ours(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Ma
 
 
 def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step], memo.Manager | None]:
-    """A Llama that memo did not write, divided by memo.parallelize."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A model that memo did not write, divided by memo.parallelize."""
+    from hugging_face_worker import model_of
 
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=4, **shape)).train()
+    model = model_of(name.split("_")[1]).train()
+    lower = torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    memo.parallelize(model, mesh, sequence_parallel=name == "hf_llama")
+    memo.parallelize(model, mesh, sequence_parallel="replicated" not in name)
     manager = offload(model, options)
     done: list[Step] = []
     for step in range(2):
         ids = torch.randint(0, 61, (2, 48), generator=torch.Generator().manual_seed(step))
-        if manager is None:
+        with manager or contextlib.nullcontext(), lower:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        else:
-            with manager:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         model.zero_grad()
         loss.backward()
         grads = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
