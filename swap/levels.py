@@ -33,7 +33,9 @@ class Level(enum.Enum):
     """What is saved of a token's activations; the rest is computed again in backward."""
 
     ALL = "everything is saved, nothing is repeated"
-    MATMULS = "results of attention and of matrix products are saved, element-wise work is repeated"
+    MATMULS = (
+        "results of attention and of matrix products (ranks' sums of them) are saved, element-wise work is repeated"
+    )
     ATTENTION = "results of attention are saved, everything else is repeated"
     NOTHING = "the layer runs again from its input, attention too; for whole layers only"
 

@@ -2,7 +2,8 @@
 
 For what no operator's rule could tell: what ranks do together, work in tiles. The mark says where the token axis is after
 the call; what happens in between (buffers, a backend's own copies) is nobody's business. A recompute runs the function again
-with the tokens it wants, whereas the results of `memoize`d functions are kept.
+with the tokens it wants, unless its result is kept in place of a product's or nobody reads it (memo.swap.treatment); the
+results of `memoize`d functions are always kept.
 
     tokens of a rank          0 .. s/tp                     Axis(outer=1)
     gathered from tp ranks    0 .. s/tp | 0 .. s/tp | ...   Axis(outer=tp): a kept range is a prefix of every rank's
