@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -9,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from memo.allocator.hollow import Hollow
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.gpt import tiled_mlp
 from memo.gpt.block import ALIGNED, Block, ElementSizes
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
+from memo.hollow_offload import HollowOffload
 from memo.parallel.layout import Layout
 from memo.parallel.played import played_rank
 from memo.rank_step import rank_step
 from memo.recording import Recording, Role, gpt_step, record_step
+from memo.swap.layers import find_layers
+from memo.swap.levels import Level
 
 TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
 MIDDLE = "layers.1"
@@ -100,6 +105,37 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
     rank_tokens = TOKENS / (layout.tp * layout.cp)
     saved = (block.always + block.all + written_out_norms(config, precision)) * rank_tokens
     assert saved == recorded(config, precision, layout).saved
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp}cp{layout.cp}")
+@pytest.mark.parametrize("sizes", SHAPES, ids=named)
+def test_the_middle_level_moves_what_it_says(sizes: dict[str, Any], layout: Layout) -> None:
+    config, precision = shape(**sizes), Precision.BF16_AUTOCAST
+    assert moved_at_matmuls(config, precision, layout) == block_of(config, precision, layout).matmuls
+
+
+@pytest.mark.parametrize("sizes", [{"positions": "rotary"}, {"variant": "llama"}], ids=["gpt", "llama"])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
+def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) -> None:
+    config, layout = shape(**sizes, kv_heads=HEADS), Layout(tp=8)
+    assert moved_at_matmuls(config, precision, layout) == block_of(config, precision, layout).matmuls
+
+
+def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) -> float:
+    """Bytes that each token of a rank has moved at that level, as the offloaded step of a rank counts them."""
+    with contextlib.ExitStack() as stack:
+        if layout == ONE_RANK:
+            build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
+        else:
+            world = stack.enter_context(played_rank(layout))
+            build = rank_step(config, world, batch=1, tokens=TOKENS, precision=precision)
+        stack.enter_context(Hollow())
+        step = build()
+        manager = HollowOffload(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
+        with manager:
+            step.loss()
+        (found,) = {cost.bytes_per_token[Level.MATMULS] for cost in manager.levels_profile()}
+    return found
 
 
 def written_out_norms(config: GPTConfig, precision: Precision) -> int:
