@@ -6,6 +6,7 @@ between `__enter__` and `__exit__`; what was saved in between comes back in back
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocation import model_steps
+from memo.arguments import require_kinds
 from memo.autoplan import AutoPlan
 from memo.carrier import Carrier
 from memo.device_memory import device_memory
@@ -118,6 +120,9 @@ def offload(
         NoRepeatedLayers: no layers were found.
         ScratchUnusable, ScratchFull: the scratch directory cannot be used or has no room for `disk_budget`.
     """
+    require_kinds(
+        model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule
+    )
     fixed = None if plan is None else read_plan(plan)
     if fixed is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: a plan says what alpha and levels say; give one of them")
@@ -153,23 +158,26 @@ def offload(
         repeats_when_full=on_full == "recompute",
     )
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
-    if levels is not None:
-        manager.choose_levels(levels)
-    carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(link_rates, where))
-    if automatic:
-        planning = AutoPlan(
-            carrier,
-            checked_plan,
-            everyones=_everyones(group or group_of(model)),
-            held=None if course is None else course.held,
-            beyond=recorder,
-            model=type(model).__name__,
-        )
-        manager.plan_with(planning)
-    elif fixed is not None:
-        manager.plan_with(FixedPlan(carrier, fixed))
-    elif device is not None:
-        manager.plan_with(FixedSetting(carrier))
+    with contextlib.ExitStack() as undo:
+        undo.callback(manager.close)  # what the model's layers cannot follow leaves no file and no buffer behind
+        if levels is not None:
+            manager.choose_levels(levels)
+        carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(link_rates, where))
+        if automatic:
+            planning = AutoPlan(
+                carrier,
+                checked_plan,
+                everyones=_everyones(group or group_of(model)),
+                held=None if course is None else course.held,
+                beyond=recorder,
+                model=type(model).__name__,
+            )
+            manager.plan_with(planning)
+        elif fixed is not None:
+            manager.plan_with(FixedPlan(carrier, fixed))
+        elif device is not None:
+            manager.plan_with(FixedSetting(carrier))
+        undo.pop_all()
     return manager
 
 

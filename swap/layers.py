@@ -45,18 +45,26 @@ def find_layers(
     elif isinstance(wanted, type):
         stacks = [[module for module in names if isinstance(module, wanted)]]
     else:
-        stacks = [list(wanted)]
+        stacks = [list(dict.fromkeys(wanted))]  # a module that is used twice is one layer
     layers = [
         Layer(module=module, name=_name(names, module), last=module is stack[-1])
         for stack in stacks
         for module in stack
     ]
     if not layers:
-        raise NoRepeatedLayers(
-            f"no repeated layers found in {type(model).__name__}: no ModuleList with two or more children of one class; "
-            f"name them: memo.offload(model, layers=[...])"
-        )
+        raise NoRepeatedLayers(_none_found(model, wanted))
     return layers
+
+
+def _none_found(model: nn.Module, wanted: object) -> str:
+    if isinstance(wanted, type):
+        return f"layers: no module of {type(model).__name__} is a {wanted.__name__}"
+    if wanted is not None:
+        return "layers: the list is empty; leave it out to have them found, or name some"
+    return (
+        f"no repeated layers found in {type(model).__name__}: no ModuleList with two or more children of one class; "
+        f"name them: memo.offload(model, layers=[...])"
+    )
 
 
 def _name(names: dict[nn.Module, str], module: nn.Module) -> str:

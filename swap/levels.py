@@ -94,7 +94,7 @@ def setting_of(value: object) -> TokenLevels | Level:
         return TokenLevels.of_alpha(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
         return TokenLevels(all=value[0], matmuls=value[1], attention=value[2])
-    raise UsageError(f"levels: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
+    raise UsageError(f"alpha, levels: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
 
 
 def _kept(fraction: float, tokens: int) -> int:

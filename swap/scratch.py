@@ -67,8 +67,9 @@ class ScratchSpace:
             undo.callback(self.close)
             for path in paths:
                 self.files.append(open_file(path))
-            if capacity:
-                self._preallocate(capacity - capacity % BLOCK_ALIGN)
+            whole = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
+            if whole:
+                self._preallocate(whole)
             undo.pop_all()
 
     @property
