@@ -13,6 +13,7 @@ import enum
 import functools
 import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def load_step(name: str) -> Callable[..., Step]:
     and a callable without arguments that runs one forward and returns the scalar loss. Whatever both need is made inside.
 
     Raises:
-        UsageError: there is no such function.
+        UsageError: there is no such function, or it does not take these keywords.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -121,6 +122,11 @@ def load_step(name: str) -> Callable[..., Step]:
         function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{name}: {error}") from None
+
+    try:
+        inspect.signature(function).bind(batch=0, tokens=0)
+    except (TypeError, ValueError) as error:  # ValueError: one of C, which shows no signature
+        raise UsageError(f"{name} cannot be called with the keywords batch and tokens: {error}") from None
 
     def build(*, batch: int, tokens: int) -> Step:
         made = function(batch=batch, tokens=tokens)

@@ -175,7 +175,10 @@ class _ArenaWork:
             )
         at, load = peak(self._buffers, alignment=self._problem.alignment)
         if load > capacity:
-            words = f"at {at} live buffers need {load} bytes, {load - capacity} more than its capacity of {capacity}"
+            words = (
+                f"at instant {at} the live buffers need {load} bytes, "
+                f"{load - capacity} more than its capacity of {capacity}"
+            )
         else:
             words = f"no placement is within {capacity} bytes, though at most {load} are live at once"
         return Infeasible(f"arena {self._name!r}: {words}; it takes at least {solver.lower * unit} bytes{known}")

@@ -27,7 +27,7 @@ from memo.mip.measured import with_measured
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.profile import Profile
+    from memo.mip.profile import Profile, Signature
 
 __all__ = ["Request", "configure", "run"]
 
@@ -195,6 +195,7 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:
         raise UsageError(f"--accumulate {args.accumulate}: a step has at least one microbatch")
     if profile is not None:
         known = profile.signature
+        _require_agreement(args, known)
         return Layout(tokens=known.tokens, batch=known.batch, gpus=args.gpus, tp=known.tp, cp=known.cp, pp=known.pp)
     return Layout(
         tokens=parse_tokens(args.seq, what="--seq"),
@@ -204,6 +205,17 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:
         cp=args.cp,
         pp=args.pp,
     )
+
+
+def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
+    """What a flag says of a profile's step is true, or it would go unheard."""
+    asked = {name: getattr(args, name) for name in ("batch", "tp", "cp", "pp") if getattr(args, name) != 1}
+    if args.seq is not None:
+        asked["seq"] = parse_tokens(args.seq, what="--seq")
+    for name, given in asked.items():
+        measured = known.tokens if name == "seq" else getattr(known, name)
+        if given != measured:
+            raise UsageError(f"--{name} {given}: the profile is of {measured}; measure another, or name a model")
 
 
 def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:

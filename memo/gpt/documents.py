@@ -90,6 +90,8 @@ def read_packages(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _named(name: str) -> list[Path]:
+    if not name:  # which a path would take for the working directory
+        raise DataError("an empty name is no data; name text files, a directory or a glob")
     path = Path(name).expanduser()
     # os.path, not Path: for a name that no file could have it says no instead of raising.
     if os.path.isdir(path):
@@ -99,6 +101,8 @@ def _named(name: str) -> list[Path]:
             raise DataError(f"{name}: no text, .jsonl or .parquet file in this directory")
         return found
     if os.path.exists(path):
+        if path.is_char_device():  # /dev/zero has no end
+            raise DataError(f"{name}: a device, not a file")
         return [path]
     matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
     found = [match for match in matches if match.is_file()]

@@ -71,6 +71,8 @@ class OffloadConfig:
                 planned = flag in ("--plan", "--device-budget")
                 fitting = "auto" if planned else "disk or auto"
                 raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload {fitting}")
+        if self.mode is OffloadMode.HOST and self.host_budget == 0:
+            raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan says what --alpha says; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
@@ -134,6 +136,8 @@ class RunConfig:
         for name in ("seed", "eval_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
+        if self.seed >= 1 << 63:
+            raise UsageError("--seed is above 2^63 - 1, the largest that random number generators take")
         if not self.checkpoint_minutes >= 0:
             raise UsageError(f"--checkpoint-minutes {self.checkpoint_minutes} is not zero or a positive number")
         for name in ("checkpoint_every", "checkpoint_minutes"):

@@ -207,7 +207,11 @@ class _Reading:
 
 def _header(line: str) -> dict[str, Any]:
     """The header's fields, as keyword arguments of Trace."""
-    fields = decode_object(line)
+    try:
+        fields = decode_object(line)
+    except TraceError as error:
+        hint = "a trace begins with a header, as `memo train --trace` and `memo simulate -o` write it"
+        raise TraceError(f"{error}; {hint}") from None
     if fields.get("format") != FORMAT:
         raise TraceError(f'is no {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
     if fields.get("version") != VERSION or type(fields["version"]) is not int:

@@ -27,6 +27,10 @@ def test_a_profile_is_written_and_planned_with(tmp_path: Path, capsys: pytest.Ca
     machine.write_text(hardware_to_json(hardware("a800")))
     assert main(["plan", "--profile", str(path), "--gpu", str(machine), "--json"]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["status"] == "declined"
+    for flag, given, words in (("--seq", "64", "of 128"), ("--tp", "8", "of 1"), ("--batch", "4", "of 1")):
+        assert main(["plan", "--profile", str(path), "--gpu", str(machine), flag, given]) == ExitCode.USAGE
+        assert f"{flag} {given}: the profile is {words}" in capsys.readouterr().err
+    assert main(["plan", "--profile", str(path), "--gpu", str(machine), "--seq", "128", "--json"]) == ExitCode.OK
 
 
 def test_a_model_of_the_users_own(

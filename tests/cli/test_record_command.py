@@ -137,6 +137,7 @@ def test_a_users_own_step(user_module: str, capsys: pytest.CaptureFixture[str]) 
         (["--model", "8b"], ExitCode.USAGE, "unknown model '8b'"),
         (["--model", "no.such:thing"], ExitCode.USAGE, "no.such:thing"),
         (["--model", "users_step:missing"], ExitCode.USAGE, "missing"),
+        (["--model", "os:getcwd"], ExitCode.USAGE, "cannot be called with the keywords batch and tokens"),
         (["--model", "users_step:nothing"], ExitCode.FAILURE, "returned NoneType, not (model,"),
         (["--model", "users_step:by_contents"], ExitCode.FAILURE, "needs the contents of a tensor"),
         (["--model", "users_step:build", "--alpha", "0.5"], ExitCode.FAILURE, "no repeated layers"),

@@ -208,6 +208,16 @@ def test_a_bad_trace_is_one_line_and_exit_code_one(
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
+def test_a_file_of_another_kind_is_told_what_a_trace_begins_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{\n"format": "memo-activation-plan"\n}\n')
+    assert main(["trace", "stats", str(path)]) == ExitCode.FAILURE
+    assert "line 1: not JSON" in (error := capsys.readouterr().err)
+    assert "a trace begins with a header, as `memo train --trace`" in error
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["nothing"], ["stats"], ["html", "x"], ["diff", "a"], ["png", "x", "-o", "y.bmp"]]
 )

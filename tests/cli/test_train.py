@@ -240,6 +240,10 @@ def test_kill_9_leaves_nothing_in_the_scratch_directory_and_training_resumes(
 
 # What is refused before torch is imported is cheap to test; the rest shares one process start each.
 USAGE = [
+    (["--steps", "-1"], "steps -1 is less than 1"),
+    (["--seed", "9" * 30], "--seed is above"),
+    (["--clip", "-1"], "nor 0 for none"),
+    (["--offload", "host", "--host-budget", "0"], "--host-budget 0 leaves --offload host no memory"),
     (["--model", "9b"], "one of tiny, 125m"),
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
     (["--offload", "everywhere"], "none, host, disk, auto"),

@@ -188,3 +188,9 @@ def test_packages_of_the_standard_library_are_documents_of_their_own(
 def test_the_standard_library_has_a_package_of_a_million_bytes() -> None:
     # What examples/train_1m.py trains on without --data: idlelib and test may be missing, encodings never is.
     assert max(map(len, read_packages(standard_library()))) > 1 << 20
+
+
+@pytest.mark.parametrize(("name", "says"), [("", "an empty name is no data"), ("/dev/zero", "a device, not a file")])
+def test_what_is_endless_or_unnamed_is_refused(name: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        find_files([name])
