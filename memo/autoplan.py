@@ -10,8 +10,9 @@ and the simulator never is.
                                                      more than 5 % off: profile corrected, planned again, and as from 4
 
 The safest setting moves attention's results and recomputes the rest, so that what is measured never runs out of memory
-where the plan would not; the mixed one has tokens at each level of recompute, to time them. A setting's first step is not
-measured: kernels are being chosen, and each layer's recompute is being tried out.
+where the plan would not: what the tiers have no room for stays on the device, as a plan would have to have it. The mixed one
+has tokens at each level of recompute, to time them, as many as the safest one showed to have room. A setting's first step
+is not measured: kernels are being chosen, and each layer's recompute is being tried out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 from memo.errors import MemoError, PlanError
 from memo.findings import Findings, alone, least, worst
-from memo.managed import Setting
+from memo.managed import MEASURING, SAFEST, Setting
 from memo.measured import measured_hardware, measured_profile, scaled_profile
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline
 from memo.mip.profile import Signature
@@ -75,7 +76,7 @@ class _Regime:
     """One signature's state."""
 
     phase: _Phase = _Phase.WARM_UP
-    setting: ActivationPlan | Setting = Setting.SAFEST
+    setting: ActivationPlan | Setting = MEASURING
     profile: Profile | None = None
     corrections: int = 0
     calls: int = 1
@@ -123,7 +124,7 @@ class AutoPlan:
         self._regimes: collections.OrderedDict[Signature, _Regime] = collections.OrderedDict()
         self._signature: Signature | None = None
         self._listening = False
-        self._in_force: ActivationPlan | Setting = Setting.SAFEST
+        self._in_force: ActivationPlan | Setting = MEASURING
         self._forwards = 0  # since the last time that nothing was alive
         self._trained = False  # one of them was of training
         self._planning_s = 0.0
@@ -131,7 +132,7 @@ class AutoPlan:
         self._hardware: Hardware | None = None
         self._why_not: str | None = None
         self._warned: set[str] = set()
-        managed.use(Setting.SAFEST)
+        managed.use(MEASURING)
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -195,7 +196,8 @@ class AutoPlan:
     def _conclude(self, regime: _Regime) -> None:
         peak = self._managed.take_peak()
         if regime.phase is _Phase.WARM_UP:
-            regime.phase, regime.setting = _Phase.MIXED, Setting.MIXED
+            share = min(self._everyones(self._managed.spare_share(peak, max(self._forwards, self._held or 1))))
+            regime.phase, regime.setting = _Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
         elif regime.phase is _Phase.MIXED:
             regime.phase = _Phase.PROFILING
         elif regime.phase is _Phase.PLANNED:
@@ -256,7 +258,7 @@ class AutoPlan:
             self._plan(regime)
             self._why_not = None
         except MemoError as error:
-            regime.phase, regime.setting = _Phase.SETTLED, Setting.SAFEST
+            regime.phase, regime.setting = _Phase.SETTLED, SAFEST
             self._why_not = str(error)
             self._warn("no-plan", f"no plan: {error}; every layer stays at the safest setting")
 

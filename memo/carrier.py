@@ -13,7 +13,7 @@ import torch
 from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
 from memo.mip.activation_cost import rounding_bytes
-from memo.swap.levels import TokenLevels
+from memo.swap.levels import Level, TokenLevels
 from memo.swap.placement import Placement
 from memo.trace.events import Tier
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Carrier", "needs_of", "settings_of"]
 
-# Both levels of recompute are timed, with few bytes more than at the safest setting.
-_MIXED = TokenLevels(matmuls=0.5, attention=0.5)
-_SAFEST = TokenLevels(attention=1.0)
+MOST_MIXED = 0.5
+"""Of the tokens: both levels of recompute are timed, with few bytes more than at the safest setting."""
+SPARED = 0.9
+"""Of the room that the safest setting leaves: storages are whole."""
 
 UNBOUNDED_DISK = 1 << 60
 """What a scratch file may take that grows as needed: its end is found by running into it, and spilled then."""
@@ -80,9 +81,9 @@ class Carrier:
     def use(self, setting: ActivationPlan | Setting) -> None:
         """From the next layer call on."""
         if isinstance(setting, Setting):
-            levels = _MIXED if setting is Setting.MIXED else _SAFEST
+            levels = TokenLevels(matmuls=setting.matmuls, attention=1.0 - setting.matmuls)
             self._expect({})
-            self._engine.place({})
+            self._engine.place({}, rest_bytes=self.limits().device_bytes if setting.rest_stays else 0)
             self._tokenwise.choose(dict.fromkeys((layer.name for layer in self._layers), levels))
         else:
             placements, chosen = settings_of(setting, self._layers)
@@ -110,6 +111,16 @@ class Carrier:
         peak = self.take_peak()
         if peak:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
+
+    def spare_share(self, peak_bytes: int, calls: int) -> float:
+        """Half of the tokens, or as many as there is room for."""
+        wanted = calls * sum(
+            known.tokens * known.bytes_per_token.get(Level.MATMULS, 0.0) for known in self.costs().values()
+        )
+        room = max(0, self.limits().device_bytes - peak_bytes)
+        for tier in self._engine.tiers:
+            room += UNBOUNDED_DISK if tier.budget is None else max(0, tier.budget - tier.peak)
+        return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """By layer name."""

@@ -6,7 +6,6 @@ Owns the nouns that both sides speak. memo.autoplan decides, memo.carrier carrie
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -16,16 +15,22 @@ if TYPE_CHECKING:
     from memo.swap.levels import LayerCosts
     from memo.trace.events import Tracer
 
-__all__ = ["Limits", "Managed", "Setting"]
+__all__ = ["MEASURING", "SAFEST", "Limits", "Managed", "Setting"]
 
 
-class Setting(enum.Enum):
-    """What is in force where no plan is."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is in force where no plan is: everything moves that is not recomputed, and all but attention is recomputed."""
 
-    SAFEST = enum.auto()
-    """Everything moves that is not recomputed, and everything but attention is recomputed."""
-    MIXED = enum.auto()
-    """Some tokens at each level of recompute."""
+    matmuls: float = 0.0
+    """Of the tokens: the results of their matrix products move, too."""
+    rest_stays: bool = False
+    """What no tier has room for stays on the device while that keeps its budget, as a plan may have it. Else an error."""
+
+
+SAFEST = Setting()
+MEASURING = Setting(rest_stays=True)
+"""The safest as long as a plan may come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,12 @@ class Managed(Protocol):
 
     def use(self, setting: ActivationPlan | Setting) -> None:
         """Brings a plan into force, or one of the settings before it."""
+
+    def spare_share(self, peak_bytes: int, calls: int) -> float:
+        """The share of tokens, a half at most, whose matrix products there is room for beside what the last step held.
+
+        It was at the safest setting, had `calls` of each layer in flight, and `peak_bytes` on the device.
+        """
 
     def costs(self) -> Mapping[str, LayerCosts]:
         """Of the layers that can be treated token by token, by name."""

@@ -54,11 +54,12 @@ class Destinations:
             first.name: [first, *(tier for tier in tiers if tier is not first)] for first in (on_device, *tiers)
         }
         self._placements: dict[int, Placement] = {}
+        self._rest_bytes = 0
         self._saved_nbytes: dict[int, int] = {}  # what each placed layer's latest call saved
         self._latest: tuple[int, Quota] | None = None  # the layer that began last, and its account
 
-    def place(self, placements: Mapping[int, Placement]) -> None:
-        """Says where the layers' bytes go, by layer, from their next calls on.
+    def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
+        """Says where the layers' bytes go, by layer, from their next calls on; `rest_bytes` as the engine has it.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
@@ -71,6 +72,7 @@ class Destinations:
                         f"placement: layer {layer} sends {fraction:.0%} of its bytes to {tier}, which is off"
                     )
         self._placements = dict(placements)
+        self._rest_bytes = rest_bytes
         self._saved_nbytes.clear()  # at other levels a layer saves something else
 
     def quota(self, layer: int) -> Quota | None:
@@ -97,21 +99,31 @@ class Destinations:
         """
         quota = saved.group.quota
         if quota is None:
-            return self._first.claim(nbytes) or self._claim(saved, nbytes, self._tiers)
-        chosen = quota.choose(nbytes)
-        self._saved_nbytes[saved.group.key[0]] = quota.nbytes
+            place = self._first.claim(nbytes)
+            if place is not None:
+                return place
+            chosen, tiers = self._first.name, self._tiers
+        else:
+            chosen = quota.choose(nbytes)
+            tiers = self._beginning_with[chosen]
+            self._saved_nbytes[saved.group.key[0]] = quota.nbytes
         if chosen is not Tier.DEVICE:
             try:
-                return self._claim(saved, nbytes, self._beginning_with[chosen])
+                return self._claim(saved, nbytes, tiers)
             except (HostBudgetExceeded, ScratchFull):
-                if not self._spill or not quota.unkept_nbytes:
+                if not self._may_stay(quota):
                     raise
-                # Rounding to whole storages moves more than was planned, and the device has that much too little.
-                quota.keeps_instead(chosen, nbytes)
+                if quota is not None:
+                    quota.keeps_instead(chosen, nbytes)
         if saved.part is None:
             self._stats.bytes_kept += nbytes
             return None
         return self._claim(saved, nbytes, self._beginning_with[Tier.DEVICE])
+
+    def _may_stay(self, quota: Quota | None) -> bool:
+        """The device has room; or too little, since rounding to whole storages moved more than was planned."""
+        owed = quota is not None and quota.unkept_nbytes > 0
+        return self._spill and (owed or self._stats.device_bytes <= self._rest_bytes)
 
     def claim_elsewhere(self, nbytes: int, *, than: TierRoom) -> Place | None:
         """Room in another tier than the one that failed."""

@@ -103,13 +103,15 @@ class Engine:
         """Names a model's parameters and buffers, whose storages never move."""
         self._selection.keep(parameters, buffers)
 
-    def place(self, placements: Mapping[int, Placement]) -> None:
+    def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
         """Says where the layers' bytes go, by layer, from their next calls on; other layers use the tiers in order.
+
+        What no tier has room for stays where it is while the device holds no more than `rest_bytes`.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
-        self._destinations.place(placements)
+        self._destinations.place(placements, rest_bytes=rest_bytes)
 
     def listen(self, tracer: Tracer | None) -> None:
         """From now on `tracer` is told what happens. Between steps only: what is saved already tells nobody else."""

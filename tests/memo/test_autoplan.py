@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memo.autoplan import MAX_CORRECTIONS, AutoPlan
-from memo.managed import Limits, Setting
+from memo.managed import MEASURING, SAFEST, Limits, Setting
 from memo.mip.activation import ActivationPlan, Pipeline
 from memo.mip.activation_solve import solve_problem
 from memo.swap.levels import LayerCosts, Level
@@ -23,6 +23,8 @@ LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
 ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
+
+MIXED = Setting(matmuls=0.5, rest_stays=True)
 
 
 class Machine:
@@ -40,6 +42,7 @@ class Machine:
         self.peak = 0
         self.whole: set[str] = set()  # layers that cannot repeat a part of their tokens
         self.mute = False
+        self.spare = 0.5
 
     def listen(self, tracer: Tracer | None) -> None:
         self.heard_by = tracer
@@ -61,6 +64,9 @@ class Machine:
             bytes_per_token={Level.ALL: PER_TOKEN, Level.MATMULS: PER_TOKEN / 2, Level.ATTENTION: 0.0},
             recompute_s_per_token={Level.ALL: 0.0, Level.MATMULS: 1e-6, Level.ATTENTION: 1e-4},
         )
+
+    def spare_share(self, peak_bytes: int, calls: int) -> float:
+        return self.spare
 
     def limits(self) -> Limits:
         return Limits(device_bytes=self.device_bytes, others_bytes=0, host_bytes=self.host_bytes, disk_bytes=0)
@@ -120,7 +126,7 @@ def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() 
     auto = make(machine)
     for _ in range(8):
         step(auto, machine)
-    assert machine.used[:2] == [Setting.SAFEST, Setting.MIXED]
+    assert machine.used[:2] == [MEASURING, MIXED]
     assert isinstance(machine.used[2], ActivationPlan)
     assert len(machine.used) == 3, "a prediction that holds needs no other plan"
     assert machine.used[2].declined is None
@@ -128,6 +134,13 @@ def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() 
     assert auto.use().phase == "settled"
     assert auto.use().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
     assert machine.heard_by is None, "a settled run is listened to no longer"
+
+
+def test_ranks_measure_with_as_many_tokens_mixed_as_each_of_them_has_room_for() -> None:
+    roomy, narrow = tight(5), tight(3.5)
+    narrow.spare = 0.125
+    run_together([roomy, narrow], 2)
+    assert roomy.used[1] == narrow.used[1] == Setting(matmuls=0.125, rest_stays=True)
 
 
 def test_nothing_is_done_where_everything_fits() -> None:
@@ -167,7 +180,7 @@ def test_evaluation_is_no_step() -> None:
         auto.before_forward()
         with torch.no_grad():
             auto.before_layer((torch.zeros(2, TOKENS, 8),), {})
-    assert machine.used == [Setting.SAFEST, Setting.MIXED], "one training step was concluded, once"
+    assert machine.used == [MEASURING, MIXED], "one training step was concluded, once"
 
 
 def test_nothing_changes_while_anything_is_saved() -> None:
@@ -178,10 +191,10 @@ def test_nothing_changes_while_anything_is_saved() -> None:
     for _ in range(5):
         auto.before_forward()
         auto.before_layer((torch.zeros(2, 4 * TOKENS, 8),), {})
-    assert machine.used == [Setting.SAFEST]
+    assert machine.used == [MEASURING]
     machine.idle = True
     auto.before_forward()
-    assert machine.used == [Setting.SAFEST, Setting.MIXED]
+    assert machine.used == [MEASURING, MIXED]
 
 
 def test_a_step_that_takes_longer_than_predicted_is_planned_anew() -> None:
@@ -326,7 +339,7 @@ def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None
         warnings.simplefilter("always")
         autos = run_together([well, deaf], 6)
     assert [auto.plan for auto in autos] == [None, None]
-    assert well.used[-1] is deaf.used[-1] is Setting.SAFEST
+    assert well.used[-1] is deaf.used[-1] is SAFEST
     assert any("no layer ran forward and backward" in str(one.message) for one in told)
 
 
@@ -338,7 +351,7 @@ def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> 
     with pytest.warns(RuntimeWarning, match="no plan: .*every layer stays at the safest setting"):
         step(auto, machine)
     step(auto, machine)
-    assert machine.used[-1] is Setting.SAFEST
+    assert machine.used[-1] is SAFEST
     assert auto.plan is None
     assert auto.use().why_not is not None
     assert auto.use().lines()[0].startswith("plan: none: ")

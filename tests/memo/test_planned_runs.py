@@ -51,10 +51,10 @@ def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Ma
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-def paced_manager(model: torch.nn.Module) -> tuple[Manager, Engine, TokenWise]:
+def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, TokenWise]:
     """In real time, over a link of 20 MB/s."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
-    engine = Engine(backend, [HostTier(backend, ROOM, segment_bytes=1 << 20)], min_bytes=1024)
+    engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
     tokenwise = TokenWise(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
@@ -152,6 +152,28 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
         "whole storages are kept where fractions were planned"
     )
     assert "plan: forward and backward" in str(manager.report())
+    manager.close()
+
+
+@pytest.mark.parametrize(("device", "host"), [(4.0, 0.05), (2.9, 0.15), (2.3, 1.5)])
+def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: float) -> None:
+    """In layers: the safest setting alone moves an eighth of each of seven, which the first two hosts have no room for; with
+    half of the tokens' matrix products it would be a third of each."""
+    model, reference = fresh(8), fresh(8)
+    whole = 2 * _whole_bytes()
+    manager, engine, tokenwise = paced_manager(model, host=int(host * whole))
+    memory = DeviceMemory(total_bytes=int(device * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+    for step in range(7):
+        assert_equal(
+            train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
+            train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
+        )
+    assert manager.plan is not None, planning.use().why_not
+    assert manager.plan.declined is None
+    assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
+    assert engine.tiers[0].peak <= host * whole
     manager.close()
 
 
