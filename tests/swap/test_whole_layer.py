@@ -193,7 +193,7 @@ def test_without_that_it_is_a_clear_error() -> None:
 
 def test_no_room_even_for_inputs_is_a_clear_error(tmp_path: Path) -> None:
     model = stack(layers=6)
-    manager = memo.offload(model, host="16KiB", disk=[], on_full="recompute", min_bytes=512)
+    manager = memo.offload(model, alpha=1.0, host="16KiB", disk=[], on_full="recompute", min_bytes=512)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         with pytest.raises(HostBudgetExceeded, match="no room"), manager:
