@@ -62,7 +62,7 @@ def hugging_face(name: str, options: dict[str, Any] | None) -> tuple[list[Step],
     """A model that memo did not write, divided by memo.parallelize."""
     from hugging_face_worker import model_of
 
-    model = model_of(name.split("_")[1]).train()
+    model = model_of(name.split("_")[1], []).train()
     lower = torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     memo.parallelize(model, mesh, sequence_parallel="replicated" not in name)
