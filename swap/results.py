@@ -88,6 +88,8 @@ class Result:
     def read(self, tensor: torch.Tensor, reader: Reader) -> None:
         """`reader` uses `tensor`, which is the result or a view of it."""
         self.readers.append(reader)
+        if tensor.dtype is not self._form.dtype:
+            self.axis = self._result = None  # its bytes taken for something else: it is computed again
         # Nothing is held for a reader whose own result is kept: partial sums go when they are summed.
         if self._result is None and self._span[0] < self._span[1] and self.can_be_kept and not self.is_passed_on:
             self._result = tensor.detach().as_strided(self._form.size(), self._form.stride(), self._offset)

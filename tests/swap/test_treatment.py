@@ -212,6 +212,11 @@ def saving(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
 
 
+def used_as_another_type(x: torch.Tensor) -> torch.Tensor:
+    x.detach().view(torch.float64).abs()
+    return x.sin()
+
+
 FORMS = {
     sum_of: 0,
     seen_otherwise: 0,
@@ -220,6 +225,7 @@ FORMS = {
     summed_and_used: 2,  # of three layers the last stays
     summed_then_changed: 2,
     saving: None,
+    used_as_another_type: None,
 }
 
 
