@@ -47,8 +47,8 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     troubles: list[str] = []
     contexts = []
 
-    def open_(path: Path, *, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": 1280, "height": 720}, color_scheme=scheme)
+    def open_(path: Path, *, scheme: str = "light", width: int = 1280, height: int = 720) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: troubles.append(f"console {message.type}: {message.text}"))
@@ -165,6 +165,26 @@ def test_the_panel_says_what_stats_says(
         assert row == [stall["cause"], stall["count"], stall["total_ns"], stall["longest_ns"]]
     said = page.locator("#verdict [data-rule]").all_text_contents()
     assert said == [sentence["text"] for sentence in step["verdict"]]
+
+
+def test_a_narrow_window_shows_the_view_above_the_panel_and_nothing_beside_it(
+    imagined: tuple[Path, dict[str, Any]], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(imagined[0], width=390, height=844)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    plot, panel = (page.locator(which).first.bounding_box() for which in (".timeline", ".panel"))
+    assert plot["width"] == panel["width"] == 390
+    assert plot["y"] + plot["height"] <= panel["y"] + 1
+    assert min(plot["height"], panel["height"]) > 200
+
+
+def test_a_trace_without_events_has_an_axis_of_a_microsecond(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    trace = tmp_path / "trace.rank0.jsonl"
+    header = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}
+    trace.write_text(json.dumps(header) + "\n")
+    assert main(["trace", "html", str(trace), "-o", str(tmp_path / "report.html")]) == ExitCode.OK
+    begin, end = domain(open_page(tmp_path / "report.html"))
+    assert end - begin == pytest.approx(1000, rel=0.1)
 
 
 def test_rank_and_step_selectors_change_figures_verdict_and_view(

@@ -253,6 +253,8 @@ export class TierSeries {
   }
 }
 
+const SHORTEST_NS = 1000; // a trace without events still has an axis
+
 export class Page {
   readonly ranks: Rank[];
   readonly begin: number;
@@ -266,7 +268,7 @@ export class Page {
     });
     const intervals = this.ranks.map((rank) => rank.interval(null));
     this.begin = Math.min(...intervals.map(([begin]) => begin));
-    this.end = Math.max(...intervals.map(([, end]) => end));
+    this.end = Math.max(this.begin + SHORTEST_NS, ...intervals.map(([, end]) => end));
   }
 
   name(index: number): string {

@@ -15,6 +15,10 @@ const GUTTER = 96; // pixels for lane names
 const FONT = "11px system-ui, sans-serif";
 const NEAR = 3; // pixels
 
+function named(tier: string): string {
+  return tier === "disk" ? "on disk" : `${tier} memory`;
+}
+
 export class Timeline {
   readonly element: HTMLElement;
   readonly canvas: HTMLCanvasElement;
@@ -115,7 +119,7 @@ export class Timeline {
     const pen = this.pen(band.rank);
     context.fillStyle = band.kind === "title" ? pen.theme.text : pen.theme.faint;
     const middle = band.kind === "memory" ? y + 7 : y + band.height / 2;
-    context.fillText(band.kind === "memory" ? `${band.text} memory` : band.text, 8, middle, GUTTER - 12);
+    context.fillText(band.kind === "memory" ? named(band.text) : band.text, 8, middle, GUTTER - 12);
     if (band.kind === "rows") {
       context.fillStyle = pen.theme.band;
       context.fillRect(pen.left, y, pen.right - pen.left, band.height);
