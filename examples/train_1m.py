@@ -8,6 +8,8 @@
     eight GPUs      torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --data books/ --steps 1000 \\
                         --checkpoint-dir /shared/run --checkpoint-minutes 30
 
+    in stages       torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --tp 4 --pp 2 --accumulate 8 ...
+
     four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
                         examples/train_1m.py --preset 7b --dp 4 --batch 4 --data books/ --steps 1000 ...
 
@@ -34,7 +36,7 @@ from memo.errors import MemoError
 from memo.gpt.config import preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationProblem, Budgets
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline
 from memo.mip.activation_files import plan_to_json, read_hardware
 from memo.mip.activation_prove import prove
 from memo.mip.activation_tiles import TILES, solve_tiles
@@ -77,15 +79,16 @@ def read(flags: list[str]) -> Namespace:
     sizes = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
         sizes.add_argument(f"--{name}")
-    for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "dp", "tp", "cp"):
+    for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "accumulate", "dp", "tp", "cp", "pp"):
         sizes.add_argument(f"--{name}", type=int)
     sizes.add_argument("--precision", type=Precision)
-    sizes.set_defaults(variant="gpt", batch=1, dp=1, tp=1, cp=1)
+    sizes.set_defaults(variant="gpt", batch=1, accumulate=1, dp=1, tp=1, cp=1, pp=1)
     asked, _ = sizes.parse_known_args(flags)
-    tokens, ranks = parse_tokens(asked.seq), asked.dp * asked.tp * asked.cp
+    tokens, ranks = parse_tokens(asked.seq), asked.dp * asked.tp * asked.cp * asked.pp
     shape = {name: getattr(asked, name) for name in ("layers", "hidden", "heads")}
     asked.config = preset(asked.model, variant=asked.variant, max_seq=tokens, **shape)
-    asked.layout = Layout(tokens=tokens, batch=max(asked.batch // asked.dp, 1), gpus=ranks, tp=asked.tp, cp=asked.cp)
+    rows, ways = max(asked.batch // asked.dp, 1), {name: getattr(asked, name) for name in ("tp", "cp", "pp")}
+    asked.layout = Layout(tokens=tokens, batch=rows, gpus=ranks, **ways)
     asked.on_gpu = asked.device != "cpu" and torch.cuda.is_available()
     asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
     asked.says_where = asked.alpha is not None or asked.offload is not None  # its activations go
@@ -93,17 +96,19 @@ def read(flags: list[str]) -> Namespace:
 
 
 def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
-    """Solves for the shortest step of one rank within the machine's memory; the flags that carry the plan out."""
+    """Solves for the shortest step within the machine's memory, stage by stage; the flags that carry the plan out."""
     machine = this_gpu() if description is None else read_hardware(description)
     device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
     host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=together)
+    neighbours = max(together * asked.pp // asked.layout.gpus, 1)  # stages whose ranks share a node
+    pipeline = Pipeline(stages=asked.pp, microbatches=asked.accumulate, stages_per_node=neighbours)
 
     def problem(tiles: int) -> ActivationProblem:
         config = dataclasses.replace(asked.config, mlp_tiles=tiles)
         profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
-        return ActivationProblem(profile=profile, hardware=machine, budgets=budgets)
+        return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
     plan = solve_tiles(problem, TILES if asked.mlp_tiles is None else [asked.mlp_tiles])
     prove(plan)

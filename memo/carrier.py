@@ -12,7 +12,7 @@ import torch
 
 from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
-from memo.mip.activation_cost import rounding_bytes
+from memo.mip.activation_stages import needs
 from memo.swap.levels import Level, TokenLevels
 from memo.swap.placement import Placement
 from memo.trace.events import Tier
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.swap.tokenwise import TokenWise
     from memo.trace.events import Tracer
 
-__all__ = ["Carrier", "needs_of", "settings_of"]
+__all__ = ["Carrier", "settings_of"]
 
 MOST_MIXED = 0.5
 """Of the tokens: both levels of recompute are timed, with few bytes more than at the safest setting."""
@@ -88,7 +88,7 @@ class Carrier:
         else:
             placements, chosen = settings_of(setting, self._layers)
             self._engine.place(placements)
-            self._expect(needs_of(setting))
+            self._expect(dict(zip((Tier.HOST, Tier.DISK), needs(setting), strict=True)))
             self._tokenwise.choose(chosen)
         self._tokenwise.look_at(self._layers)
 
@@ -162,14 +162,6 @@ def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int
     }
     levels = {layer.name: _levels(part) for layer, part in zip(layers, plan.layers, strict=True)}
     return placements, levels
-
-
-def needs_of(plan: ActivationPlan) -> dict[Tier, int]:
-    """Bytes that one rank's part of a plan may take of each tier, with what whole storages and pages take beyond it."""
-    stage, problem = plan.stages[0], plan.problem
-    rounding = rounding_bytes(problem, 0, divided=any(layer.divided for layer in plan.layers))
-    moved = {Tier.HOST: stage.peak_host_bytes, Tier.DISK: stage.peak_disk_bytes}
-    return {tier: nbytes + rounding for tier, nbytes in moved.items() if nbytes}
 
 
 def _levels(part: LayerPlan) -> TokenLevels:

@@ -22,11 +22,12 @@ from memo.carrier import Carrier
 from memo.device_memory import device_memory
 from memo.errors import MemoError, UsageError
 from memo.findings import alone
+from memo.mip.activation_stages import needs
 from memo.opening import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.parallel.agreement import everyones
 from memo.parallel.alike import group_of
 from memo.parallel.course import Course
-from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, read_plan
+from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, own_part, read_plan
 from memo.report import DiskUse, Report
 from memo.swap.engine import Engine
 from memo.swap.layers import Layer, find_layers
@@ -82,7 +83,8 @@ def offload(
 
     Args:
         model: any module with repeated layers; it is not modified outside the `with`.
-        plan: an activation plan, or the file of one, for all steps; its checker's complaint is an error.
+        plan: an activation plan, or the file of one, for all steps; its checker's complaint is an error. Of a plan for a
+            pipeline's stages, `schedule` says which one is carried out here.
         alpha: instead of a plan, the same for every layer: the fraction of the tokens whose token-wise activations move;
             those of the rest are computed again in backward. The layers' inputs and attention's results move whole. 1.0
             moves everything, host memory first, then disk. A layer that is not proven to treat tokens apart moves whole
@@ -137,8 +139,8 @@ def offload(
     memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
     course = None if schedule is None else Course.of(schedule, [layer.module for layer in found])
-    weight = 1 if course is None else course.weight
-    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weight=weight)
+    fixed = None if fixed is None else own_part(fixed, course)
+    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, course))
     recorder = None if trace is None else open_recorder(trace, model, room)
     backend = open_backend(where, timing=recorder is not None or automatic)
     tiers, store = open_tiers(room, backend, verify=verify)
@@ -370,6 +372,14 @@ class Manager:
                 if self._in_step:
                     self.step_done()
                 self._recorder.close()
+
+
+def _weights(plan: ActivationPlan | None, course: Course | None) -> tuple[int, int]:
+    """This rank's needs of host and disk: what its plan says, else in proportion to the activations that it holds."""
+    if plan is not None:
+        host, disk = needs(plan)
+        return max(host, 1), max(disk, 1)  # a tier that is on has some room
+    return (1, 1) if course is None else (course.weight, course.weight)
 
 
 def _everyones(group: ProcessGroup | None) -> Everyones:

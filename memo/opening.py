@@ -64,19 +64,19 @@ class Room:
         host: int | str,
         disk: _Path | Sequence[_Path] | None,
         disk_budget: int | str | None,
-        weight: int = 1,
+        weights: tuple[int, int] = (1, 1),
     ) -> Room:
         """As `memo.offload` was told. A collective call where there is a process group: a node's ranks share budgets.
 
-        `weight` is this rank's need, beside that of the others.
+        `weights` are this rank's needs of host and disk, beside those of the others.
 
         Raises:
             UsageError: there is no room anywhere.
         """
         disk_bytes = None
         if disk_budget is not None:
-            disk_bytes = share_of_node(parse_bytes(disk_budget, what="disk_budget"), weight=weight)
-        host_bytes = _host_bytes(host, device, weight)
+            disk_bytes = share_of_node(parse_bytes(disk_budget, what="disk_budget"), weight=weights[1])
+        host_bytes = _host_bytes(host, device, weights[0])
         directories = _directories(disk, device, host_bytes)
         if host_bytes == 0 and not directories:
             raise UsageError("host=0 and no disk: there is nowhere to move activations to; give host=... or disk=...")

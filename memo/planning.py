@@ -15,6 +15,7 @@ from memo.mip.activation import ActivationPlan
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_files import read_activation_plan
 from memo.mip.activation_prove import prove
+from memo.mip.activation_stages import stage_plan
 from memo.plan_use import PlanUse
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
     from memo.carrier import Carrier
     from memo.mip.activation import ActivationProblem
+    from memo.parallel.course import Course
 
-__all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "read_plan"]
+__all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "own_part", "read_plan"]
 
 
 class Planning(Protocol):
@@ -67,6 +69,31 @@ def read_plan(plan: ActivationPlan | str | os.PathLike[str]) -> ActivationPlan:
         plan = read_activation_plan(plan)
     require_valid(plan)
     return plan
+
+
+def own_part(plan: ActivationPlan, course: Course | None) -> ActivationPlan:
+    """What this rank carries out of a plan: all of it, or the stage that its pipeline's schedule gives it.
+
+    Raises:
+        PlanError: the plan is for another pipeline, or for fewer microbatches in flight.
+    """
+    pipeline = plan.problem.pipeline
+    if pipeline.stages == 1:
+        return plan
+    if course is None:
+        raise PlanError(
+            f"plan: it is for {pipeline.stages} pipeline stages, and no schedule says which of them is here"
+        )
+    if course.stages != pipeline.stages:
+        raise PlanError(f"plan: it is for {pipeline.stages} pipeline stages, and the schedule has {course.stages}")
+    (stage,) = course.own
+    held = pipeline.in_flight(stage)
+    if course.held > held:
+        raise PlanError(
+            f"plan: it is for {held} microbatches in flight on stage {stage}, and the schedule holds {course.held}; plan "
+            f"for 1F1B's, or leave the planning to the run"
+        )
+    return stage_plan(plan, stage)
 
 
 class FixedPlan:

@@ -20,6 +20,9 @@ __all__ = ["Course"]
 class Course:
     """Of one rank, whose layers may be of more than one stage."""
 
+    stages: int
+    """Of the whole pipeline; `own` are this rank's."""
+    own: tuple[int, ...]
     held: int
     """The most microbatches that one of the layers has in flight."""
     weight: int
@@ -40,6 +43,8 @@ class Course:
         inside = {index: _positions(layers, stage.submod) for index, stage in stages.items()}
         held = in_flight({rank: order[rank]})
         return cls(
+            stages=next(iter(stages.values())).num_stages,
+            own=tuple(stages),
             held=max(held.values()),
             weight=sum(held[index] * len(own) for index, own in inside.items()),
             backward=tuple(call for call, _ in itertools.groupby(_backward(order[rank], inside))),

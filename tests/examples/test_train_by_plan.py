@@ -56,18 +56,21 @@ def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "microbatches"), [(1, 1, 1), pytest.param(2, 1, 1, marks=pytest.mark.slow), (1, 2, 3)]
+)
+def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, microbatches: int) -> None:
     machine, file, trace = (tmp_path / name for name in ("machine.json", "plan.json", "trace.rank0.jsonl"))
     machine.write_text(hardware_to_json(TWO_CORES))
-    size = ["--layers", LAYERS, "--seq", TOKENS, "--tp", ranks, "--precision", "bf16-autocast", "--mlp-tiles", 1]
+    ranks, ways = tp * pp, ["--tp", tp, "--pp", pp, "--accumulate", microbatches]
+    size = ["--layers", LAYERS, "--seq", TOKENS, *ways, "--precision", "bf16-autocast", "--mlp-tiles", 1]
     # Room for all first, to know how much to take away: three fifths of what the layers save, so that they differ.
     module = example("train_1m")
     asked = module.read([*module.PRESETS["laptop"], *map(str, size)])
     module.by_plan(asked, str(machine), str(file))
     free = read_activation_plan(file)
     assert free.declined is not None
-    lacking = int(0.6 * sum(saved_bytes(free)))
+    lacking = int(0.6 * sum(saved_bytes(free)) / pp)
     start = [sys.executable] if ranks == 1 else [Path(sys.executable).parent / "torchrun", "--nproc-per-node", ranks]
     train = [*start, EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
     budgets = ["--device-budget", free.stages[0].peak_device_bytes - lacking, "--host-budget", lacking // 2 * ranks]
@@ -91,10 +94,12 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, ranks: int) -> Non
     assert "bytes: kept" in said
     plan = read_activation_plan(file)
     signature = plan.problem.profile.signature
-    assert (signature.tokens, signature.tp, len(plan.layers)) == (TOKENS, ranks, LAYERS)
+    assert (signature.tokens, signature.tp, signature.pp, len(plan.layers)) == (TOKENS, tp, pp, LAYERS)
+    assert len(plan.stages) == pp
     assert any(0 < layer.host < 1 for layer in plan.layers)  # kept and moved within one layer: no alpha says that
-    planned = [own.host * saved for own, saved in zip(plan.layers, saved_bytes(plan), strict=True)]
-    moved = moved_bytes(trace, step=2)
+    first_stage = slice(LAYERS // pp)  # what the trace's rank has of the layers
+    planned = [own.host * saved for own, saved in zip(plan.layers, saved_bytes(plan), strict=True)][first_stage]
+    moved = [nbytes / microbatches for nbytes in moved_bytes(trace, step=2)][first_stage]
     # A storage goes to one place whole, so that fractions hold to within one of them, and so does their sum.
     largest = plan.problem.profile.classes[0].largest_storage_bytes
     assert all(abs(one - other) <= largest for one, other in zip(moved, planned, strict=True)), (moved, planned)

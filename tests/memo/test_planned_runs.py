@@ -22,12 +22,14 @@ from memo.errors import PlanError, UsageError
 from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.manager import Manager
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation_cost import predict
 from memo.mip.activation_files import plan_to_json
+from memo.mip.activation_stages import stage_plan
 from memo.mip.hardware import PRESETS
 from memo.mip.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
-from memo.planning import checked_plan
+from memo.parallel.course import Course
+from memo.planning import checked_plan, own_part
 from memo.swap.checking import CheckingBackend, CheckingDisk
 from memo.swap.engine import Engine
 from memo.swap.kept import DeviceTier
@@ -250,6 +252,26 @@ def test_a_given_plan_is_carried_out(as_file: bool, tmp_path: Path) -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="it has 5 layers and the model 6"):
         memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
+
+
+def course(*own: int, stages: int = 2, held: int = 2) -> Course:
+    return Course(stages=stages, own=own, held=held, weight=held, backward=())
+
+
+def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_gives_it() -> None:
+    alone = given_plan(6)
+    assert own_part(alone, None) is own_part(alone, course(0)) is alone
+    problem = dataclasses.replace(alone.problem, pipeline=Pipeline(stages=2, microbatches=4))
+    layers = (FIXED, FIXED, LayerPlan()) * 2
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
+    assert own_part(plan, course(1, held=1)) == stage_plan(plan, 1)
+    for there, words in (
+        (None, "for 2 pipeline stages, and no schedule says which"),
+        (course(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
+        (course(1, held=4), "for 1 microbatches in flight on stage 1, and the schedule holds 4"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            own_part(plan, there)
 
 
 def test_a_plan_is_for_the_tiles_in_which_the_model_computes_its_mlps() -> None:

@@ -15,7 +15,10 @@ from memo.parallel.course import Course
 
 def schedule(rank: int, order: str, stages: dict[int, nn.Module]) -> Any:
     """As torch's, with what is read of it: `0F0 0B0` is stage, action, microbatch."""
-    made = [SimpleNamespace(stage_index=index, submod=module, group_rank=rank) for index, module in stages.items()]
+    made = [
+        SimpleNamespace(stage_index=index, submod=module, group_rank=rank, num_stages=4)
+        for index, module in stages.items()
+    ]
     actions = [None if word == "-" else _Action.from_str(word) for word in order.split()]
     held = {"_stages": made} if len(made) > 1 else {"_stage": made[0]}
     return SimpleNamespace(pipeline_order={rank: actions}, **held)
@@ -29,6 +32,7 @@ def test_one_stage_comes_to_its_layers_in_reverse_microbatch_by_microbatch() -> 
     module = stage(2)
     course = Course.of(schedule(0, "0F0 0F1 - 0B0 0F2 0B1 0B2", {0: module}), list(module))
     assert course is not None
+    assert (course.stages, course.own) == (4, (0,))
     assert (course.held, course.weight) == (2, 4)
     assert course.backward == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2))
 
