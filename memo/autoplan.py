@@ -168,8 +168,8 @@ class AutoPlan:
             self._figures.restart()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The first layer of a forward is about to run: what it is given is the signature."""
-        if self._forwards != 1:
+        """A layer is about to run: what the first one is given is the signature. A decoder after it may have other tokens."""
+        if self._forwards != 1 or self._trained:
             return  # what is in force stays until all of these have been backwarded
         hidden = layer_input(args, kwargs)
         if hidden is None or not torch.is_grad_enabled():

@@ -75,9 +75,10 @@ def compare(
     forward: Callable[[nn.Module, int], torch.Tensor],
     tmp_path: Path,
     dtype: torch.dtype = torch.float32,
+    steps: int = 3,
     **options: Any,
 ) -> memo.Manager:
-    """Three steps each way; returns the manager, closed."""
+    """Some steps each way; returns the manager, closed."""
 
     def fresh() -> nn.Module:
         torch.manual_seed(0)
@@ -85,8 +86,8 @@ def compare(
 
     model, reference = fresh(), fresh()
     manager = memo.offload(model, **{"disk": tmp_path, "min_bytes": 1024, "alpha": 1.0, **options})
-    got = train(model, lambda step: forward(model, step), manager)
-    want = train(reference, lambda step: forward(reference, step))
+    got = train(model, lambda step: forward(model, step), manager, steps)
+    want = train(reference, lambda step: forward(reference, step), steps=steps)
     assert_equal(got, want)
     gc.collect()
     assert manager.stats.live_entries == 0
@@ -123,6 +124,16 @@ def causal(batch: int = 2, **kwargs: Any) -> Callable[[nn.Module, int], torch.Te
 def test_hugging_face_models_unmodified(name: str, dtype: torch.dtype, batch: int, tmp_path: Path) -> None:
     manager = compare(lambda: hugging_face(name), causal(batch), tmp_path, dtype)
     assert len(manager.layers) == (6 if name == "t5" else 3)
+
+
+def test_an_encoder_and_a_decoder_of_another_length_are_measured_and_planned_as_one(tmp_path: Path) -> None:
+    def forward(model: nn.Module, step: int) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens(step, 2), labels=tokens(step + 9, 2, seq=48)).loss
+        return loss
+
+    manager = compare(lambda: hugging_face("t5"), forward, tmp_path, steps=5, alpha=None)
+    assert manager.plan is not None
+    assert len(manager.plan.layers) == 6
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
