@@ -168,7 +168,7 @@ class AutoPlan:
             self._figures.restart()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A layer is about to run: what the first one is given is the signature. A decoder after it may have other tokens."""
+        """A layer is about to run: what a forward's first one is given is the signature. A decoder may have other tokens."""
         if self._forwards != 1 or self._trained:
             return  # what is in force stays until all of these have been backwarded
         hidden = layer_input(args, kwargs)

@@ -1,0 +1,152 @@
+"""Unmodified models of many families, half of their tokens recomputed, or moved whole with the reason told: bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_equal, train
+from torch import nn
+
+import memo
+
+hf = pytest.importorskip("transformers")
+
+VOCAB = 96
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+GROUPED = {**LAYERS, "num_key_value_heads": 2, "intermediate_size": 80}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+STACKS = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "vocab_size": VOCAB,
+    "dropout": 0.0,
+    **TOKENS,
+}
+SOUND = {"num_mel_bins": 8, "max_source_positions": 60, "max_target_positions": 64}
+IMAGES = {"intermediate_size": 64, "image_size": 32, "patch_size": 4}
+
+Forward = Callable[[nn.Module, int], torch.Tensor]
+
+
+def ids(step: int, seq: int = 64) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (2, seq), generator=torch.Generator().manual_seed(step))
+
+
+def next_token(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids(step), labels=ids(step)).loss
+    return loss
+
+
+def translated(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids(step), labels=ids(step + 9, 48)).loss
+    return loss
+
+
+def heard(model: nn.Module, step: int) -> torch.Tensor:
+    sound = torch.randn(2, 8, 120, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(input_features=sound, labels=ids(step, 48)).loss
+    return loss
+
+
+def seen(model: nn.Module, step: int) -> torch.Tensor:
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(pixel_values=image, labels=torch.tensor([0, 1])).loss
+    return loss
+
+
+# Class, configuration and forward of what is divided token by token; torch's fused attention on a CPU.
+DIVIDED: dict[str, tuple[str, dict[str, Any], Forward]] = {
+    "MistralForCausalLM": ("MistralConfig", {**GROUPED, **TOKENS, "sliding_window": 16}, next_token),
+    "Qwen2ForCausalLM": ("Qwen2Config", {**GROUPED, **TOKENS}, next_token),
+    "Phi3ForCausalLM": ("Phi3Config", {**GROUPED, **TOKENS}, next_token),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**GROUPED, **TOKENS, "head_dim": 8}, next_token),
+    "OPTForCausalLM": ("OPTConfig", {**LAYERS, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}, next_token),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", {**LAYERS, "intermediate_size": 64}, next_token),
+    "BartForConditionalGeneration": ("BartConfig", {**STACKS, "decoder_start_token_id": 2}, translated),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {**STACKS, **SOUND, "decoder_start_token_id": 1}, heard),
+    "ViTForImageClassification": ("ViTConfig", {**LAYERS, **IMAGES}, seen),
+}
+
+# And of what is not, with the operator that is named.
+WHOLE: dict[str, tuple[str, dict[str, Any], Forward, str]] = {
+    "Gemma2ForCausalLM": ("Gemma2Config", {**GROUPED, **TOKENS, "head_dim": 8}, next_token, "aten.bmm mixes tokens"),
+    "BloomForCausalLM": ("BloomConfig", {**LAYERS, **TOKENS}, next_token, "aten.baddbmm"),
+    "MambaForCausalLM": ("MambaConfig", {**LAYERS, "state_size": 4}, next_token, "aten.convolution"),
+    "MixtralForCausalLM": ("MixtralConfig", {**GROUPED, **TOKENS, "num_local_experts": 4}, next_token, "aten.index"),
+}
+
+
+def compare(name: str, config: str, shape: dict[str, Any], forward: Forward, disk: Path) -> memo.Manager:
+    """Two steps each way, dropout off; returns the manager, closed."""
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = getattr(hf, name)(getattr(hf, config)(**shape))
+        return made
+
+    model, reference = fresh(), fresh()
+    manager = memo.offload(model, alpha=0.5, disk=disk, min_bytes=512)
+    got = train(model, lambda step: forward(model, step), manager, steps=2)
+    assert_equal(got, train(reference, lambda step: forward(reference, step), steps=2))
+    assert manager.stats.bytes_disk > 0
+    manager.close()
+    return manager
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_layers_are_divided_bit_for_bit(name: str, tmp_path: Path) -> None:
+    manager = compare(name, *DIVIDED[name], tmp_path)
+    assert f"{len(manager.layers)} layers (bit for bit)" in str(manager.report())
+    assert manager.stats.bytes_recomputed > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*moves whole tensors")
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_are_not_say_why_bit_for_bit(name: str, tmp_path: Path) -> None:
+    *made, operator = WHOLE[name]
+    report = str(compare(name, *made, tmp_path).report())
+    assert ", 0 layers (bit for bit)" in report
+    assert operator in report.split("whole tensors: ")[1]
+
+
+class _LowRank(nn.Module):
+    """A frozen projection and a trained correction of it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + 2 * self.up(self.down(x))
+        return out
+
+
+def _adapted() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)).requires_grad_(False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.q_proj = _LowRank(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = _LowRank(layer.self_attn.v_proj)
+    return model
+
+
+def test_low_rank_adapters_of_a_frozen_model(tmp_path: Path) -> None:
+    """The first layer's input needs no gradient; most parameters get none."""
+    model, reference = _adapted(), _adapted()
+    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
+    got = train(model, lambda step: next_token(model, step), manager)
+    assert_equal(got, train(reference, lambda step: next_token(reference, step)))
+    assert sum(grad is not None for grad in got[0].gradients) == 2 * 2 * 2
+    manager.close()
+    assert "2 layers (bit for bit)" in str(manager.report())
