@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import Launch, launched
 
-WORKER = Path(__file__).parent / "distributed_worker.py"
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp-bf16", "tensor", "sequence"])
-def test_gradients_of_a_sharded_model_are_equal(kind: str, tmp_path: Path) -> None:
-    launch(kind, tmp_path)
+KINDS = ["fsdp", "fsdp-bf16", "tensor", "sequence"]
 
 
-def test_ranks_of_one_node_share_its_budgets(tmp_path: Path) -> None:
-    launch("shares", tmp_path)
-
-
-def launch(kind: str, tmp_path: Path) -> None:
-    """Two ranks of the worker; each compares for itself and fails if anything differs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(WORKER), kind, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launched(
+        Path(__file__).parent / "distributed_worker.py", [*KINDS, "shares"], tmp_path_factory.mktemp("scratch")
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_sharded_model_are_equal(kind: str, launch: Launch) -> None:
+    assert f"equal {kind}\n" in launch.said, launch.said
+
+
+def test_ranks_of_one_node_share_its_budgets(launch: Launch) -> None:
+    assert "equal shares\n" in launch.said, launch.said
+
+
+def test_nothing_is_left(launch: Launch) -> None:
+    assert launch.ended == 0, launch.said
+    assert launch.left == []

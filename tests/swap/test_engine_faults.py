@@ -24,19 +24,9 @@ from memo.swap.layers import find_layers
 from memo.swap.tiers import DiskTier, HostTier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from memo.swap.tiers import Tier
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Two after each run, of hundreds: what earlier tests and imports left need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Small(nn.Module):

@@ -116,13 +116,14 @@ def behind_a_slow_disk(directory: Path, faults: Faults, late: int) -> Manager:
 
 @pytest.mark.parametrize("late", [0, ENOUGH])
 def test_a_disk_that_is_behind_is_named_as_the_cause(tmp_path: Path, late: int) -> None:
-    faults = Faults().fail("write", 1, delay=0.02, sticky=True)
+    delay_s = 0.05
+    faults = Faults().fail("write", 1, delay=delay_s, sticky=True)
     manager = behind_a_slow_disk(tmp_path, faults, late)
     model: Stack = manager.model  # type: ignore[attr-defined]
     with manager:
         loss = model(ids())
     assert (manager.stats.stalls_ns[StallCause.DISK_QUEUE] > 0) == (late == 0)
-    assert manager.stats.stalls_ns[StallCause.DRAIN] == 0
+    assert manager.stats.stalls_ns[StallCause.DRAIN] < delay_s * 1e9, "a busy machine's pauses, and no write"
     loss.backward()
     manager.close()
 

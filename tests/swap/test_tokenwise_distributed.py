@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import Launch, launched
 
-WORKER = Path(__file__).parent / "tokenwise_worker.py"
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+KINDS = ["fsdp", "fsdp-bf16", "tensor", *SCHEDULES]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp-bf16", "tensor", *SCHEDULES])
-def test_gradients_are_equal(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(WORKER), kind, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"equal {kind}" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launched(Path(__file__).parent / "tokenwise_worker.py", KINDS, tmp_path_factory.mktemp("scratch"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_equal(kind: str, launch: Launch) -> None:
+    assert f"equal {kind}\n" in launch.said, launch.said
+
+
+def test_nothing_is_left(launch: Launch) -> None:
+    assert launch.ended == 0, launch.said
+    assert launch.left == []

@@ -1,0 +1,38 @@
+"""Starts a worker on two ranks, once for all that it is to compare: most of a launch is imports."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["Launch", "launched"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What came of it."""
+
+    ended: int
+    said: str
+    left: list[str]
+    """In the scratch directory."""
+
+
+def launched(worker: Path, kinds: Sequence[str], scratch: Path) -> Launch:
+    """Runs `worker` over `kinds`, up to the first that fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(worker), str(scratch), *kinds],
+        capture_output=True,
+        text=True,
+        timeout=100 * len(kinds),
+        check=False,
+    )
+    return Launch(
+        ended=done.returncode,
+        said=done.stdout + done.stderr,
+        left=[path.name for path in scratch.iterdir()],
+    )
