@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import memo
+from memo.errors import MemoError
 from memo.gpt.batches import Batches
 from memo.gpt.process_memory import peak_rss_bytes, return_freed_memory
 from memo.gpt.tokens import TokenFile, open_tokens
@@ -94,7 +95,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--disk", help="a folder for a scratch file (on a CPU: the system's temporary one)")
     parser.add_argument("--output", type=Path, help="save the model here")
     parser.add_argument("--without-memo", action="store_true", help="the same training with activations in memory")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model is not None and not args.model.is_dir():
+        parser.error(f"--model {args.model}: no such folder")
+    return args
 
 
 def join_others(tp: int) -> tuple[torch.device, bool]:
@@ -137,4 +141,8 @@ def peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except MemoError as error:
+        print(f"finetune_hf: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

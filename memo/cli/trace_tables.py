@@ -5,6 +5,7 @@ No name in them can command the terminal: foreign text is printable and free of 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -22,9 +23,12 @@ from memo.units import format_bytes
 __all__ = ["print_diff", "print_stats"]
 
 
+_NARROWEST = 120  # columns; a terminal of fewer wraps a line, where rich would cut the numbers in it
+
+
 def _console() -> Console:
-    wide = None if sys.stdout.isatty() else 120
-    return Console(width=wide, highlight=False, soft_wrap=True)
+    wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NARROWEST
+    return Console(width=max(wide, _NARROWEST), highlight=False, soft_wrap=True)
 
 
 def _text(name: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +43,15 @@ def test_a_plan_is_written_checked_and_shown(plan_path: Path, capsys: pytest.Cap
     assert "valid, 255 buffers" in capsys.readouterr().out
     assert main(["show", str(plan_path)]) == ExitCode.OK
     assert "3.305 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_plan_is_read_from_standard_input(
+    command: str, plan_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(plan_path.read_bytes())))
+    assert main([command, "-"]) == ExitCode.OK
+    assert "255" in capsys.readouterr().out
 
 
 def test_the_same_problem_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:

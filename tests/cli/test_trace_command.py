@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,18 @@ def test_a_bad_trace_is_one_line_and_exit_code_one(
     assert error.startswith("memo trace: bad.jsonl, line 1: ")
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    traces: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "stats", *traces]) == ExitCode.OK
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["trace", "stats", *traces]) == ExitCode.OK
+    assert re.sub(r"\x1b\[[0-9]*m", "", capsys.readouterr().out) == wide
 
 
 def test_a_file_of_another_kind_is_told_what_a_trace_begins_with(

@@ -36,6 +36,20 @@ def test_a_million_tokens_on_a_laptop_made_small(tmp_path: Path) -> None:
     assert "\nstep 3  loss" in resumed
 
 
+@pytest.mark.parametrize(
+    ("flags", "says", "code"),
+    [
+        (("--model", "nowhere"), "--model nowhere: no such folder", 2),
+        (("--seq", "64", "--alpha", "3"), "finetune_hf: alpha: 3.0 is no fraction", 2),
+    ],
+)
+def test_what_cannot_be_finetuned_is_said_without_a_traceback(flags: tuple[str, ...], says: str, code: int) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "finetune_hf.py", *flags], capture_output=True, text=True)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_what_does_not_fit_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
