@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ __all__ = ["World", "join"]
 # A rank that waits this long for another gives up. A peer that died is seen at once, by its closed connection (gloo) or by
 # torchrun; this is for one that hangs.
 TIMEOUT = datetime.timedelta(minutes=10)
+
+_PATIENCE_S = 5.0
 
 _NAMES = ("pp", "dp", "cp", "tp")
 
@@ -79,6 +83,31 @@ def join(device: torch.device) -> Iterator[None]:
     store = meeting_store(timeout=TIMEOUT, serve=True)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    yield
-    # Not after an error: it may wait for ranks that are gone. The process ends, and its connections with it.
-    dist.destroy_process_group()
+    try:
+        yield
+        # Not after an error: it may wait for ranks that are gone. The process ends, and its connections with it.
+        dist.destroy_process_group()
+    finally:
+        _let_gloo_finish()
+
+
+def _let_gloo_finish() -> None:
+    """Waits for gloo's threads to let go of the tensors that they sent or received.
+
+    To let go of one they need the interpreter, and a thread that asks for it while the interpreter ends aborts the
+    process. The threads end with their group, but torch may know the group for longer than we do: caches of DTensor do,
+    and collectives under a dispatch mode. A thread with nothing to do sleeps.
+    """
+    asleep, deadline = 0, time.monotonic() + _PATIENCE_S
+    while asleep < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)  # leaves them the interpreter
+        asleep = asleep + 1 if _gloo_sleeps() else 0
+
+
+def _gloo_sleeps() -> bool:
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, state = task.read_text().partition("(")[2].rsplit(") ", 1)
+            if name == "pt_gloo_runloop" and not state.startswith("S"):
+                return False
+    return True
