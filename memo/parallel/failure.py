@@ -58,7 +58,7 @@ def first_cause(rank: int) -> Iterator[None]:
             raise PeerLost(
                 f"rank {rank}: {_told() or 'another rank ended without a word; torchrun names it'}"
             ) from error
-        _tell(f"rank {rank}: {own}")
+        _tell(f"rank {rank}: {_in_words(own)}")
         if isinstance(own, MemoError):
             raise type(own)(f"rank {rank}: {own}") from error
         if own is error:
@@ -78,6 +78,15 @@ def _own_cause(error: BaseException) -> BaseException | None:
             return None
         origin = origin.__cause__
     return error
+
+
+def _in_words(error: BaseException) -> str:
+    """A pipeline wraps what went wrong in tensors' shapes; what the other ranks are told is the cause beneath."""
+    if isinstance(error, MemoError):
+        return str(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 _KEY = "first-failure"
