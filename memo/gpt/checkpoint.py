@@ -75,7 +75,7 @@ class Checkpoint:
         return cls(path=path, step=step, settings=settings)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fills the tensors of `state` in place, and the random generators.
+        """Fills the tensors of `state` in place, and the random generators, where it has them: many ranks save none.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
@@ -83,7 +83,10 @@ class Checkpoint:
         random = random_state()
         _single_process()
         try:
-            dcp_load({**state, "random": random}, storage_reader=FileSystemReader(self.path), no_dist=True)
+            reader = FileSystemReader(self.path)
+            saved = reader.read_metadata().state_dict_metadata
+            known = {name: value for name, value in random.items() if f"random.{name}" in saved}
+            dcp_load({**state, "random": known} if known else state, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"cannot load {self.path}: {_first_failure(error)}") from None
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:

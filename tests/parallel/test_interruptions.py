@@ -82,9 +82,11 @@ def test_a_checkpoint_of_one_layout_goes_on_at_others(
     finish([*torchrun(4), *training(data, first, *stop_early, "--dp", "2", "--tp", "2")])
     assert losses(first) == pytest.approx(uninterrupted, rel=BOUND)
     checkpoint = str(tmp_path / "kept" / "step-00000012")
-    for number, layout in enumerate((["--pp", "2", "--dp", "2"], ["--pp", "2", "--dp", "2", "--schedule", "zbv"])):
+    pipeline = ["--pp", "2", "--dp", "2"]
+    others = ([*torchrun(4)], pipeline), ([*torchrun(4)], [*pipeline, "--schedule", "zbv"]), ([sys.executable], [])
+    for number, (launcher, layout) in enumerate(others):
         second = tmp_path / f"second{number}"
-        finish([*torchrun(4), *training(data, second, "--steps", "24", "--resume", checkpoint, *layout)])
+        finish([*launcher, *training(data, second, "--steps", "24", "--resume", checkpoint, *layout)])
         assert losses(second) == pytest.approx(uninterrupted[12:], rel=BOUND)
         later = {step: loss for step, loss in evaluations(alone).items() if step > 12}
         assert evaluations(second) == pytest.approx(later, rel=BOUND)
