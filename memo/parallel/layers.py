@@ -248,7 +248,8 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
 def _own_blocks(x: torch.Tensor, dim: int, pieces: int, group: Group) -> torch.Tensor:
     """This rank's part of each of the `pieces` that `x` is made of along `dim`."""
     blocks = x.unflatten(dim, (pieces, group.size(), -1))
-    return blocks.select(dim + 1, group.rank()).flatten(dim, dim + 1)
+    own: torch.Tensor = blocks.select(dim + 1, group.rank()).flatten(dim, dim + 1)
+    return own
 
 
 def _in_pieces(dim: int, pieces: int) -> Placement:
