@@ -141,7 +141,7 @@ class HostTier(_Ledger):
             return
         # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
         wanted = self._capacity if refused else max(self._recorder.nbytes, self._expected)
-        if len(self._segments) != 1 or self._segments[0].free.capacity != wanted:
+        if not self._serves(wanted):
             self._drop_segments()
             self._add_segment(wanted)
 
@@ -150,9 +150,17 @@ class HostTier(_Ledger):
         return (self.budget or 0) // PAGE * PAGE
 
     def _begin_anew(self) -> None:
-        self._drop_segments()
+        if not self._serves(self._expected):
+            self._drop_segments()
         self._recorder = StepRecorder()
         self._begins_anew = False
+
+    def _serves(self, nbytes: int) -> bool:
+        """One segment is all there is, of this size; or larger, where plans follow one another: locking pages takes long."""
+        if len(self._segments) != 1:
+            return False
+        capacity = self._segments[0].free.capacity
+        return capacity == nbytes or (self._expected > 0 and capacity > nbytes)
 
     def _drop_segments(self) -> None:
         if self._segments:

@@ -144,16 +144,19 @@ class _Letters:
         inner = 0 if self.tiled else (4 if self.gated else 2) * self.f
         exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product by itself; where ranks or tiles share the matrices, it is done before.
-        twice = self.h if self.gated and self.sizes.casts and self.tp == 1 and not self.tiled else 0
+        twice = self.h if self._casts_twice() else 0
         attention = self.h + self.q + self._gathered() + exchanged
         return attention + self.stream + self.h + twice + inner + self._norms()
+
+    def _casts_twice(self) -> bool:
+        return self.gated and self.sizes.casts and self.tp == 1 and not self.tiled
 
     def storages(self) -> int:
         """The letters of this module's docstring one by one, and the products that a recompute is given."""
         config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
         attention = 2 + (3 if config.positions == "rotary" else 1) + (self._gathered() > 0) + self.exchanged
         inner = 0 if self.tiled else 4 if self.gated else 2
-        return always + attention + 3 + inner + norms
+        return always + attention + 3 + self._casts_twice() + inner + norms
 
     def largest(self) -> float:
         return max(self.stream, self.q, 0 if self.tiled else self.f)

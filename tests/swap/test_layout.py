@@ -89,6 +89,9 @@ def test_where_the_need_is_known_one_segment_leaves_nothing_over_at_ends_of_othe
     (segment,) = tier._segments
     run(tier, THREE_OF_THREE)
     assert tier._segments == [segment], "locking its pages again would take as long as the first time"
+    tier.expect(6 * PAGE)
+    run(tier, [*THREE_OF_THREE[:1], ("release", 0)])
+    assert tier._segments == [segment], "another plan that needs less is no reason either"
     assert tier._recorder.misses == 0
 
 
