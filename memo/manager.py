@@ -109,7 +109,8 @@ def offload(
         on_full: "spill" hands over to the next tier when one is full; "raise" raises at once; "recompute" hands over, and
             runs a layer again whole, attention too, where no tier has room for what it saved.
         verify: keep a checksum of each block on disk and compare it when it is read.
-        trace: file, or directory, for `trace.rank0.jsonl`, whose links are measured first; None records nothing.
+        trace: file, or directory (made, if the name ends in a slash), for `trace.rank0.jsonl`; links are measured first.
+            None records nothing.
         group: the ranks that talk within this model's layers (tensor and context parallelism). Without `plan`, `alpha` and
             `levels` they agree on one plan, made for the slowest and narrowest of them, and on the step at which it changes;
             they must run the same forwards. A model that `memo.parallelize` divided knows its own.

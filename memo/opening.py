@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.allocation import memory_share
-from memo.errors import UsageError
+from memo.errors import TraceError, UsageError
 from memo.node import available_host_bytes, share_of_node
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
@@ -185,7 +185,18 @@ def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
         "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    return TraceRecorder.beside(Path(trace), rank=rank, world_size=ranks, meta=meta)
+    return TraceRecorder.beside(_made(trace), rank=rank, world_size=ranks, meta=meta)
+
+
+def _made(trace: _Path) -> Path:
+    """The place for a trace; a name that ends in a slash is a directory, whether it is there yet or not."""
+    name = os.fspath(trace)
+    if name.endswith(os.sep):
+        try:
+            os.makedirs(name, exist_ok=True)
+        except OSError as error:
+            raise TraceError(f"cannot make the trace's directory {name!r}: {error.strerror}") from None
+    return Path(name)
 
 
 def _device_bytes(device: torch.device) -> int | None:

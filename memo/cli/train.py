@@ -174,11 +174,11 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--alpha", type=float, metavar="F", help="fraction of tokens moved, not recomputed; 1 moves all")
     group.add_argument(
         "--trace",
-        type=Path,
         nargs="?",
-        const=Path("trace.rank0.jsonl"),
+        const="trace.rank0.jsonl",
         metavar="FILE",
-        help="write what happened to every saved tensor (default name trace.rank0.jsonl; each rank its own)",
+        help="write what happened to every saved tensor (default name trace.rank0.jsonl; each rank its own); a name that "
+        "ends in / is a directory for it",
     )
 
 

@@ -49,7 +49,8 @@ class OffloadConfig:
     """None is the system's temporary directory."""
     disk_budget: int | None = None
     alpha: float | None = None
-    trace: Path | None = None
+    trace: str | Path | None = None
+    """A file; or, with a slash at its end, a directory."""
 
     def __post_init__(self) -> None:
         given = {

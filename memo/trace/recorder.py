@@ -63,7 +63,10 @@ class TraceRecorder:
         """A recorder at `where`, or at `where/trace.rank{rank}.jsonl` when that is a directory.
 
         Each of several ranks has a file of its own: `step.jsonl` is `step.rank1.jsonl` for the second, and `rank0` in a name
-        is that rank's.
+        is that rank's. The trace of an earlier run is replaced.
+
+        Raises:
+            TraceError: the file cannot be written, or it is one of another kind.
         """
         if where.is_dir():
             path = where / f"trace.rank{rank}.jsonl"
@@ -71,6 +74,7 @@ class TraceRecorder:
             path = where.with_name(where.name.replace("rank0", f"rank{rank}"))
         else:
             path = where if rank == 0 else where.with_name(f"{where.stem}.rank{rank}{where.suffix}")
+        _require_trace(path)
         return cls(path, rank=rank, world_size=world_size, meta=meta)
 
     def now(self) -> int:
@@ -115,3 +119,16 @@ class TraceRecorder:
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=True) + "\n")
+
+
+def _require_trace(path: Path) -> None:
+    """Whoever mistypes `--trace` must not lose a file to it."""
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            start = file.read(100)
+    except OSError:
+        return  # nor can it be written, which says why
+    if start and FORMAT.encode() not in start:
+        raise TraceError(f"{str(path)!r} exists and is no trace; name another file")

@@ -103,3 +103,16 @@ def test_a_plan_for_another_model_leaves_nothing_open(tmp_path: Path) -> None:
     with pytest.raises(MemoError, match="it has 6 layers and the model 3"):
         memo.offload(Model(), plan=plan, trace=tmp_path / "trace.jsonl")
     assert open_files() == before
+
+
+def test_a_trace_has_a_directory_made_for_it_and_replaces_nothing_but_a_trace(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run's takes the place of the first one's
+        memo.offload(Model(), alpha=1.0, trace=f"{tmp_path}/runs/a/").close()
+    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["trace.rank0.jsonl"]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(MemoError, match="exists and is no trace"):
+        memo.offload(Model(), alpha=1.0, trace=notes)
+    with pytest.raises(MemoError, match="cannot make the trace's directory"):
+        memo.offload(Model(), alpha=1.0, trace=f"{notes}/a/")
+    assert notes.read_text() == "mine"
