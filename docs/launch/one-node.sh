@@ -4,6 +4,7 @@
 #   docs/launch/one-node.sh RUN_DIRECTORY [flags of memo train]
 #   docs/launch/one-node.sh run1 --model 7b --seq 128k --data texts/ --tp 8 --batch 1 --offload auto
 #
+# python3 must be one that has memo: activate its environment, or PATH=.venv/bin:$PATH docs/launch/one-node.sh ...
 # Run the same line again to go on from the newest checkpoint. Ctrl-C finishes the step and saves.
 set -euo pipefail
 
