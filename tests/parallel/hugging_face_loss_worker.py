@@ -70,16 +70,18 @@ def steps(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> Done
 
 
 def save_and_find_again(model: nn.Module) -> None:
-    """Whole on rank 0, in the format of the library: what is loaded gives the logits of the divided model."""
+    """Whole on rank 0, in the format of the library: what is loaded gives the logits of the divided model, and its words."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     ids, _ = batch(9)
     want = model.eval()(input_ids=ids, use_cache=False).logits
+    words = model.generate(ids, max_new_tokens=4, do_sample=False)
     if dist.get_rank() == 0:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder, state_dict=state)
             assert list(Path(folder).glob("*.safetensors"))
             again = type(model).from_pretrained(folder, local_files_only=True).eval()
         assert float((again(input_ids=ids).logits - want).abs().max()) <= BOUND
+        assert torch.equal(again.generate(ids, max_new_tokens=4, do_sample=False), words)
     dist.barrier()
 
 
