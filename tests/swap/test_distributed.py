@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from two_ranks import Launch, launched
 
+pytestmark = pytest.mark.timeout(1000)  # the first of them waits for all
+
 KINDS = ["fsdp", "fsdp-bf16", "tensor", "sequence"]
 
 

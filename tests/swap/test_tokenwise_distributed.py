@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from two_ranks import Launch, launched
 
+pytestmark = pytest.mark.timeout(1000)  # the first of them waits for all
+
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 KINDS = ["fsdp", "fsdp-bf16", "tensor", *SCHEDULES]
 
