@@ -101,6 +101,17 @@ def stack(**kwargs: Any) -> Stack:
     return Stack(**kwargs)
 
 
+def plain(make: Callable[[], nn.Module] = stack, **kwargs: Any) -> list[Step]:
+    """The steps without memo."""
+    model = make()
+    return train(model, lambda step: model(ids(step)), **kwargs)
+
+
+def lives(manager: Manager) -> list[Any]:
+    """What is saved now."""
+    return [saved for group in manager._engine._groups for saved in group.living()]
+
+
 @dataclasses.dataclass
 class Checked:
     """A manager over the checking backend."""
