@@ -65,8 +65,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_hidden_state(tensor: torch.Tensor) -> bool:
-    """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser."""
-    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser, a
+    list of tensors under one."""
+    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -96,7 +97,7 @@ def never_moves(tensor: torch.Tensor) -> bool:
         base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter)
     ):  # the exact type is asked first:
         return True  # being a Parameter is decided in Python
-    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return has_hidden_state(tensor)
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:

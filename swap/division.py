@@ -139,7 +139,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
 
 
 def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible]:
-    """Each storage once, at the first place where autograd saved it."""
+    """Each storage once, at the first place where autograd saved it as it is."""
     noting = watch.noting
     assert noting is not None
     tokens = noting.tokens.tokens
@@ -150,13 +150,15 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
         storage = tensor.untyped_storage()
         if storage in seen or noting.is_outside(tensor):
             continue
-        seen.add(storage)
         saved = engine.saved_as(storage)
         if saved is None or saved.group is not watch.group:
             continue  # too small to move, or another layer's
         if axis is Mark.MIXED:
             raise Unproven(noting.mixes)
-        if not isinstance(axis, Axis) or saved.version != tensor._version:
+        if saved.content != slot.content:
+            continue  # what it held before it was changed in place and saved again
+        seen.add(storage)
+        if not isinstance(axis, Axis) or tensor._version != slot.content[0]:
             continue
         rows = rows_of(tensor, axis, tokens)
         if rows is not None:

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 
 from memo.swap.account import Account
-from memo.swap.capture import argument_storages, is_sharded, local_part
+from memo.swap.capture import argument_storages, has_hidden_state, is_sharded, local_part
 from memo.swap.destinations import Destinations
 from memo.swap.edges import Edges
 from memo.swap.endings import Endings
@@ -29,7 +29,7 @@ from memo.swap.groups import Groups
 from memo.swap.homeward import Homeward
 from memo.swap.kept import DeviceTier
 from memo.swap.outward import Outward
-from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded
+from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
 from memo.swap.selection import STAYS, Selection
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from memo.swap.groups import Call
     from memo.swap.partial import Partial
     from memo.swap.placement import Placement
+    from memo.swap.saved import Content
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
 
@@ -212,7 +213,10 @@ class Engine:
             return Kept(tensor)
         with self._lock:
             hold = None if known is None else known()
-            if hold is not None and hold.saved.version == tensor._version:
+            if hold is not None and has_hidden_state(tensor):
+                return Kept(tensor)  # it reads the storage's bytes in another way
+            content = content_of(tensor)
+            if hold is not None and hold.saved.content == content:
                 self.stats.deduplicated += 1
             else:
                 if hold is None and known is not None:
@@ -220,7 +224,7 @@ class Engine:
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                hold = self._take(tensor, storage, nbytes, group)
+                hold = self._take(tensor, storage, nbytes, group, content=content)
             self.stats.packed += 1
         if self._dropped:
             self._endings.drain()
@@ -280,11 +284,13 @@ class Engine:
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
 
-    def _take(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> Hold:
+    def _take(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
+    ) -> Hold:
         """The life of a storage begins."""
         account = self._account
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
-        saved = SavedStorage(source, nbytes, tensor._version, group, self._dropping, account.changed)
+        saved = SavedStorage(source, nbytes, content, group, self._dropping, account.changed)
         hold = Hold(saved)
         self._selection.known[storage] = weak = saved.hold
         group.saved.append(weak)

@@ -23,6 +23,7 @@ from memo.swap.aside import Aside, SleepingMode
 from memo.swap.capture import has_hidden_state
 from memo.swap.marked import Marked
 from memo.swap.results import Reader, Result, is_product
+from memo.swap.saved import Content, content_of
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -36,6 +37,7 @@ class Slot:
     tensor: torch.Tensor
     """A detached alias: its geometry, and its storage while the forward lasts."""
     meaning: Meaning
+    content: Content
 
 
 class Noting(SleepingMode):
@@ -254,7 +256,7 @@ class Noting(SleepingMode):
             self.reason = f"a {type(tensor).__name__} is saved"
             return
         self._read([tensor])
-        self.slots.append(Slot(tensor=tensor.detach(), meaning=self.tokens.of(tensor)))
+        self.slots.append(Slot(tensor=tensor.detach(), meaning=self.tokens.of(tensor), content=content_of(tensor)))
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
         """True for what the layer was given, or has of its own."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memo.swap.saved import content_of
 from memo.swap.tokens import Axis, cut
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Result:
         self._span = span
         self._tokens = tokens
         self._storage = weakref.ref(out.untyped_storage())
-        self._version = out._version
+        self._content = content_of(out)
         self._needs_grad = out.requires_grad
         self._form = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="meta")
         self._offset = out.storage_offset()
@@ -116,7 +117,7 @@ class Result:
         """The saved storage that holds the result, if autograd saved it as it was."""
         storage = self._storage()
         saved = None if storage is None or not self.can_be_kept or self._is_changed else engine.saved_as(storage)
-        return saved if saved is not None and saved.version == self._version else None
+        return saved if saved is not None and saved.content == self._content else None
 
     def before_change_of(self, storage: torch.UntypedStorage) -> None:
         """The layer is about to change a storage in place: the result, if that is where it is, is copied first."""

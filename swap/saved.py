@@ -39,6 +39,7 @@ __all__ = [
     "LEAVING",
     "LIVE",
     "RETURNING",
+    "Content",
     "Geometry",
     "Group",
     "Handle",
@@ -47,6 +48,7 @@ __all__ = [
     "SavedStorage",
     "Sharded",
     "State",
+    "content_of",
 ]
 
 # An attribute of an enumeration costs more to look up than all else in a transition.
@@ -70,6 +72,25 @@ _NEXT: dict[State, frozenset[State]] = {
 
 # Offset, size and stride of a tensor in its storage, in elements.
 Geometry = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
+
+# What a storage held when it was saved: a state of a version counter, and the part that it counts for where that is not all.
+Content = tuple[int, Geometry | None]
+
+
+def content_of(tensor: torch.Tensor) -> Content:
+    """Two tensors over one storage with the same content may share a copy of it.
+
+    Views share the counter of their base. What is no view and does not cover its storage, as each part that `unsafe_chunk`
+    makes, has a counter of its own: as many changes of another part are another content.
+    """
+    version = tensor._version
+    if version == 0:
+        return 0, None  # nobody has changed it in place
+    owner = tensor if tensor._base is None else tensor._base
+    if owner.numel() * owner.itemsize == owner.untyped_storage().nbytes():
+        return version, None
+    return version, (owner.storage_offset(), owner.size(), owner.stride())
+
 
 _ids = itertools.count(1)
 
@@ -97,7 +118,7 @@ class Group:
 
 
 class SavedStorage:
-    """The life of one storage at one version.
+    """The life of one storage with one content.
 
     Who holds the bytes: LIVE and LEAVING `source`; AWAY `place`; RETURNING and BACK `place` and `returned`.
     With `part`, `place` has the first tokens alone, and is None where there are none.
@@ -105,6 +126,7 @@ class SavedStorage:
 
     __slots__ = (
         "changed",
+        "content",
         "dropped",
         "group",
         "hold",
@@ -117,14 +139,13 @@ class SavedStorage:
         "returning",
         "source",
         "state",
-        "version",
     )
 
     def __init__(
         self,
         source: torch.Tensor,
         nbytes: int,
-        version: int,
+        content: Content,
         group: Group,
         dropped: Callable[[SavedStorage], None],
         changed: Callable[[SavedStorage], None] | None,
@@ -132,7 +153,7 @@ class SavedStorage:
         self.id = next(_ids)
         self.hold: ref[Hold]  # dead when no handle is left
         self.nbytes = nbytes
-        self.version = version
+        self.content = content
         self.group = group
         self.state = LIVE
         self.source: torch.Tensor | None = source

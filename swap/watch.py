@@ -9,13 +9,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import Arguments
+from memo.swap.saved import content_of
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import Unproven, tensors_in
 
 if TYPE_CHECKING:
     from memo.swap.layers import Layer
     from memo.swap.noting import Noting
-    from memo.swap.saved import Group
+    from memo.swap.saved import Content, Group
 
 __all__ = ["Watch"]
 
@@ -43,8 +44,8 @@ class Watch:
         self.tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         self.kind = kind
         self.noting = noting
-        self.saves: list[tuple[torch.Tensor, int]] | None = [] if whole else None
-        """All that autograd saved, in order, and the version at which it did."""
+        self.saves: list[tuple[torch.Tensor, Content]] | None = [] if whole else None
+        """All that autograd saved, in order."""
         self.random = RandomState(device) if whole else None
         self.state = ModuleState(layer.module)
         self.precision = Precision.now(hidden.device.type)
@@ -69,7 +70,7 @@ class Watch:
         if self.noting is not None:
             self.noting.save(tensor)
         if self.saves is not None:
-            self.saves.append((tensor.detach(), tensor._version))
+            self.saves.append((tensor.detach(), content_of(tensor)))
 
     def kept_whole(self, output: Any) -> set[torch.UntypedStorage]:
         """Storages that are the next layer's as much as this one's: its input and its output."""

@@ -74,12 +74,12 @@ def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wan
     assert watch.saves is not None
     seen = watch.kept_whole(output)
     wanted: dict[SavedStorage, Wanted] = {}
-    for position, (tensor, version) in enumerate(watch.saves):
+    for position, (tensor, content) in enumerate(watch.saves):
         if not is_plain(tensor):
             continue  # a parameter's view or a subclass, which does not move
         storage = tensor.untyped_storage()
         saved = None if storage in seen else engine.saved_as(storage)
-        if saved is None or saved.group is not watch.group or saved.version != version:
+        if saved is None or saved.group is not watch.group or saved.content != content:
             continue
         seen.add(storage)
         wanted[saved] = Wanted(

@@ -164,6 +164,69 @@ def test_complex_conjugated_and_sparse_tensors_pass_through(offload: Callable[..
     assert_equal(got, plain(lambda: stack(make=Odd)))
 
 
+class Spectral(nn.Module):
+    """Saves a complex tensor, and then a conjugated and a negated view of the same bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        z = torch.complex(y.tanh(), y.sin()).exp()
+        conjugate = z.conj()
+        return (z * conjugate * conjugate).real / 8 + conjugate.imag.sin()
+
+
+class Gates(nn.Module):
+    """Gates of one storage, each changed in place before it is saved: parts made by `unsafe_chunk` have a version each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reset, update, new = self.linear(x).unsafe_chunk(3, -1)
+        kept = reset.sigmoid_() * x
+        kept = update.transpose(1, 2).sigmoid_() * kept.transpose(1, 2)
+        return x + new.tanh_() * kept.transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """torch's own cell does so on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cell(x)[0]  # type: ignore[no-any-return]
+
+
+class Nested(nn.Module):
+    """Saves a nested tensor, whose sizes are no numbers, over bytes of which a plain view is saved too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        nested = torch.nested.as_nested_tensor(list(y.sin().unbind()))
+        return torch.nested.to_padded_tensor(nested * nested, 0.0)
+
+
+@pytest.mark.parametrize("kind", [Spectral, Gates, Recurrent, Nested])
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_one_storage_saved_as_several_things(
+    offload: Callable[..., memo.Manager], kind: type[nn.Module], alpha: float
+) -> None:
+    model = stack(make=kind)
+    manager = offload(model, alpha=alpha)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=kind)))
+    assert manager.stats.bytes_host + manager.stats.bytes_disk > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_of_weights_stay(offload: Callable[..., memo.Manager], dtype: torch.dtype) -> None:
     def forward(model: Stack) -> Callable[[int], torch.Tensor]:
