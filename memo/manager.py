@@ -233,6 +233,15 @@ class Manager:
         self._depth += 1
         if self._depth > 1:
             return self
+        try:
+            self._begin_forwards()
+        except BaseException:
+            self._depth = 0
+            self._end_forwards()
+            raise
+        return self
+
+    def _begin_forwards(self) -> None:
         if self._recorder is not None and not self._in_step:
             self._recorder.begin_step(self.step)
             self._in_step = True
@@ -247,17 +256,20 @@ class Manager:
         # With nothing to note, one call less for each saved tensor.
         idle = self._tokenwise.is_idle and self._planning is None  # planning may change that at the first layer
         pack = self._engine.pack if idle else self._tokenwise.pack
-        self._saving = saved_tensors_hooks(pack, self._engine.unpack)
-        self._saving.__enter__()
-        return self
+        saving = saved_tensors_hooks(pack, self._engine.unpack)
+        saving.__enter__()
+        self._saving = saving
 
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
-        if self._depth > 0:
-            return
-        assert self._saving is not None
-        self._saving.__exit__(None, None, None)
-        self._saving = None
+        if self._depth == 0:
+            self._end_forwards()
+
+    def _end_forwards(self) -> None:
+        if self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+        self._tokenwise.end_forwards()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -139,7 +139,8 @@ class RandomAnswer:
     @classmethod
     def of(cls, call: Call, *, first: int) -> RandomAnswer:
         """Raises Unproven for random numbers that are no mask over the tokens."""
-        axis = call.meaning(call.args[0])
+        target = call.args[0] if call.args else None
+        axis = call.meaning(target) if isinstance(target, torch.Tensor) else None
         if call.func not in (_ATEN.bernoulli_.float, _ATEN.native_dropout.default) or not isinstance(axis, Axis):
             raise Unproven(f"{call.func.overloadpacket} draws random numbers that cannot be repeated")
         mask = call.out[1] if call.func is _ATEN.native_dropout.default else call.out

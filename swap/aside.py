@@ -11,6 +11,12 @@ class SleepingMode(TorchDispatchMode):
     """A mode that passes every call on while it is asleep."""
 
     asleep = False
+    supports_higher_order_operators = True  # they are passed on as any operator
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled: run operator by operator it would round in another way."""
+        return True
 
 
 class Aside:

@@ -37,7 +37,7 @@ class Division:
 
     calls: tuple[LayerCall, ...]
     parts: dict[SavedStorage, Partial]
-    operators: tuple[torch._ops.OpOverload | str, ...] = ()
+    operators: tuple[Any, ...] = ()
     """That the forward called."""
     treatments: tuple[Treatment, ...] = ()
     """Of its results at the middle level."""
@@ -118,7 +118,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         costs=costs,
         together=watch.together,
         answers=noting.answers,
-        outside=noting.outside,
+        script=watch.script,
     )
     last = _span(Level.ATTENTION, second, tokens, found, tokens)
     middle = _span(Level.MATMULS, first, second, [item for item in found if not item.is_result], tokens)
@@ -133,7 +133,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
     return Division(
         calls=calls,
         parts=parts,
-        operators=tuple(noting.operators),
+        operators=tuple(line[0] for line in watch.script.lines),
         treatments=tuple(treatment for _, treatment in treated),
     )
 

@@ -9,7 +9,6 @@ calls on, and `reason` says why.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from memo.swap.capture import has_hidden_state
 from memo.swap.marked import Marked
 from memo.swap.results import Reader, Result, is_product
 from memo.swap.saved import Content, content_of
+from memo.swap.script import Script, made_by_compiler, written
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -44,21 +44,25 @@ class Noting(SleepingMode):
     """One layer call under way. `ends` says where the tokens at level ALL and those at level MATMULS end."""
 
     def __init__(
-        self, hidden: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, ends: tuple[int, int]
+        self,
+        hidden: torch.Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        ends: tuple[int, int],
+        script: Script,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
-        self.operators: list[torch._ops.OpOverload | str] = []
         self.results: list[Result] = []
         """Of matrix products and of marked functions."""
         self.ends = ends
+        self.script = script
         self.tokens = TokenMap(hidden.size(-2))
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        # Storages that the layer used and did not make, of its arguments as of its own.
-        self.outside: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, Result] = weakref.WeakKeyDictionary()
         self._paused = False
@@ -75,8 +79,16 @@ class Noting(SleepingMode):
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.reason is not None or self._paused or self.asleep:
+        if self.asleep:
             return func(*args, **kwargs)
+        self.script.calls(func, args, kwargs)
+        silent = self.reason is not None or self._paused
+        out = func(*args, **kwargs) if silent else self._noted(func, args, kwargs)
+        self.script.makes(out)
+        return out
+
+    def _noted(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an operator that the proof must understand."""
         given = tensors_in((args, kwargs))
         changed: list[torch.Tensor] = []
         try:
@@ -97,16 +109,17 @@ class Noting(SleepingMode):
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The tensors that the call will change in place. Raises Unproven for what a recompute must not do again."""
-        self.operators.append(func)
+        if not isinstance(func, torch._ops.OpOverload):
+            raise Unproven(f"{func} is not known to work token by token")
         for tensor in given:
             if not _is_understood(tensor):
                 raise Unproven(f"{func.overloadpacket} works on a {type(tensor).__name__}")
-            if self.is_outside(tensor):
-                self.outside.add(tensor.untyped_storage())
+            if tensor not in self.tokens and made_by_compiler(tensor):
+                raise Unproven("a function in it is compiled, and a part of the tokens may be fused in another way")
         if func.namespace not in ("aten", "prim", "prims") and not is_attention(func):
             raise Unproven(f"{func.overloadpacket} is not known to work token by token")
         changed = []
-        for position, name in _written(func):
+        for position, name in written(func):
             changed += tensors_in(args[position] if position < len(args) else kwargs.get(name))
         for tensor in changed:
             storage = tensor.untyped_storage()
@@ -137,7 +150,7 @@ class Noting(SleepingMode):
         if is_product(call.func):
             self._result(call.out, meaning, call.given)
         for tensor in changed:
-            if self.tokens.of(tensor) != meaning:
+            if meaning is Mark.MIXED or self.tokens.of(tensor) != meaning:  # mixed here may be tokens in the whole
                 self.tokens.spoil(tensor)
                 return
         storages = {tensor.untyped_storage() for tensor in call.given}
@@ -192,10 +205,12 @@ class Noting(SleepingMode):
             for tensor in given:
                 self.save(tensor)
         paused, self._paused = self._paused, True
+        self.script.begins(function)
         try:
             out = function(*args, **kwargs)
         finally:
             self._paused = paused
+        self.script.ends(function)
         if self.reason is None and not paused:
             if versions != [tensor._version for tensor in given]:
                 self.reason = "a memoized function changes its arguments in place"
@@ -219,12 +234,14 @@ class Noting(SleepingMode):
         if self.asleep:
             return call.run()
         saved = len(self.slots)
+        given = tensors_in((call.x, call.others))
+        self.script.adds(str(call))
+        for tensor in given:
+            self.script.takes(tensor)
         with Aside(self):
             out = call.run()
+        self.script.makes(out)
         if self.reason is None and not self._paused:
-            self.operators.append(str(call))
-            given = tensors_in((call.x, call.others))
-            self.outside.update(tensor.untyped_storage() for tensor in given if self.is_outside(tensor))
             meaning = self.tokens.of(call.x)
             if isinstance(meaning, Axis):
                 alike = all(self.tokens.of(tensor) is Mark.SAME for tensor in given[1:])
@@ -267,21 +284,11 @@ class Noting(SleepingMode):
         return f"{self._mixed_by or 'an operator'} mixes tokens"
 
 
-@functools.cache
-def _written(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Position and name of the arguments that an operator changes in place."""
-    return [
-        (position, declared.name)
-        for position, declared in enumerate(func._schema.arguments)
-        if declared.alias_info is not None and declared.alias_info.is_write
-    ]
-
-
 def _used(call: Call) -> Sequence[torch.Tensor]:
     """The tensors whose numbers a call uses: none where it only sees one in another shape."""
     results = tensors_in(call.out)
     storages = {tensor.untyped_storage() for tensor in (*call.given, *results)}
-    is_view = bool(results) and len(storages) == 1 and not _written(call.func)
+    is_view = bool(results) and len(storages) == 1 and not written(call.func)
     return () if is_view else call.given
 
 

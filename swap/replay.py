@@ -23,11 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.errors import SwapError
 from memo.swap.answers import Answer, is_attention, is_random
+from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
 from memo.swap.results import Result, is_product
+from memo.swap.script import Diverged, Following, Reading, Script
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
 from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
@@ -96,7 +98,7 @@ class LayerCall:
         together: bool = False,
         answers: Sequence[Answer] = (),
         results: Sequence[tuple[Result, Treatment]] = (),
-        outside: weakref.WeakSet[torch.UntypedStorage] | None = None,
+        script: Script,
         random: RandomState | None = None,
     ) -> None:
         self.name = name
@@ -109,8 +111,8 @@ class LayerCall:
         """That the forward had of products and of marked functions, at the middle level."""
         self.together = together
         """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
-        self.outside = outside
-        """Storages that the forward used and did not make."""
+        self.script = script
+        """What the forward did, in which a recompute follows it."""
         self._module = module
         self._hidden = hidden
         self._hidden_grad = hidden_grad
@@ -133,10 +135,20 @@ class LayerCall:
         with self._lock:
             if not self.span.is_filled():
                 self._state.check(self.name)
-                self.run(take, timed=self.engine.backend.device.type == "cpu")
+                try:
+                    self.run(take, timed=self.engine.backend.device.type == "cpu")
+                except Diverged as how:
+                    raise SwapError(
+                        f"{self.name} did not repeat in backward what it did in forward: {how}; is something random, or does"
+                        " it depend on what changes from call to call? Exclude it with alpha=1"
+                    ) from None
 
     def run(self, take: Take, *, timed: bool) -> None:
-        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host."""
+        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host.
+
+        Raises:
+            Diverged: the layer did not do what it did in forward.
+        """
         span = self.span
         whole = self.engine.unpack(self._hidden, by_backward=False).detach()
         is_whole = span.level is Level.NOTHING  # its one span counts no tokens
@@ -145,8 +157,15 @@ class LayerCall:
             hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
         )
         collecting = _Collecting(self, span, take)
-        mode = contextlib.nullcontext() if is_whole else _Answering(self, span, collecting, tensors_in((args, kwargs)))
-        save = collecting.save if isinstance(mode, contextlib.nullcontext) else mode.save
+        reading = Reading(self.script, argument_tensors(args, kwargs))
+        mode = Following(reading) if is_whole else _Answering(self, span, collecting, reading)
+
+        def save(tensor: torch.Tensor) -> None:
+            with Aside(mode):
+                if isinstance(mode, _Answering):
+                    mode.check_filled("autograd", [tensor])
+                collecting.save(tensor)
+
         begin = now_s(whole.device) if timed else None
         with self._as_in_forward(), saved_tensors_hooks(save, _never), mode, contextlib.suppress(_Enough):
             self._module.forward(*args, **kwargs)
@@ -161,13 +180,6 @@ class LayerCall:
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         with torch.enable_grad(), self._precision.again(), random:
             yield
-
-    def diverged(self, how: str) -> SwapError:
-        """The error of a layer that does something else now."""
-        return SwapError(
-            f"{self.name} did not repeat in backward what it did in forward: {how}; is something random, or does"
-            " it depend on what changes from call to call? Exclude it with alpha=1"
-        )
 
 
 class _Enough(BaseException):
@@ -197,7 +209,7 @@ class _Collecting:
             return
         local = tensor.detach()
         if local.dtype != wanted.dtype or not wanted.layout.fits(local):
-            raise self._call.diverged(
+            raise Diverged(
                 f"it saved {tuple(local.shape)} of {local.dtype} with strides {local.stride()} for"
                 f" {wanted.layout.shape} of {wanted.dtype} with strides {wanted.layout.stride}"
             )
@@ -205,7 +217,7 @@ class _Collecting:
         rows = wanted.rows if wanted.axis is None else rows_of(local, wanted.axis, count)
         storage = local.untyped_storage()
         if rows != wanted.rows or storage.nbytes() != wanted.rows.nbytes(count):
-            raise self._call.diverged("it laid a saved tensor out in memory in another way")
+            raise Diverged("it laid a saved tensor out in memory in another way")
         self._take(self._span, wanted, torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage))
         self._next = next(self._wanted, None)
         if self._next is None:
@@ -213,52 +225,54 @@ class _Collecting:
 
     def check_complete(self) -> None:
         if self._next is not None:
-            raise self._call.diverged("it saved less")
+            raise Diverged("it saved less")
 
 
 class _Answering(SleepingMode):
     """Answers what is not computed twice on the tokens of one span."""
 
-    def __init__(self, call: LayerCall, span: Span, collecting: _Collecting, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = call
         self._span = span
         self._collecting = collecting
         self._answers = iter(call.answers)
         self._results = iter(call.results) if span.level is Level.MATMULS else None
-        # What may be used: what the forward used, what a replay is given, and what it makes.
-        self._known = weakref.WeakSet([*(call.outside or ()), *(t.untyped_storage() for t in given)])
+        self._reading = reading
         # What stands for omitted results. Nothing may compute with it.
         self._empty: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if self.asleep:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        self._reading.calls(func, args, kwargs)
         given = tensors_in((args, kwargs))
         if is_attention(func) or is_random(func):
-            self._check_filled(func, given)
+            self.check_filled(func, given)
             out = self._answer(func, args)
         else:
-            if func.overloadpacket is not torch.ops.aten.lift_fresh:
-                self._check_known(func, given)
             out = self._result(None) if is_product(func) else None
             if out is None:
-                out = func(*args, **(kwargs or {}))
-                self._check_filled(func, given, tensors_in(out))
-        self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
+                out = func(*args, **kwargs)
+                self.check_filled(func, given, tensors_in(out))
+        self._reading.makes(out)
         return out
 
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
         """A marked function: its arguments are as good as saved, its results are known."""
-        for tensor in tensors_in((args, kwargs)):
-            self.save(tensor)
+        self._reading.leaves_out(function)
         with Aside(self):
+            given = tensors_in((args, kwargs))
+            self.check_filled(function, given)
+            for tensor in given:
+                self._collecting.save(tensor)
             out = self._answer(function, args)
-        self._known.update(tensor.untyped_storage() for tensor in tensors_in(out))
+        self._reading.makes(out)
         return out
 
     def marked(self, call: Marked) -> torch.Tensor:
@@ -267,31 +281,28 @@ class _Answering(SleepingMode):
         if self.asleep:
             return call.run()
         given = tensors_in((call.x, call.others))
-        self._check_known(call, given)
+        self._reading.expects(str(call))
+        for tensor in given:
+            self._reading.takes(call, tensor)
         with Aside(self):
             out = self._result(call.function)
             if out is None:
-                self._check_filled(call, given)
+                self.check_filled(call, given)
                 out = call.run()
-        self._known.add(out.untyped_storage())
+        self._reading.makes(out)
         return out
 
-    def _check_known(self, func: object, given: Sequence[torch.Tensor]) -> None:
-        for tensor in given:
-            if tensor.untyped_storage() not in self._known:
-                raise self._call.diverged(f"{func} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
-
-    def _check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
+    def check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
         """Of an omitted result nothing may be used but its shape: all that a call gives of it must be views of it."""
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage in self._empty and not (results and all(r.untyped_storage() is storage for r in results)):
-                raise self._call.diverged(f"{func} uses a result that nothing used")
+                raise Diverged(f"{func} uses a result that nothing used")
 
     def _answer(self, func: Any, args: Sequence[Any]) -> Any:
         answer = next(self._answers, None)
         if answer is None or answer.func != func:  # type: ignore[attr-defined]
-            raise self._call.diverged(f"it called {func}")
+            raise Diverged(f"it called {func}")
         return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
 
     def _result(self, function: Callable[..., Any] | None) -> torch.Tensor | None:
@@ -300,7 +311,7 @@ class _Answering(SleepingMode):
             return None
         result, treatment = next(self._results, (None, None))
         if result is None or result.function is not function:
-            raise self._call.diverged("it multiplied other matrices, or called other marked functions")
+            raise Diverged("it multiplied other matrices, or called other marked functions")
         if treatment is Treatment.REPEATED:
             return None
         if treatment is Treatment.KEPT:
@@ -308,9 +319,3 @@ class _Answering(SleepingMode):
         out = result.empty()
         self._empty.add(out.untyped_storage())
         return out
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`."""
-        with Aside(self):
-            self._check_filled("autograd", [tensor])
-            self._collecting.save(tensor)

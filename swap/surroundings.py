@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memo.errors import ModifiedAfterSave
 
-__all__ = ["ModuleState", "Precision", "RandomState"]
+__all__ = ["ModuleState", "Precision", "RandomState", "drawn_by_python"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,16 @@ class RandomState:
             was is None or (now is not None and torch.equal(was, now))
             for was, now in zip(self._states, self._read(), strict=True)
         )
+
+
+def drawn_by_python() -> tuple[object, ...]:
+    """Where the generators stand that torch knows nothing of: two answers are equal if nothing was drawn between them."""
+    _, words, gauss = random.getstate()
+    stands: tuple[object, ...] = (words[0], words[-1], gauss)
+    if "numpy" in sys.modules:
+        state = sys.modules["numpy"].random.get_state(legacy=False)
+        stands += (int(state["state"]["key"][0]), state["state"]["pos"], state["has_gauss"])
+    return stands
 
 
 # What an attribute may be to be compared: a value that cannot change in place. Others (a list, a configuration object)

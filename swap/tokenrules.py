@@ -82,6 +82,10 @@ def meaning_of(call: Call) -> Meaning:
     rule = _RULES.get(call.func.overloadpacket)
     if rule is None and torch.Tag.pointwise in call.func.tags:
         rule = _pointwise
+    if call.out is not None and (not tensors_in(call.out) or torch.Tag.dynamic_output_shape in call.func.tags):
+        raise Unproven(
+            f"{call.func.overloadpacket} lets numbers or sizes depend on the tokens, which is not known to work"
+        )
     if not any(isinstance(meaning, Axis) for meaning in meanings):
         return Mark.MIXED
     if rule is None:
@@ -171,6 +175,8 @@ def _pick(call: Call) -> Meaning:
 
 def _cat(call: Call) -> Meaning:
     parts = [part for part in call.args[0] if part.numel()]  # an empty cache is put before the first keys
+    if not parts:
+        return Mark.MIXED
     axes = {call.meaning(part) for part in parts}
     axis = axes.pop()
     dim = (call.argument("dim") or 0) % parts[0].ndim

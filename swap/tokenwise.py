@@ -19,16 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.modules.module as torch_modules
 from torch.utils._pytree import tree_leaves
 
 from memo.errors import SwapError
-from memo.swap.arguments import check_arguments, describe, token_input
+from memo.swap.arguments import argument_tensors, check_arguments, describe, token_input
 from memo.swap.aside import Aside
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
 from memo.swap.noting import Noting
 from memo.swap.ranks import Hearing, Ranks
+from memo.swap.script import Script
 from memo.swap.surroundings import Precision
 from memo.swap.tokenrules import Unproven, tensors_in
 from memo.swap.trial import try_out
@@ -89,11 +91,7 @@ class TokenWise:
             watch = self._open
             if watch is None:
                 return engine_pack(tensor)
-            noting = watch.noting
-            if noting is None:
-                watch.saved(tensor)
-                return engine_pack(tensor)
-            with Aside(noting):
+            with Aside(watch.mode):
                 watch.saved(tensor)
                 return engine_pack(tensor)
 
@@ -176,7 +174,8 @@ class TokenWise:
             self._verdicts[kind] = self._verdicts[Level.NOTHING, *kind] = str(unproven)
             self._refuse(layer.name, str(unproven))
             return None
-        noting = self._noting(layer, kind, setting, args, kwargs) if divides else None
+        script = Script(argument_tensors(args, kwargs))
+        noting = self._noting(layer, kind, setting, args, kwargs, script=script) if divides else None
         if noting is None and not repeats:
             return None
         return Watch(
@@ -187,12 +186,20 @@ class TokenWise:
             hidden=hidden,
             kind=kind,
             noting=noting,
+            script=script,
             whole=repeats,
             device=self._engine.backend.device,
         )
 
     def _noting(
-        self, layer: Layer, kind: tuple[Any, ...], setting: Setting, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        layer: Layer,
+        kind: tuple[Any, ...],
+        setting: Setting,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        script: Script,
     ) -> Noting | None:
         assert isinstance(setting, TokenLevels)
         try:
@@ -203,7 +210,7 @@ class TokenWise:
             return None
         tokens = hidden.size(-2)
         ends = setting.ends(tokens)
-        return Noting(hidden, args, kwargs, ends=ends) if ends[0] < tokens else None
+        return Noting(hidden, args, kwargs, ends=ends, script=script) if ends[0] < tokens else None
 
     def end(self, group: Group, output: Any) -> None:
         """The layer's forward has ended; what it saved may move now."""
@@ -221,6 +228,16 @@ class TokenWise:
         finally:
             if watch is not None:
                 self._engine.settle(group, parts)
+
+    def end_forwards(self) -> None:
+        """After a forward. A layer still open was broken off where no hook is called: by Ctrl-C."""
+        watch, self._open = self._open, None
+        hearing, self._hearing = self._hearing, None
+        if watch is not None:
+            watch.__exit__()
+            self._engine.settle(watch.group, {})
+        if hearing is not None:
+            hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _heard(self, name: str, output: Any) -> None:
         """The first forward of a layer among several ranks has ended: now it is known which of them it talks to."""
@@ -285,7 +302,7 @@ class TokenWise:
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
             return None
         if parts:
-            watch.noting = None  # what a division kept for its own recompute is not needed
+            watch.drop_noting()
             self.repeated[name] = why
             self.deviation.pop(name, None)
             self.refused.pop(name, None)
@@ -373,9 +390,23 @@ def _kind(layer: Layer, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[An
 
 
 def _unsuited(module: torch.nn.Module) -> str | None:
+    if _has_hooks_of_others(torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks):
+        return "hooks on all modules would be called again"
     for child in module.modules():
+        # A hook on the layer itself is called around what is repeated.
+        if child is not module and _has_hooks_of_others(child._forward_hooks, child._forward_pre_hooks):
+            return "hooks on its modules would be called again"
         if child._compiled_call_impl is not None or hasattr(child, "_orig_mod"):
             return "it is compiled, and a part of the tokens may be fused in another way"
         if child is not module and type(child).__name__.startswith("FSDP"):
             return "parts of it are sharded on their own; shard whole layers"
     return None
+
+
+def _has_hooks_of_others(*hooks: Mapping[int, Any]) -> bool:
+    """True for a hook that might tell somebody what it sees. Those of torch and of memo change what passes, and no more."""
+    for hook in (hook for some in hooks for hook in some.values()):
+        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if module.split(".")[0] not in ("torch", "memo"):
+            return True
+    return False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import MemoError
+from memo.swap.script import Diverged
 from memo.swap.surroundings import RandomState
 from memo.swap.tokenrules import Unproven
 
@@ -43,6 +44,8 @@ def try_out(division: Division, device: torch.device) -> float:
     try:
         for call in division.calls:
             call.run(compare, timed=True)
+    except Diverged as how:
+        raise Unproven(f"its recompute did something else: {how}") from None
     except (Unproven, MemoError) as error:
         raise Unproven(str(error)) from error
     except Exception as error:

@@ -9,11 +9,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import Arguments
+from memo.swap.belongings import Belongings
 from memo.swap.saved import content_of
-from memo.swap.surroundings import ModuleState, Precision, RandomState
+from memo.swap.script import Listening, Script
+from memo.swap.surroundings import ModuleState, Precision, RandomState, drawn_by_python
 from memo.swap.tokenrules import Unproven, tensors_in
 
 if TYPE_CHECKING:
+    from memo.swap.aside import SleepingMode
     from memo.swap.layers import Layer
     from memo.swap.noting import Noting
     from memo.swap.saved import Content, Group
@@ -35,6 +38,7 @@ class Watch:
         hidden: torch.Tensor,
         kind: tuple[Any, ...],
         noting: Noting | None,
+        script: Script,
         whole: bool,
         device: torch.device,
     ) -> None:
@@ -44,10 +48,14 @@ class Watch:
         self.tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         self.kind = kind
         self.noting = noting
+        self.script = script
+        self.mode: SleepingMode = Listening(script) if noting is None else noting
         self.saves: list[tuple[torch.Tensor, Content]] | None = [] if whole else None
         """All that autograd saved, in order."""
         self.random = RandomState(device) if whole else None
         self.state = ModuleState(layer.module)
+        self._belongings = Belongings(layer.module)
+        self._drawn = drawn_by_python()
         self.precision = Precision.now(hidden.device.type)
         self.arguments = Arguments(args, kwargs, hidden)
         self.together = False
@@ -57,16 +65,18 @@ class Watch:
         self._version = hidden._version
 
     def __enter__(self) -> Watch:
-        if self.noting is not None:
-            self.noting.__enter__()  # type: ignore[no-untyped-call]
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.noting is not None:
-            self.noting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def drop_noting(self) -> None:
+        """What a division kept for its own recompute is not needed."""
+        self.noting, self.mode = None, Listening(self.script)
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`. The noting, if there is one, must be asleep."""
+        """Autograd saves `tensor`. The mode must be aside."""
         if self.noting is not None:
             self.noting.save(tensor)
         if self.saves is not None:
@@ -89,4 +99,9 @@ class Watch:
         attribute = self.state.changed_attribute()
         if attribute is not None:
             raise Unproven(f"its forward changes {attribute}")
+        belonging = self._belongings.changed()
+        if belonging is not None:
+            raise Unproven(f"its forward changes {belonging}")
+        if drawn_by_python() != self._drawn:
+            raise Unproven("it draws random numbers of Python's or NumPy's")
         self.arguments.check()

@@ -35,6 +35,8 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
     """
     try:
         watch.check_unchanged()
+        if watch.script.reason is not None:
+            raise Unproven(watch.script.reason)
     except MemoError as error:
         raise Unproven(str(error)) from error
     wanted = _wanted(watch, output, engine)
@@ -61,6 +63,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         tokens=watch.tokens,
         costs=costs,
         together=watch.together,
+        script=watch.script,
         random=watch.random,
     )
     assert watch.saves is not None

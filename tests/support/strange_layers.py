@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from small_models import SEQ
 from torch import nn
@@ -140,6 +142,67 @@ class DrawsNoise(Layer):
         return x + torch.randn_like(x)
 
 
+class DrawsNoiseOfAShape(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.randn(x.shape)
+
+
+class DrawsFromItsOwn(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+class DrawsWithPython(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * random.random()).sin()
+
+
+class ShiftsInPlace(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = torch.ones_like(x)
+        shifted[:, 1:] += (self.gate * x)[:, :-1]
+        return shifted.sin()
+
+
+class ReadsANumber(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (1 + (self.gate * x).mean().item())).sin()
+
+
+class ScalesByLength(Layer):
+    """Where the gate is closed, one length is as good as another."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.gate * x / x.size(1)) + x.sin()
+
+
+class JoinsNothing(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.cat([x[..., :0], x[..., :0]], -1).sum()
+
+
+class PutsAside(Layer):
+    """What it puts aside is of the graph, and the model's to find."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = x.sin()
+        return self.aside * x
+
+
+class Collects(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.sin())
+        return self.seen[-1] * len(self.seen)
+
+
 class AttendsByHand(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
@@ -161,13 +224,22 @@ STRANGE: dict[type[Layer], str] = {
     Convolves: "not known",
     CountsPositions: "aten.mul mixes tokens",
     LearnsPositions: "aten.add mixes tokens",
-    DividesByLength: "differs from what it saved",
+    DividesByLength: "did something else: it called aten.div.Tensor with 36 instead of 48",
     NormalisesOverTheBatch: "from outside the layer in place|not known",
     Counts: "from outside the layer in place",
     ChangesItsInput: "from outside the layer in place",
     Asks: "not known",
     PicksExperts: "not known",
     DrawsNoise: "cannot be repeated",
+    DrawsNoiseOfAShape: "cannot be repeated",
+    DrawsFromItsOwn: "cannot be repeated",
+    DrawsWithPython: "Python's or NumPy's",
+    ShiftsInPlace: "mixes tokens",
+    ReadsANumber: "numbers or sizes depend on the tokens",
+    ScalesByLength: "did something else: it called aten.div.Tensor with 36 instead of 48",
+    JoinsNothing: "aten.cat mixes tokens",
+    PutsAside: "its forward changes",
+    Collects: "its forward changes attribute 'seen'",
     AttendsByHand: "aten.bmm mixes tokens",
     Swaps: "mixes tokens",
     CountsInPython: "its forward changes attribute 'calls'",

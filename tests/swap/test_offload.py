@@ -120,6 +120,22 @@ def test_nesting_and_reuse_of_one_manager(offload: Callable[..., memo.Manager]) 
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(reference), strict=True))
 
 
+def test_a_context_that_could_not_be_entered_is_entered_next_time(
+    offload: Callable[..., memo.Manager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses() -> None:
+        raise MemoryError
+
+    model = stack()
+    manager = offload(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._engine, "begin_forwards", refuses)
+        with pytest.raises(MemoryError), manager:
+            raise AssertionError("not entered")
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    assert manager.stats.bytes_disk > 0
+
+
 def test_hooks_are_off_the_model_outside_the_context(offload: Callable[..., memo.Manager]) -> None:
     model = stack()
     with offload(model):

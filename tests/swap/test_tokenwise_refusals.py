@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ def reasons(manager: memo.Manager) -> set[str]:
 def seeded(model: nn.Module, batch: int = 2) -> Callable[[int], torch.Tensor]:
     def forward(step: int) -> torch.Tensor:
         torch.manual_seed(step)
+        random.seed(step)
         loss: torch.Tensor = model(ids(step, batch))
         return loss
 
@@ -48,12 +50,12 @@ def seeded(model: nn.Module, batch: int = 2) -> Callable[[int], torch.Tensor]:
 def test_a_layer_that_is_not_token_wise_moves_whole_and_is_equal(kind: type[Layer], tmp_path: Path) -> None:
     model, reference = stack(make=kind), stack(make=kind)
     want = train(reference, seeded(reference))
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     manager = offload(model, tmp_path)
     with pytest.warns(RuntimeWarning, match=STRANGE[kind]) as caught:
         assert_equal(train(model, seeded(model), manager), want)
     assert len([w for w in caught if "whole tensors" in str(w.message)]) == len(reasons(manager))
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True))
     assert manager.stats.bytes_recomputed == 0
     gc.collect()

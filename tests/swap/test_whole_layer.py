@@ -4,6 +4,7 @@ starts from what the first one did. Only its input moves then."""
 from __future__ import annotations
 
 import gc
+import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,18 @@ import pytest
 import torch
 from offload_models import causal, compare, gpt, hugging_face, ours, refused
 from small_models import assert_equal, checked, ids, stack, train
-from strange_layers import STRANGE, ChangesItsInput, Counts, CountsInPython, Layer, NormalisesOverTheBatch
+from strange_layers import (
+    STRANGE,
+    ChangesItsInput,
+    Collects,
+    Counts,
+    CountsInPython,
+    DrawsFromItsOwn,
+    DrawsWithPython,
+    Layer,
+    NormalisesOverTheBatch,
+    PutsAside,
+)  # fmt: skip
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +37,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # These change what a second run would start from.
-UNREPEATABLE = {NormalisesOverTheBatch, Counts, ChangesItsInput, CountsInPython}
+UNREPEATABLE = {
+    NormalisesOverTheBatch, Counts, ChangesItsInput, CountsInPython, DrawsFromItsOwn, DrawsWithPython, PutsAside, Collects,
+}  # fmt: skip
 
 
 def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
@@ -43,6 +57,7 @@ def repeated(manager: memo.Manager) -> dict[str, str]:
 def seeded(model: nn.Module) -> Callable[[int], torch.Tensor]:
     def forward(step: int) -> torch.Tensor:
         torch.manual_seed(step)
+        random.seed(step)
         loss: torch.Tensor = model(ids(step))
         return loss
 
@@ -53,11 +68,11 @@ def seeded(model: nn.Module) -> Callable[[int], torch.Tensor]:
 def test_a_layer_that_is_not_token_wise_is_equal(kind: type[Layer], tmp_path: Path) -> None:
     model, reference = stack(make=kind), stack(make=kind)
     want = train(reference, seeded(reference))
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     manager = offload(model, tmp_path)
     with pytest.warns(RuntimeWarning, match="moves whole tensors" if kind in UNREPEATABLE else "runs again whole"):
         assert_equal(train(model, seeded(model), manager), want)
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True))
     assert (manager.stats.bytes_recomputed > 0) == (kind not in UNREPEATABLE)
     assert (len(refused(manager)), len(repeated(manager))) == ((3, 0) if kind in UNREPEATABLE else (0, 3))

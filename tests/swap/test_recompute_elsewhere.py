@@ -1,0 +1,191 @@
+"""A recompute finds everything as the forward found it, and leaves nothing behind; otherwise it is an error, or is not tried."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from small_models import Stack, assert_equal, ids, plain, stack, train
+from strange_layers import Layer, PutsAside
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from memo.errors import SwapError
+from memo.swap.levels import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import memo
+
+RECOMPUTES = [
+    {"alpha": 0.25},
+    {"alpha": (0.25, 0.5, 0.25)},
+    {"alpha": None, "levels": dict.fromkeys(range(3), Level.NOTHING)},
+]
+by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["tokens", "matmuls", "whole"])
+
+
+class Finds(nn.Module):
+    """What it does depends on what it holds in ways that no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.settings: dict[str, Any] = {"scale": 1.0, "act": F.gelu, "shift": torch.zeros(64)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.settings["act"](self.up(x) + self.settings["shift"]) * self.settings["scale"]
+        return x + self.down(y)  # type: ignore[no-any-return]
+
+
+def changes_a_number(layer: Any) -> None:
+    layer.settings["scale"] = 2.0
+
+
+def changes_a_function(layer: Any) -> None:
+    layer.settings["act"] = F.silu
+
+
+def changes_a_tensor(layer: Any) -> None:
+    layer.settings["shift"].add_(1.0)
+
+
+def changes_for_another_tensor(layer: Any) -> None:
+    layer.settings["shift"] = torch.ones(64)
+
+
+def changes_a_parameter_for_another(layer: Any) -> None:
+    layer.up.bias = nn.Parameter(torch.ones(64))
+
+
+def freezes_a_parameter(layer: Any) -> None:
+    layer.up.weight.requires_grad_(False)
+
+
+@by_recompute
+@pytest.mark.parametrize(
+    "change",
+    [
+        changes_a_number,
+        changes_a_function,
+        changes_a_tensor,
+        changes_for_another_tensor,
+        changes_a_parameter_for_another,
+        freezes_a_parameter,
+    ],
+)
+def test_what_changed_before_backward_is_an_error(
+    offload: Callable[..., memo.Manager], change: Callable[[Any], None], how: dict[str, Any]
+) -> None:
+    model = stack(make=Finds)
+    with offload(model, **how):
+        loss = model(ids())
+    for layer in model.layers:
+        change(layer)
+    with pytest.raises(SwapError, match="did not repeat"):
+        loss.backward()
+
+
+@by_recompute
+def test_hooks_on_modules_are_called_once(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    """Features of inner modules, as distillation wants them: the loss is made of what the hooks were told."""
+
+    def forward(model: Stack) -> Callable[[int], torch.Tensor]:
+        features: list[torch.Tensor] = []
+        for layer in model.layers:
+            layer.up.register_forward_hook(lambda module, args, output: features.append(output))  # type: ignore[union-attr]
+
+        def step(number: int) -> torch.Tensor:
+            features.clear()
+            loss: torch.Tensor = model(ids(number))
+            return loss + torch.stack([feature.square().mean() for feature in features]).sum()
+
+        return step
+
+    model, reference = stack(make=Finds), stack(make=Finds)
+    manager = offload(model, **how)
+    with pytest.warns(RuntimeWarning, match="hooks on its modules"):
+        assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+
+
+@by_recompute
+def test_what_a_layer_puts_aside_is_of_its_forward(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    def forward(model: Stack) -> Callable[[int], torch.Tensor]:
+        def step(number: int) -> torch.Tensor:
+            loss: torch.Tensor = model(ids(number))
+            return loss + torch.stack([layer.aside.square().mean() for layer in model.layers]).sum()  # type: ignore[operator, union-attr]
+
+        return step
+
+    model, reference = stack(make=PutsAside), stack(make=PutsAside)
+    with pytest.warns(RuntimeWarning, match="its forward changes"):
+        assert_equal(train(model, forward(model), offload(model, **how)), train(reference, forward(reference)))
+
+
+class Rewrites(Layer):
+    """Saves a buffer for nothing, changes it in place and saves it again; while the gate is closed it stays the same."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.sin()
+        y.mul_(1 + self.gate)
+        return y.sin()
+
+
+@by_recompute
+def test_a_buffer_saved_again_is_computed_again_as_it_was_then(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    model = stack(make=Rewrites)
+    manager = offload(model, **how)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=Rewrites)))
+    assert manager.stats.bytes_recomputed > 0
+
+
+class CompilesAFunction(Layer):
+    @staticmethod
+    @torch.compile(backend="inductor")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x.sin()) * x.exp().clamp(max=3) + x.cos()
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compiled(x)  # type: ignore[no-any-return]
+
+
+@by_recompute
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_stays_compiled(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    """Operator by operator it would round in another way."""
+    want = plain(lambda: stack(make=CompilesAFunction))
+    model = stack(make=CompilesAFunction)
+    assert_equal(train(model, lambda step: model(ids(step)), offload(model, **how)), want)
+
+
+class Interrupted(Layer):
+    interrupts = False
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        if Interrupted.interrupts:
+            raise KeyboardInterrupt
+        return y * x
+
+
+@by_recompute
+def test_ctrl_c_within_a_layer_is_followed_by_a_normal_step(
+    offload: Callable[..., memo.Manager], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch calls no hook of a module that such an exception leaves."""
+    model = stack(make=Interrupted)
+    manager = offload(model, **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupted, "interrupts", True)
+        with contextlib.suppress(KeyboardInterrupt), manager:
+            model(ids())
+    assert _get_current_dispatch_mode() is None
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=Interrupted)))
+    assert manager.stats.bytes_recomputed > 0
