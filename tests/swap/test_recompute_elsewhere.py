@@ -1,4 +1,4 @@
-"""A recompute finds everything as the forward found it, and leaves nothing behind; otherwise it is an error, or is not tried."""
+"""A recompute finds all as the forward found it and leaves nothing behind; else it is an error, or is not tried."""
 
 from __future__ import annotations
 
