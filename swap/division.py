@@ -133,7 +133,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
     return Division(
         calls=calls,
         parts=parts,
-        operators=tuple(line[0] for line in watch.script.lines),
+        operators=watch.script.operators(),
         treatments=tuple(treatment for _, treatment in treated),
     )
 

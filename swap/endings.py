@@ -131,6 +131,8 @@ class Endings:
             stats.moved(saved.place.tier.name, -saved.moving_nbytes)
             self._free(saved)
         else:
+            if saved.part is not None:
+                saved.part.abandon()
             self._limbo.append(saved)  # E5
 
     def _free(self, saved: SavedStorage) -> None:

@@ -262,24 +262,26 @@ class Engine:
         if handle.guard._version != handle.version:
             raise handle.modified()
         saved = handle.hold.saved
-        while True:
-            with self._lock:
-                part = saved.part
-                if part is None or saved.source is not None or part.filled:
-                    if by_backward and saved.group is not self._groups.reading and not self._homeward.closed:
-                        self._homeward.reach(saved.group)
-                    if saved.state is not BACK:
-                        self._homeward.bring(saved)
-                    buffer = saved.source
-                    if buffer is None:
-                        buffer = saved.returned
-                        assert buffer is not None
-                        self.backend.compute_uses(buffer)
-                    break
-            # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
-            self._homeward.recompute(saved, part)
-        if self._dropped:
-            self._endings.drain()
+        try:
+            while True:
+                with self._lock:
+                    part = saved.part
+                    if part is None or saved.source is not None or part.filled:
+                        if by_backward and saved.group is not self._groups.reading and not self._homeward.closed:
+                            self._homeward.reach(saved.group)
+                        if saved.state is not BACK:
+                            self._homeward.bring(saved)
+                        buffer = saved.source
+                        if buffer is None:
+                            buffer = saved.returned
+                            assert buffer is not None
+                            self.backend.compute_uses(buffer)
+                        break
+                # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
+                self._homeward.recompute(saved, part)
+        finally:  # also after an error: what was dropped meanwhile waits for nobody else
+            if self._dropped:
+                self._endings.drain()
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)

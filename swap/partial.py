@@ -107,6 +107,10 @@ class Partial:
         """The bytes of the tokens in `span`, as rows x tokens x width."""
         return block.view(self.rows.rows, self.tokens, self.rows.width)[:, span.first : span.stop]
 
+    def abandon(self) -> None:
+        """Nobody will ask for the rest: what would compute it, and what that holds, may go before the copy is over."""
+        del self.call
+
     def forget(self) -> None:
         """The reload failed: its buffer is gone, and what was written into it."""
         self._computed_from = self.tokens

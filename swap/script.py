@@ -118,6 +118,17 @@ class Script:
                 if self._storages.find(ref(storage)) is None:
                     self._storages[storage] = _MADE
 
+    def operators(self) -> tuple[Any, ...]:
+        """What was called in order, but for what marked functions called, which may differ from rank to rank."""
+        found: list[Any] = []
+        depth = 0
+        for what, _ in self.lines:
+            depth -= what is _END
+            if not depth:
+                found.append(what)
+            depth += what is _BEGIN
+        return tuple(found)
+
     def states(self, storage: torch.UntypedStorage) -> set[tuple[int, bool]] | None:
         """In which the forward took a storage from elsewhere; None for one that it did not."""
         known = self._storages.find(ref(storage))

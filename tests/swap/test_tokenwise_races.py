@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Block, assert_equal, checked, gradients, ids, stack, train
+from small_models import SEQ, Block, assert_equal, checked, gradients, ids, stack, train
 
 from memo.swap.levels import Level
 
@@ -115,3 +115,17 @@ def test_a_storage_whose_handles_died_while_it_was_copied_is_saved_anew(alpha: f
     assert_equal(got, train(reference, lambda step: reference(ids(step))))
     made.manager.close()
     assert made.backend.races == []
+
+
+def test_a_copy_that_outlives_its_graph_keeps_no_other_storage_alive() -> None:
+    """The copies run as late as they may; what would have been computed again needs the layer's input, and goes at once."""
+    model = stack()
+    made = checked(model, "lazy", alpha=0.25)
+    with made.manager:
+        out = model.layers[1](model.layers[0](torch.randn(2, SEQ, 32)))
+    assert made.manager.stats.live_entries > 0
+    del out
+    gc.collect()
+    assert made.engine._endings.has_limbo
+    assert made.manager.stats.live_entries == 0
+    made.manager.close()
