@@ -29,11 +29,11 @@ _ATEN = torch.ops.aten
 _MADE = object()
 _BEGIN, _END = "memoized function", "its end"
 
-# Whether these are called depends on how a tensor lies in memory, which is compared where it is saved.
+# Whether these are called depends on how a tensor lies in memory, or is a part at all; that is compared where it is saved.
 _OF_LAYOUT = frozenset(
     getattr(_ATEN, name)
     for name in (
-        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "clone", "detach", "expand", "reshape", "view",
+        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "clone", "detach", "expand", "reshape", "slice", "view",
     )
 )  # fmt: skip
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})

@@ -82,14 +82,15 @@ def meaning_of(call: Call) -> Meaning:
     rule = _RULES.get(call.func.overloadpacket)
     if rule is None and torch.Tag.pointwise in call.func.tags:
         rule = _pointwise
+    has_axis = any(isinstance(meaning, Axis) for meaning in meanings)
+    if has_axis and rule is None:
+        raise Unproven(f"{call.func.overloadpacket} is not known to work token by token")
     if call.out is not None and (not tensors_in(call.out) or torch.Tag.dynamic_output_shape in call.func.tags):
         raise Unproven(
             f"{call.func.overloadpacket} lets numbers or sizes depend on the tokens, which is not known to work"
         )
-    if not any(isinstance(meaning, Axis) for meaning in meanings):
+    if rule is None or not has_axis:
         return Mark.MIXED
-    if rule is None:
-        raise Unproven(f"{call.func.overloadpacket} is not known to work token by token")
     return Mark.MIXED if Mark.MIXED in meanings else rule(call)
 
 
