@@ -28,7 +28,7 @@ test: setup
 
 # Every layout over gloo on this machine's processors, up to eight processes; under 15 minutes on two cores.
 test-parallel: setup
-	$(BIN)/pytest tests/parallel $(PYTEST_ARGS)
+	$(BIN)/pytest tests/parallel --timeout 900 $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
