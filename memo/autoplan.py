@@ -217,6 +217,8 @@ class AutoPlan:
         times = self._figures.times()
         if times is None:
             return Findings(problem="no layer ran forward and backward in the step that was measured")
+        if len(times.layers) < self._managed.n_layers:
+            return Findings(problem="some layers did not run in the step that was measured")
         try:
             profile = measured_profile(times, self._managed.costs(), self._signature, mlp_tiles=self._managed.mlp_tiles)
         except MemoError as error:

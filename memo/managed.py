@@ -51,6 +51,10 @@ class Managed(Protocol):
         """Nothing is saved now: another setting may come into force."""
 
     @property
+    def n_layers(self) -> int:
+        """Of the model."""
+
+    @property
     def mlp_tiles(self) -> int:
         """In how many tiles the model's layers compute their MLP."""
 

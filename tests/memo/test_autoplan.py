@@ -31,6 +31,7 @@ class Machine:
     """Satisfies `Managed`: remembers what came into force, and tells a step as its layers would."""
 
     mlp_tiles = 2
+    n_layers = len(LAYERS)
 
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
         self.used: list[ActivationPlan | Setting] = []

@@ -128,6 +128,29 @@ def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back
     assert set(Counter(held).values()) == {2}  # the buffer, and a block for the heads of two rows on their way into it
 
 
+@pytest.mark.filterwarnings("ignore:no plan")
+def test_a_run_that_drops_layers_at_random_makes_no_plan_of_a_part_of_them(tmp_path: Path) -> None:
+    def run(**options: Any) -> tuple[list[Any], memo.Manager | None]:
+        model = stack()
+        layers = [*model.layers]
+        manager = memo.offload(model, min_bytes=512, disk=tmp_path, **options) if options else None
+
+        def step(number: int) -> torch.Tensor:
+            x = model.embed(ids(number))
+            for layer in layers[(number + 1) % 2 :]:  # one is missing in the step that is measured
+                x = layer(x)
+            return x.square().mean()
+
+        return train(model, step, manager, steps=6), manager
+
+    got, manager = run(host=ROOM)
+    assert_equal(got, run()[0])
+    assert manager is not None
+    assert manager.plan is None
+    assert "some layers did not run" in str(manager.report())
+    manager.close()
+
+
 def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget() -> None:
     model, reference = fresh(8), fresh(8)
     manager, engine, tokenwise = paced_manager(model)
