@@ -33,7 +33,8 @@ _BEGIN, _END = "memoized function", "its end"
 _OF_LAYOUT = frozenset(
     getattr(_ATEN, name)
     for name in (
-        "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "detach", "expand", "reshape", "slice", "view",
+        "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "detach", "expand", "reshape",
+        "slice", "view",
     )
 )  # fmt: skip
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
@@ -155,7 +156,7 @@ class Reading:
         if func not in (
             _ATEN.lift_fresh.default,
             _ATEN._to_copy.default,
-        ):  # autocast may have had a parameter's cast already
+        ):  # autocast may have had the cast
             for tensor in tensors_in((args, kwargs)):
                 self.takes(func, tensor)
 
