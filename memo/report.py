@@ -73,7 +73,8 @@ class TokenWiseUse:
     refused: dict[str, str]
     """Layers that swap whole tensors, and why."""
     deviation: float
-    """Largest difference a trial found between recomputed and saved, as a share of what is accepted; 0 is bit for bit."""
+    """Largest difference that any trial so far found between recomputed and saved, as a share of what is accepted; 0 is bit
+    for bit."""
     recomputed_bytes: int
     recompute_s: float
 
@@ -87,7 +88,7 @@ class TokenWiseUse:
             accepted=len(tokenwise.deviation),
             repeated=dict(tokenwise.repeated),
             refused=dict(tokenwise.refused),
-            deviation=max(tokenwise.deviation.values(), default=0.0),
+            deviation=tokenwise.worst_deviation,
             recomputed_bytes=engine.stats.bytes_recomputed,
             recompute_s=engine.stats.recompute_s,
         )

@@ -71,6 +71,8 @@ class TokenWise:
         """Layers that run again whole, attention included, and why."""
         self.deviation: dict[str, float] = {}
         """Divided layers, and the largest difference their trial found (0: equal bit for bit), in units of its bound."""
+        self.worst_deviation = 0.0
+        """Of all trials that let a layer be divided, also those of lengths and settings that are no more."""
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._fallback = fallback
@@ -341,6 +343,7 @@ class TokenWise:
             return {}
         if kind[0] is not Level.NOTHING:
             self.deviation[name] = max(self._trials[trial], self.deviation.get(name, 0.0))
+            self.worst_deviation = max(self.worst_deviation, self._trials[trial])
         return division.parts
 
     def _try_out(self, division: Division) -> tuple[float, str | None]:
