@@ -235,7 +235,7 @@ class Noting(SleepingMode):
             return call.run()
         saved = len(self.slots)
         given = tensors_in((call.x, call.others))
-        self.script.adds(str(call))
+        self.script.line(str(call))
         for tensor in given:
             self.script.takes(tensor)
         with Aside(self):

@@ -29,7 +29,7 @@ from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
 from memo.swap.results import Result, is_product
-from memo.swap.script import Diverged, Following, Reading, Script
+from memo.swap.script import Diverged, Reading, Script, Scripted
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
 from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
@@ -158,7 +158,7 @@ class LayerCall:
         )
         collecting = _Collecting(self, span, take)
         reading = Reading(self.script, argument_tensors(args, kwargs))
-        mode = Following(reading) if is_whole else _Answering(self, span, collecting, reading)
+        mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading)
 
         def save(tensor: torch.Tensor) -> None:
             with Aside(mode):
@@ -281,7 +281,7 @@ class _Answering(SleepingMode):
         if self.asleep:
             return call.run()
         given = tensors_in((call.x, call.others))
-        self._reading.expects(str(call))
+        self._reading.line(str(call))
         for tensor in given:
             self._reading.takes(call, tensor)
         with Aside(self):

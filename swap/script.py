@@ -4,7 +4,7 @@ A run that did anything else would give other gradients, and nobody would notice
 called again in its turn with the same numbers, on tensors that the run was given, that it made, or that the first run took
 from elsewhere: a parameter, a table of the model's, unchanged since. Sizes are left out, which follow the number of tokens.
 
-It owns the comparison and not what becomes of it: a script is written in forward (Listening, noting) and read in backward
+It owns the comparison and not what becomes of it: a script is written in forward (Scripted, noting) and read in backward
 (replay).
 """
 
@@ -23,7 +23,7 @@ from memo.swap.identity import Identities
 from memo.swap.marked import Marked
 from memo.swap.tokenrules import tensors_in
 
-__all__ = ["Diverged", "Following", "Listening", "Reading", "Script", "made_by_compiler", "written"]
+__all__ = ["Diverged", "Reading", "Script", "Scripted", "made_by_compiler", "written"]
 
 _ATEN = torch.ops.aten
 _MADE = object()
@@ -63,9 +63,9 @@ class Script:
     def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An operator is about to be called."""
         if not isinstance(func, torch._ops.OpOverload):
-            self.adds(func)
+            self.line(func)
         elif func.overloadpacket not in _OF_LAYOUT:
-            self.adds(func, *_numbers(func, args, kwargs))
+            self.line(func, *_numbers(func, args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             self.takes(tensor)
         if self.reason is not None:
@@ -79,13 +79,13 @@ class Script:
 
     def begins(self, function: Callable[..., Any]) -> None:
         """A function that the user marked is about to be called; a run that knows its results leaves it out."""
-        self.adds(_BEGIN, function)
+        self.line(_BEGIN, function)
 
     def ends(self, function: Callable[..., Any]) -> None:
         """It has returned."""
-        self.adds(_END, function)
+        self.line(_END, function)
 
-    def adds(self, what: Any, *numbers: Any) -> None:
+    def line(self, what: Any, *numbers: Any) -> None:
         """One line."""
         line = (what, numbers)
         if len(_SEEN) > _MOST_SEEN:
@@ -150,9 +150,9 @@ class Reading:
     def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raises Diverged for an operator that is not the next one, or works on something else."""
         if not isinstance(func, torch._ops.OpOverload):
-            self.expects(func)
+            self.line(func)
         elif func.overloadpacket not in _OF_LAYOUT:
-            self.expects(func, *_numbers(func, args, kwargs))
+            self.line(func, *_numbers(func, args, kwargs))
         if func not in (
             _ATEN.lift_fresh.default,
             _ATEN._to_copy.default,
@@ -162,11 +162,11 @@ class Reading:
 
     def begins(self, function: Callable[..., Any]) -> None:
         """Raises Diverged unless it is this function's turn."""
-        self.expects(_BEGIN, function)
+        self.line(_BEGIN, function)
 
     def ends(self, function: Callable[..., Any]) -> None:
         """Raises Diverged unless the function has done all that it did."""
-        self.expects(_END, function)
+        self.line(_END, function)
 
     def leaves_out(self, function: Callable[..., Any]) -> None:
         """Passes over a function whose results are known. Raises Diverged unless it is its turn."""
@@ -176,7 +176,7 @@ class Reading:
             what = next(self._lines)[0]
             depth += (what is _BEGIN) - (what is _END)
 
-    def expects(self, what: Any, *numbers: Any) -> None:
+    def line(self, what: Any, *numbers: Any) -> None:
         """Raises Diverged unless this is the next line."""
         line = next(self._lines, None)
         if line is None or line[0] != what:
@@ -208,10 +208,10 @@ class Reading:
                     self._made[storage] = _MADE
 
 
-class Listening(SleepingMode):
-    """Writes the script of a forward."""
+class Scripted(SleepingMode):
+    """Runs a layer along a script: writes it in a forward, or holds a second run to it."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script | Reading) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._script = script
 
@@ -237,46 +237,10 @@ class Listening(SleepingMode):
         """Runs a marked function, as one operator."""
         if self.asleep:
             return call.run()
-        self._script.adds(str(call))
+        self._script.line(str(call))
         with Aside(self):
             out = call.run()
         self._script.makes(out)
-        return out
-
-
-class Following(SleepingMode):
-    """Holds a second run to the script."""
-
-    def __init__(self, reading: Reading) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._reading = reading
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.asleep:
-            return func(*args, **kwargs)
-        self._reading.calls(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self._reading.makes(out)
-        return out
-
-    def memoized(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], token_dim: int | None) -> Any:
-        """Runs a function that the user marked once more."""
-        self._reading.begins(function)
-        out = function(*args, **kwargs)
-        self._reading.ends(function)
-        return out
-
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Runs a marked function once more."""
-        if self.asleep:
-            return call.run()
-        self._reading.expects(str(call))
-        with Aside(self):
-            out = call.run()
-        self._reading.makes(out)
         return out
 
 

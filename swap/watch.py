@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from memo.swap.arguments import Arguments
 from memo.swap.belongings import Belongings
 from memo.swap.saved import content_of
-from memo.swap.script import Listening, Script
+from memo.swap.script import Script, Scripted
 from memo.swap.surroundings import ModuleState, Precision, RandomState, drawn_by_python
 from memo.swap.tokenrules import Unproven, tensors_in
 
@@ -49,7 +49,7 @@ class Watch:
         self.kind = kind
         self.noting = noting
         self.script = script
-        self.mode: SleepingMode = Listening(script) if noting is None else noting
+        self.mode: SleepingMode = Scripted(script) if noting is None else noting
         self.saves: list[tuple[torch.Tensor, Content]] | None = [] if whole else None
         """All that autograd saved, in order."""
         self.random = RandomState(device) if whole else None
@@ -73,7 +73,7 @@ class Watch:
 
     def drop_noting(self) -> None:
         """What a division kept for its own recompute is not needed."""
-        self.noting, self.mode = None, Listening(self.script)
+        self.noting, self.mode = None, Scripted(self.script)
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves `tensor`. The mode must be aside."""
