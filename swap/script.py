@@ -29,7 +29,8 @@ _ATEN = torch.ops.aten
 _MADE = object()
 _BEGIN, _END = "memoized function", "its end"
 
-# Whether these are called depends on how a tensor lies in memory, or is a part at all; that is compared where it is saved.
+# Whether these are called depends on how a tensor lies in memory, is a part at all, or was cast before; that is compared
+# where it is saved.
 _OF_LAYOUT = frozenset(
     getattr(_ATEN, name)
     for name in (
@@ -37,6 +38,8 @@ _OF_LAYOUT = frozenset(
         "slice", "view",
     )
 )  # fmt: skip
+# A constant is new each time; and a parameter that the forward found cast, autocast casts again.
+_TAKES_ANY = frozenset({_ATEN.lift_fresh.default, _ATEN._to_copy.default})
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
 _NO_SIZES = frozenset({"dim", "dim0", "dim1", "dims", "index", "k", "start"})
 
@@ -153,10 +156,7 @@ class Reading:
             self.line(func)
         elif func.overloadpacket not in _OF_LAYOUT:
             self.line(func, *_numbers(func, args, kwargs))
-        if func not in (
-            _ATEN.lift_fresh.default,
-            _ATEN._to_copy.default,
-        ):  # autocast may have had the cast
+        if func not in _TAKES_ANY:
             for tensor in tensors_in((args, kwargs)):
                 self.takes(func, tensor)
 

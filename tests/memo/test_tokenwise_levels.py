@@ -61,6 +61,18 @@ def test_autocast(name: str, tmp_path: Path) -> None:
     assert_split(compare(lambda: make(name), forward, tmp_path, (0.25, 0.5, 0.25)), 0.25)
 
 
+@pytest.mark.parametrize("name", GPTS)
+def test_autocast_that_has_cast_the_weights_already(name: str, tmp_path: Path) -> None:
+    """The second forward within one region finds them cast, and its recompute casts them again."""
+
+    def forward(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: torch.Tensor = ours(1)(model, step) + ours(1)(model, step + 1)
+        return loss
+
+    assert_split(compare(lambda: make(name), forward, tmp_path, (0.25, 0.5, 0.25)), 0.25)
+
+
 def test_layers_with_levels_of_their_own_and_a_change_between_steps(tmp_path: Path) -> None:
     first = {0: TokenLevels(all=0.5, attention=0.5), "layers.1": (0, 1, 0), 2: Level.NOTHING}
     then = {3: 0.25, 2: Level.MATMULS, 0: Level.ALL}
