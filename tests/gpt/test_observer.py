@@ -113,5 +113,6 @@ print(before, resident(), peak_rss_bytes())
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     before, after, peak = map(int, output.split())
     assert peak_rss_bytes() > len(ballast)
-    assert before + (64 << 20) <= peak < 256 << 20
+    # Linux counts resident pages per processor and adds them up in batches: its figures lag by a few hundred KiB.
+    assert before + (60 << 20) <= peak < 256 << 20
     assert after < before + (8 << 20)  # the last block, which would pin a heap below it, and little more
