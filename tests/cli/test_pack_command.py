@@ -204,9 +204,9 @@ def test_hostile_json_is_one_line_and_exit_1_within_a_second(
     path = write(tmp_path / "plan.json", HOSTILE[name])
     if command == "pack" and name in {"boolean", "float", "unknown status"}:
         pytest.skip("a plan's seed and arenas are no part of its problem")
-    began = time.process_time()
+    began = time.thread_time()
     assert main([command, path]) == ExitCode.FAILURE
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
     assert "\x1b" not in assert_one_line(capsys)
 
 

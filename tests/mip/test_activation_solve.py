@@ -283,14 +283,14 @@ def test_copies_both_ways_never_ask_for_more_than_a_shared_link() -> None:
 
 
 def test_eighty_layers_solve_in_less_than_a_second_and_a_replan_of_32_is_quick() -> None:
-    begin = time.process_time()
+    begin = time.thread_time()
     problem = random_problem(1, layers=80, classes=4)
     assert Model(problem).solve()
-    assert time.process_time() - begin < 1.0, "of this thread's own time: other programs do not count"
-    begin = time.process_time()
+    assert time.thread_time() - begin < 1.0, "of this thread's own time: other programs do not count"
+    begin = time.thread_time()
     for seed in range(10):
         Model(random_problem(seed, layers=32)).solve()
-    assert (time.process_time() - begin) / 10 < 0.05
+    assert (time.thread_time() - begin) / 10 < 0.05
 
 
 def test_long_sequences_are_cut_at_tiles_and_never_hold_more_than_asked() -> None:

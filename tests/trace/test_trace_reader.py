@@ -136,10 +136,10 @@ HOSTILE_LINES = {
 @pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
 def test_a_hostile_line_is_refused_by_number(line: str, write_lines: WriteLines) -> None:
     path = write_lines(ONE_OF_EACH[0], line, ONE_OF_EACH[-1])
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(TraceError, match=r"line [23]: "):
         read_trace(path)
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 HOSTILE_HEADERS = {
@@ -210,10 +210,10 @@ def test_a_gzip_bomb_is_refused_in_bounded_memory(line: bytes, tmp_path: Path, w
         for _ in range(64):
             packed.write(line * max(1, (1 << 20) // len(line)))
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(TraceError):
         read_trace(path)
-    assert time.monotonic() - began < 5  # some tens of milliseconds without tracemalloc and on an idle machine
+    assert time.thread_time() - began < 5  # some tens of milliseconds without tracemalloc and on an idle machine
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 32 << 20
