@@ -31,6 +31,7 @@ _RATES = (
     "disk_write_bytes_per_s",
     "disk_read_bytes_per_s",
 )
+_OF_LEVELS = ("saved_bytes", "beside_bytes", "recompute_s")
 
 
 class Everyones(Protocol):
@@ -105,10 +106,8 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
     for known in layers[0].levels:
         everywhere = [level for layer in layers if (level := layer.level(known.level)) is not None]
         if len(everywhere) == len(layers):
-            nbytes, seconds = (
-                max(getattr(one, field) for one in everywhere) for field in ("saved_bytes", "recompute_s")
-            )
-            levels.append(dataclasses.replace(known, saved_bytes=nbytes, recompute_s=seconds))
+            most = {field: max(getattr(one, field) for one in everywhere) for field in _OF_LEVELS}
+            levels.append(dataclasses.replace(known, **most))
     return dataclasses.replace(
         layers[0],
         name=layers[0].name.partition("#")[0],

@@ -45,7 +45,15 @@ def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:
             continue
         per_token = 0.0 if level is Level.ALL else costs.recompute_s_per_token.get(name)
         if per_token is not None:
-            found.append(LevelProfile(level=level, saved_bytes=nbytes, recompute_s=per_token * costs.tokens))
+            beside = round(costs.beside_per_token.get(name, 0.0) * costs.tokens)
+            found.append(
+                LevelProfile(
+                    level=level,
+                    saved_bytes=nbytes,
+                    beside_bytes=min(beside, nbytes),
+                    recompute_s=per_token * costs.tokens,
+                )
+            )
     return tuple(found)
 
 
@@ -63,7 +71,7 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 
 
 def _kind(layer: LayerProfile) -> tuple[object, ...]:
-    levels = ((known.level, known.saved_bytes) for known in layer.levels)
+    levels = ((known.level, known.saved_bytes, known.beside_bytes) for known in layer.levels)
     return layer.name, layer.always_bytes, layer.other_bytes, *levels
 
 

@@ -88,7 +88,10 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
             always_bytes=round(known.always_bytes * linear),
             levels=tuple(
                 dataclasses.replace(
-                    level, saved_bytes=round(level.saved_bytes * linear), recompute_s=level.recompute_s * linear
+                    level,
+                    saved_bytes=round(level.saved_bytes * linear),
+                    beside_bytes=round(level.beside_bytes * linear),
+                    recompute_s=level.recompute_s * linear,
                 )
                 for level in known.levels
             ),

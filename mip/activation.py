@@ -5,7 +5,8 @@ checker, simulator and runtime must mean the same. One rank, one microbatch, lay
 forward, backward and recompute time (zero where nothing is recomputed):
 
     device     while layer i runs, in either direction:  static + saved by the embedding
-               + sum of kept bytes of layers j < i-1  +  full bytes of layers i-1 and i (the two rounding buffers)
+               + sum of kept bytes of layers j < i-1  +  whole bytes of layers i-1 and i (the two rounding buffers): all
+               that autograd saves, and what the recompute of their tokens is given besides
                + transient bytes of layer i; while the head runs: layer n-1 is the buffer in use, and the head's own
                bytes come on top
     copy out   of layer i starts when layer i+1 starts forward and must be over before layer i+2 (or the head) starts:
@@ -174,6 +175,10 @@ class LayerPlan:
     def saved_bytes(self, layer: LayerProfile) -> float:
         """What the layer saves at these levels, in all tiers together."""
         return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.level) for known in layer.levels)
+
+    def beside_bytes(self, layer: LayerProfile) -> float:
+        """What stands beside all that autograd saves of the layer while it is whole on the device."""
+        return sum(known.beside_bytes * self.fraction(known.level) for known in layer.levels)
 
     def recompute_s(self, layer: LayerProfile) -> float:
         """What backward spends on bringing back the rest."""

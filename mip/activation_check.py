@@ -125,7 +125,9 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
     walk = _Walk(flight=flight)
     others = (flight - 1) * sum(_saved(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1))
     if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole
-        others += known[last].full_bytes - _saved(known[last], plan.layers[last]) * plan.layers[last].kept
+        others += (
+            _whole(known[last], plan.layers[last]) - _saved(known[last], plan.layers[last]) * plan.layers[last].kept
+        )
     held = others + sum(known[index].static_bytes for index in range(first, last + 1))
     if starts:
         held += profile.embedding.static_bytes + flight * profile.embedding.saved_bytes
@@ -137,9 +139,9 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
     out_s = 0.0
     for index in range(first, last + 1):
         layer = known[index]
-        before = known[index - 1].full_bytes if index > first else 0
+        before = _whole(known[index - 1], plan.layers[index - 1]) if index > first else 0
         moving = max(layer.forward_transient_bytes, layer.backward_transient_bytes)
-        _stands(walk, held + before + layer.full_bytes + moving, index)
+        _stands(walk, held + before + _whole(layer, plan.layers[index]) + moving, index)
         if index > first:  # the layer before keeps only what the plan keeps of it from the next one on
             held += _saved(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
         walk.clock_s += max(layer.forward_s, out_s)
@@ -148,7 +150,8 @@ def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
         walk.host += host
         walk.disk += disk
     if ends:
-        _stands(walk, held + known[last].full_bytes + profile.head.saved_bytes + profile.head.transient_bytes, None)
+        stands = _whole(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
+        _stands(walk, held + stands, None)
         walk.clock_s += profile.head.forward_s + profile.head.backward_s
     for index in range(last, first - 1, -1):
         recompute_s = plan.layers[index].recompute_s(known[index])
@@ -180,6 +183,13 @@ def _saved(layer: LayerProfile, plan: LayerPlan) -> float:
     at = {level.level.value: level.saved_bytes for level in layer.levels}
     fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
     return layer.always_bytes + layer.other_bytes + sum(at.get(name, 0) * fraction for name, fraction in fractions)
+
+
+def _whole(layer: LayerProfile, plan: LayerPlan) -> float:
+    """As the layer's own forward and backward have it: all that autograd saves, and what its recompute is given."""
+    given = {level.level.value: level.beside_bytes for level in layer.levels}
+    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
+    return layer.full_bytes + sum(given.get(name, 0) * fraction for name, fraction in fractions)
 
 
 def _moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:

@@ -36,6 +36,8 @@ class Position:
     """What stands there whatever the plan is: rounding buffers, transients, what the ends hold."""
     behind: int
     """The first so many layers of the stage have only their kept bytes there."""
+    whole: int
+    """So many after those are the rounding buffers: there is also what their recomputes are given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,7 @@ def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
     if stage == 0:
         static += profile.embedding.saved_bytes * pipeline.in_flight(0)
         positions.append(
-            Position(name="the embedding", resident_bytes=static + profile.embedding.transient_bytes, behind=0)
+            Position(name="the embedding", resident_bytes=static + profile.embedding.transient_bytes, behind=0, whole=0)
         )
     before = 0
     for number, layer in enumerate(mine):
@@ -138,12 +140,15 @@ def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
                 name=f"layer {stage_layers(problem, stage)[number]}",
                 resident_bytes=static + before + layer.full_bytes + layer.transient_bytes,
                 behind=max(number - 1, 0),
+                whole=min(number + 1, 2),
             )
         )
         before = layer.full_bytes
     if stage == pipeline.stages - 1:
         head = profile.head.saved_bytes + profile.head.transient_bytes
-        positions.append(Position(name="the head", resident_bytes=static + before + head, behind=len(mine) - 1))
+        positions.append(
+            Position(name="the head", resident_bytes=static + before + head, behind=len(mine) - 1, whole=1)
+        )
     return positions
 
 
@@ -154,10 +159,11 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     mine = [plans[index] for index in indices]
     traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
     kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
+    beside = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
     in_flight = problem.pipeline.in_flight(stage)
     elsewhere = (in_flight - 1) * sum(kept)
     if in_flight > 1:
-        elsewhere += layers[-1].full_bytes - kept[-1]  # of the microbatch whose forward ran last
+        elsewhere += layers[-1].full_bytes + beside[-1] - kept[-1]  # of the microbatch whose forward ran last
     forward_s = sum(layer.forward_s for layer in layers) + stage_ends_s(problem, stage)[0]
     stall_out = stall_write = stall_in = stall_read = 0.0
     for number in range(len(layers) - 1):
@@ -172,7 +178,10 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         if late > 0:
             stall_in, stall_read = (stall_in + late, stall_read) if link >= disk else (stall_in, stall_read + late)
     peak = max(
-        position.resident_bytes + elsewhere + sum(kept[: position.behind])
+        position.resident_bytes
+        + elsewhere
+        + sum(kept[: position.behind])
+        + sum(beside[position.behind : position.behind + position.whole])
         for position in device_positions(problem, stage)
     )
     disk_bytes = sum(moved.disk_bytes for moved in traffic)

@@ -11,8 +11,8 @@ in units of the largest layer's, times in units of the mean layer's, so that the
     (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
     (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
          w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation_cost.disk_delay)
-    (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j <= device      at each position p of a stage, and
-         full(n) - K(n) more where flight > 1
+    (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j + sum_{j whole at p} G_j <= device
+         at each position p of a stage, with G = sum_l x_l beside_l; and full(n) + G(n) - K(n) more where flight > 1
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
@@ -67,7 +67,8 @@ class Sharing(enum.Enum):
 
     UNIFORM = "all but the last two"
     INTERIOR = "all but the first and the last three"
-    """Loses nothing, but may treat the first and the third last otherwise for no gain."""
+    """Loses nothing, or next to nothing where recomputes are given what autograd does not save: the earlier a layer, the
+    more room there is for that. May treat the first and the third last otherwise for no gain."""
     NONE = "none"
 
 
@@ -94,6 +95,8 @@ class _Group:
     disk: pulp.LpVariable | int
     saved: pulp.LpAffineExpression
     recompute: pulp.LpAffineExpression
+    beside: pulp.LpAffineExpression
+    """G: what its recompute is given and autograd does not save."""
 
     @property
     def kept(self) -> pulp.LpAffineExpression:
@@ -225,6 +228,9 @@ class Model:
                 + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
             ),
             recompute=pulp.lpSum(x[known.level] * (known.recompute_s / self._second) for known in layer.levels),
+            beside=pulp.lpSum(
+                x[known.level] * (known.beside_bytes / self._byte) for known in layer.levels if known.beside_bytes
+            ),
         )
         if to_host or to_disk:
             self._program += group.kept >= 0  # (2)
@@ -287,18 +293,24 @@ class Model:
         flight = self.problem.pipeline.in_flight(stage)
         elsewhere = (flight - 1) * pulp.lpSum(len(group.members) * group.kept for group in groups)
         if flight > 1:
-            elsewhere += groups[-1].layer.full_bytes / self._byte - groups[-1].kept  # groups[-1] is the last layer
-        device, tightest = self.problem.budgets.device_bytes, float("inf")
-        # From the last backwards: a row with fewer kept layers and no less room than a later one says nothing new.
+            last = groups[-1]  # the last layer
+            elsewhere += last.layer.full_bytes / self._byte + last.beside - last.kept
+        device = self.problem.budgets.device_bytes
+        tightest: dict[tuple[int, ...], float] = {}
+        # From the last backwards: a row with fewer kept layers and no less room than a later one says nothing new, where
+        # what stands beside the whole layers is the same.
         for position in sorted(device_positions(self.problem, stage), key=lambda p: (-p.behind, -p.resident_bytes)):
             room = (device - position.resident_bytes) / self._byte
-            if room >= tightest:
+            whole = range(position.behind, position.behind + position.whole)
+            counts = [sum(member in whole for member in group.members) if group.beside else 0 for group in groups]
+            if room >= tightest.get(tuple(counts), float("inf")):
                 continue
-            tightest = room
+            tightest[tuple(counts)] = room
             behind = pulp.lpSum(
                 sum(member < position.behind for member in group.members) * group.kept for group in groups
             )
-            self._budget(elsewhere + behind, room, Resource.DEVICE, f"at {position.name}")  # (6)
+            beside = pulp.lpSum(count * group.beside for count, group in zip(counts, groups, strict=True) if count)
+            self._budget(elsewhere + behind + beside, room, Resource.DEVICE, f"at {position.name}")  # (6)
 
     def _node_rows(self, stages: range) -> None:
         problem, budgets = self.problem, self.problem.budgets

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from memo.errors import Infeasible
-from memo.mip.activation import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation import (
+    ONE_STAGE,
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    Pipeline,
+    StagePrediction,
+)
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_cost import predict
 from memo.mip.activation_model import Limit, Model, Resource, Sharing
 from memo.mip.hardware import Hardware
-from memo.mip.profile import Profile
+from memo.mip.profile import Level, Profile
 from memo.units import format_bytes, format_duration
 
 __all__ = ["TILE_TOKENS", "plan_activations", "solve_problem"]
@@ -51,15 +60,30 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     if kept is not None:
         return kept
     model = _best_model(problem)
-    layers = tuple(_rounded(plan, problem.profile.signature.rank_tokens) for plan in model.layer_plans())
-    plan = ActivationPlan(
-        problem=problem,
-        layers=layers,
-        stages=predict(problem, layers),
-        binding=_reasons(model.limits(), model.step_s),
-    )
+    layers, stages = _in_tiles(problem, model.layer_plans())
+    plan = ActivationPlan(problem=problem, layers=layers, stages=stages, binding=_reasons(model.limits(), model.step_s))
     require_valid(plan)
     return plan
+
+
+def _in_tiles(
+    problem: ActivationProblem, plans: Sequence[LayerPlan]
+) -> tuple[tuple[LayerPlan, ...], tuple[StagePrediction, ...]]:
+    """Token ranges that end on a tile, in which every layer saves no more than asked.
+
+    What the first range loses the second one gets, where the device has room for what recomputes are then given more.
+    """
+    tokens = problem.profile.signature.rank_tokens
+    layers = tuple(_rounded(plan, tokens) for plan in plans)
+    stages = predict(problem, layers)
+    if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
+        return layers, stages
+    known = problem.profile.layer_profiles()
+    layers = tuple(
+        _rounded(plan, tokens, middle_grows=layer.level(Level.ATTENTION) is None)
+        for plan, layer in zip(plans, known, strict=True)
+    )
+    return layers, predict(problem, layers)
 
 
 def _best_model(problem: ActivationProblem) -> Model:
@@ -99,15 +123,17 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     return plan
 
 
-def _rounded(plan: LayerPlan, tokens: int) -> LayerPlan:
+def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> LayerPlan:
     """Ranges that end on a tile. Fewer tokens are saved than asked, so every tier holds less, and more is recomputed."""
     tile = TILE_TOKENS if tokens >= LONG_TOKENS else 1
-    first = _down(plan.all_tokens * tokens, tile, tokens)
-    second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
-    if not plan.attention_tokens:
+    whole = not plan.attention_tokens and not plan.matmul_tokens
+    first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
+    if not middle_grows:
+        second = min(first + _down(plan.matmul_tokens * tokens, tile, tokens), tokens)
+    elif plan.attention_tokens:
+        second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
+    else:
         second = tokens
-    if not plan.attention_tokens and not plan.matmul_tokens:
-        first = tokens
     return dataclasses.replace(
         plan,
         all_tokens=first / tokens,

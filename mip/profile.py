@@ -5,8 +5,9 @@ or derived from arithmetic, and says which. Layers of one class are alike: they 
 
     what a layer saves   [ always: input, attention output, statistics | other: no token dimension | token-wise         ]
     at Level.ALL           saved                                         saved                       saved
-    at Level.MATMULS       saved                                         saved                       matmul outputs only
-    at Level.ATTENTION     saved                                         saved                       nothing
+    at Level.MATMULS       saved                                         saved                       matmul outputs only *
+    at Level.ATTENTION     saved                                         saved                       nothing *
+    *  and, beside what autograd saves, what a recompute is given: other products' results, masks of dropout
 
 A level is chosen for each token, so of the token-wise part any mix of the three may be saved; `recompute_s` is the time
 of bringing back all tokens at that level, and half of the tokens take half of it.
@@ -80,11 +81,15 @@ class LevelProfile:
     level: Level
     saved_bytes: int
     """Of the token-wise part; what is always saved comes on top."""
+    beside_bytes: int = 0
+    """Of `saved_bytes`, what autograd does not save and a recompute is given: it stands beside the whole layer."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
 
     def __post_init__(self) -> None:
         check_amounts(self, f"level {self.level}")
+        if self.beside_bytes > self.saved_bytes:
+            raise PlanError(f"level {self.level}: of {self.saved_bytes} bytes saved {self.beside_bytes} stand beside")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +142,8 @@ class LayerProfile:
 
     @property
     def full_bytes(self) -> int:
-        """Everything that autograd saves: what stands on the device while the layer runs, in either direction."""
+        """Everything that autograd saves: what stands on the device while the layer runs, in either direction, beside what
+        its recompute is given."""
         return self.fixed_bytes + self.levels[0].saved_bytes
 
     @property

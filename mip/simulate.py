@@ -75,6 +75,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     """What a layer does under its plan."""
     saved = plan.saved_bytes(layer)
     kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
+    whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
     recompute_s = plan.recompute_s(layer)
     return LayerWork(
         name=name,
@@ -85,7 +86,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
             Part.KEPT: kept,
             Part.HOST: host,
             Part.DISK: disk,
-            Part.RECOMPUTED: layer.full_bytes - kept - host - disk,
+            Part.RECOMPUTED: whole - kept - host - disk,
         },
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=layer.transient_bytes if recompute_s else layer.backward_transient_bytes,

@@ -50,7 +50,7 @@ class LayerWork:
     """Without recompute."""
     recompute_s: float = 0.0
     nbytes: Mapping[Part, int]
-    """Of what autograd saves; together all of it, as it is while the layer's forward runs."""
+    """Of what autograd saves and what a recompute is given; together all of it, as it is while the layer's forward runs."""
     forward_transient_nbytes: int = 0
     """The most that its forward holds beside what it saves."""
     backward_transient_nbytes: int = 0

@@ -185,6 +185,7 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
             Level.MATMULS: results + besides + masks,
             Level.ATTENTION: masks,
         },
+        beside_per_token={Level.MATMULS: besides + masks, Level.ATTENTION: masks},
     )
 
 

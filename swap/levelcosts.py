@@ -27,9 +27,18 @@ class Costs:
         self._input_bytes = 0
         self._always_bytes = 0
         self._bytes_per_token: dict[Level, float] = {}
+        self._beside_per_token: dict[Level, float] = {}
         self._seconds_per_token: dict[Level, float] = {Level.ALL: 0.0}
 
-    def counted(self, *, tokens: int, input_bytes: int, always_bytes: int, bytes_per_token: dict[Level, float]) -> None:
+    def counted(
+        self,
+        *,
+        tokens: int,
+        input_bytes: int,
+        always_bytes: int,
+        bytes_per_token: dict[Level, float],
+        beside_per_token: dict[Level, float] | None = None,
+    ) -> None:
         """A forward has ended."""
         if tokens != self._tokens:
             self._seconds_per_token = {Level.ALL: 0.0}
@@ -37,6 +46,7 @@ class Costs:
         self._input_bytes = input_bytes
         self._always_bytes = always_bytes
         self._bytes_per_token = bytes_per_token
+        self._beside_per_token = beside_per_token or {}
 
     def counted_whole(self, *, tokens: int, input_bytes: int, nbytes: int) -> None:
         """A forward has ended whose tokens were not divided; says less than what `counted` said of the same length."""
@@ -60,5 +70,6 @@ class Costs:
             input_bytes=self._input_bytes,
             always_bytes=self._always_bytes,
             bytes_per_token=dict(self._bytes_per_token),
+            beside_per_token=dict(self._beside_per_token),
             recompute_s_per_token=dict(self._seconds_per_token),
         )

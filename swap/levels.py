@@ -118,6 +118,8 @@ class LayerCosts:
     bytes_per_token: dict[Level, float]
     """Moved besides, for each token at that level; a mask of dropout takes one bit an element. A layer that is not proven
     to treat tokens apart has level ALL only."""
+    beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
+    """Of these, what autograd does not save and a recompute at that level is given."""
     recompute_s_per_token: dict[Level, float]
     """Shortest time seen of repeating at that level; only levels that have run, and ALL, which repeats nothing."""
 

@@ -62,6 +62,8 @@ class Block:
     matmuls: float
     """Of that, the results of matrix products that something saved depends on: all but the last projection's. Of
     attention's, under tensor parallelism, a rank's share of the sum."""
+    beside: float
+    """Of these, what autograd does not save: it stands beside everything that is."""
     elementwise: float
     """Bytes read and written by norms, rotation, residuals and the MLP's activation."""
     elementwise_again: float
@@ -118,6 +120,7 @@ class _Letters:
             always=self.always(),
             all=self.rest(),
             matmuls=self.q + h + (0 if self.tiled else ups * self.f),
+            beside=h + (self.q if self._queries_are_made_anew() else 0),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,
@@ -151,6 +154,10 @@ class _Letters:
     def _casts_twice(self) -> bool:
         return self.gated and self.sizes.casts and self.tp == 1 and not self.tiled
 
+    def _queries_are_made_anew(self) -> bool:
+        """Autograd saves what rotation, or an exchange of another form, makes of the projection, and not that itself."""
+        return self.config.positions == "rotary" or (self.exchanged and not self._as_projected())
+
     def storages(self) -> int:
         """The letters of this module's docstring one by one, and the products that a recompute is given."""
         config, always, norms = self.config, 3, 2 * (2 if self.config.norm == "layernorm" else 1)
@@ -182,8 +189,11 @@ class _Letters:
     def _exchanges_at_matmuls(self) -> float:
         if not self.exchanged:
             return 0.0
-        as_projected = self.config.positions == "learned" and self.config.group == 1
-        return 1 / 4 if as_projected else 1.0
+        return 1 / 4 if self._as_projected() else 1.0
+
+    def _as_projected(self) -> bool:
+        """Queries, keys and values are exchanged together, as one product gave them."""
+        return self.config.positions == "learned" and self.config.group == 1
 
     def _activation(self) -> float:
         """Reads what `up` wrote, writes the rest."""

@@ -126,6 +126,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
             LevelProfile(
                 level=Level.MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
+                beside_bytes=round(block.beside * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
             ),
             LevelProfile(

@@ -111,18 +111,21 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
 @pytest.mark.parametrize("sizes", SHAPES, ids=named)
 def test_the_middle_level_moves_what_it_says(sizes: dict[str, Any], layout: Layout) -> None:
     config, precision = shape(**sizes), Precision.BF16_AUTOCAST
-    assert moved_at_matmuls(config, precision, layout) == block_of(config, precision, layout).matmuls
+    block = block_of(config, precision, layout)
+    assert moved_at_matmuls(config, precision, layout) == (block.matmuls, block.beside)
 
 
 @pytest.mark.parametrize("sizes", [{"positions": "rotary"}, {"variant": "llama"}], ids=["gpt", "llama"])
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.BF16_AUTOCAST])
 def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) -> None:
     config, layout = shape(**sizes, kv_heads=HEADS), Layout(tp=8)
-    assert moved_at_matmuls(config, precision, layout) == block_of(config, precision, layout).matmuls
+    block = block_of(config, precision, layout)
+    assert moved_at_matmuls(config, precision, layout) == (block.matmuls, block.beside)
 
 
-def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) -> float:
-    """Bytes that each token of a rank has moved at that level, as the offloaded step of a rank counts them."""
+def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) -> tuple[float, float]:
+    """Bytes that each token of a rank has moved at that level, as the offloaded step of a rank counts them; and how many
+    of them autograd does not save."""
     with contextlib.ExitStack() as stack:
         if layout == ONE_RANK:
             build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
@@ -134,7 +137,10 @@ def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) ->
         manager = HollowOffload(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
         with manager:
             step.loss()
-        (found,) = {cost.bytes_per_token[Level.MATMULS] for cost in manager.levels_profile()}
+        (found,) = {
+            (cost.bytes_per_token[Level.MATMULS], cost.beside_per_token[Level.MATMULS])
+            for cost in manager.levels_profile()
+        }
     return found
 
 

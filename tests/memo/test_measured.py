@@ -48,6 +48,7 @@ def costs(name: str, always: int = 1000) -> LayerCosts:
         input_bytes=400,
         always_bytes=always,
         bytes_per_token={SwapLevel.ALL: 30.0, SwapLevel.MATMULS: 12.0, SwapLevel.ATTENTION: 0.0},
+        beside_per_token={SwapLevel.MATMULS: 5.0, SwapLevel.ATTENTION: 0.0},
         recompute_s_per_token={SwapLevel.ALL: 0.0, SwapLevel.MATMULS: 1e-5, SwapLevel.ATTENTION: 4e-5},
     )
 
@@ -61,10 +62,10 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     assert known.forward_s == pytest.approx(0.011)
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
     assert known.always_bytes == 1000
-    assert [(one.level, one.saved_bytes) for one in known.levels] == [
-        (Level.ALL, 3000),
-        (Level.MATMULS, 1200),
-        (Level.ATTENTION, 0),
+    assert [(one.level, one.saved_bytes, one.beside_bytes) for one in known.levels] == [
+        (Level.ALL, 3000, 0),
+        (Level.MATMULS, 1200, 500),
+        (Level.ATTENTION, 0, 0),
     ]
     assert [one.recompute_s for one in known.levels] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
@@ -98,6 +99,7 @@ def test_another_length_takes_attention_by_the_square() -> None:
     longer = scaled_profile(profile(), Signature(model="m", batch=2, tokens=200, dtype="float32"))
     known = longer.classes[0]
     assert (longer.role, known.always_bytes, known.levels[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
+    assert (known.levels[1].saved_bytes, known.levels[1].beside_bytes) == (2400, 1000)
     # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
     assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
     assert known.levels[2].recompute_s == pytest.approx(0.008)

@@ -110,14 +110,6 @@ def random_problem(draw: random.Random, profile: Profile) -> ActivationProblem:
     return dataclasses.replace(free, budgets=budgets)
 
 
-def products_beside(case: Case) -> float:
-    """In the two layers that stand whole, what level MATMULS keeps for a recompute and autograd does not save: the result of
-    attention's last projection, and of its first where rotation makes new tensors of it. The planner does not count them."""
-    units = 4 if case.shape["positions"] == "rotary" else 1
-    unit = 4 * case.batch * case.tokens * preset("tiny", **case.shape).hidden  # type: ignore[arg-type]
-    return 2 * units * unit * max(layer.matmul_tokens for layer in case.plan.layers)
-
-
 def test_a_derived_profile_knows_the_storages_that_autograd_saves() -> None:
     for seed in range(6):
         case = random_case(seed)
@@ -147,7 +139,7 @@ def test_a_plan_holds_in_exactly_its_budgets(seed: int, tmp_path: Path) -> None:
     got = train(model, lambda step: case.loss(model, step), manager)
     assert_equal(got, train(reference, lambda step: case.loss(reference, step)))
     stats = manager.stats
-    assert stats.peak_device_bytes <= case.plan.stages[0].peak_device_bytes + products_beside(case)
+    assert stats.peak_device_bytes <= case.plan.stages[0].peak_device_bytes
     assert bool(stats.bytes_host) == any(layer.host for layer in case.plan.layers)
     manager.close()
 

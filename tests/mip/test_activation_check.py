@@ -12,6 +12,8 @@ from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Laye
 from memo.mip.activation_check import Rule, check_plan, require_valid
 from memo.mip.activation_cost import predict
 from memo.mip.profile import EndProfile
+from memo.mip.simulate import simulate
+from memo.trace.events import Tier
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
 ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
@@ -96,7 +98,32 @@ def elsewhere(**rates: float) -> ActivationPlan:
     return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
 
 
+# Half of the tokens at MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
+# layers whole are the peak, as the layers of the middle keep nothing.
+GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
+MIDDLE = LayerPlan(all_tokens=0.5, matmul_tokens=0.5, kept=0.0, host=1.0)
+GIVEN_PEAK = 2 * (160 + 10)
+
+
+def given_plan(device_bytes: int) -> ActivationPlan:
+    layers = (MIDDLE, MIDDLE, MIDDLE, LayerPlan())
+    problem = ActivationProblem(
+        profile=profile_of(*[GIVEN] * 4),
+        hardware=machine(),
+        budgets=dataclasses.replace(ROOMY, device_bytes=device_bytes),
+    )
+    return ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+
+
+def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:
+    plan = given_plan(GIVEN_PEAK)
+    assert plan.stages[0].peak_device_bytes == GIVEN_PEAK
+    assert check_plan(plan) is None
+    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
+
+
 BROKEN = {
+    "no byte for what a recompute is given": (given_plan(GIVEN_PEAK - 1), Rule.DEVICE),
     "one byte too few on the device": (plan_of(*LAYERS, budgets=budgets(device_bytes=PEAK - 1)), Rule.DEVICE),
     "one byte too few on the host": (plan_of(*LAYERS, budgets=budgets(host_bytes=HOST - 1)), Rule.HOST),
     "one byte too few on the disk": (plan_of(*LAYERS, budgets=budgets(disk_bytes=DISK - 1)), Rule.DISK),

@@ -49,9 +49,9 @@ def brute_force(problem: ActivationProblem) -> float:
             at = {level.level.value: level for level in known.levels}
             saved = known.fixed_bytes + a * at["all"].saved_bytes + m * at["matmuls"].saved_bytes
             again = m * at["matmuls"].recompute_s + rest * at["attention"].recompute_s
-            return saved, again
+            return saved, again, m * at["matmuls"].beside_bytes
 
-        (s1, r1), (s2, r2) = of(first, a1, m1), of(second, a2, m2)
+        (s1, r1, b1), (s2, r2, b2) = of(first, a1, m1), of(second, a2, m2)
         total = fixed_s + r1 + r2
         for saved, h, d, window, again in ((s1, h1, d1, second, r2), (s2, h2, d2, last, 0.0)):
             out = copy_s(saved * h, saved * d, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
@@ -60,7 +60,8 @@ def brute_force(problem: ActivationProblem) -> float:
         k1, k2 = s1 * (1 - h1 - d1), s2 * (1 - h2 - d2)
         room = budgets.device_bytes - static
         ok = (h1 + d1 <= 1 + 1e-12) & (h2 + d2 <= 1 + 1e-12) & (a1 + m1 <= 1 + 1e-12) & (a2 + m2 <= 1 + 1e-12)
-        ok &= k1 + second.full_bytes + last.full_bytes + last.transient_bytes <= room
+        ok &= first.full_bytes + b1 + second.full_bytes + b2 + second.transient_bytes <= room
+        ok &= k1 + second.full_bytes + b2 + last.full_bytes + last.transient_bytes <= room
         ok &= k1 + k2 + last.full_bytes + ends[1].saved_bytes + ends[1].transient_bytes <= room
         ok &= s1 * h1 + s2 * h2 <= budgets.host_bytes
         ok &= s1 * d1 + s2 * d2 <= budgets.disk_bytes
@@ -130,14 +131,17 @@ def test_every_plan_passes_the_checker_and_is_the_same_again(classes: int, pipel
 
 
 def test_sharing_variables_among_the_inner_layers_of_a_class_loses_nothing() -> None:
-    losses = []
+    """Or next to nothing, where early layers have room for more of what recomputes are given."""
+    losses: dict[bool, list[float]] = {False: [], True: []}
     for seed, layers in itertools.product(range(20), (9, 16)):
         problem = random_problem(seed, layers=layers)
         shared, alone = Model(problem, sharing=Sharing.INTERIOR), Model(problem, sharing=Sharing.NONE)
         assert shared.solve() == alone.solve()
-        losses.append(shared.step_s / alone.step_s - 1 if alone.solved else 0.0)
-    assert min(losses) > -1e-9
-    assert max(losses) < 1e-6
+        given = any(level.beside_bytes for level in problem.profile.classes[0].levels)
+        losses[given].append(shared.step_s / alone.step_s - 1 if alone.solved else 0.0)
+    assert min(min(losses[False]), min(losses[True])) > -1e-9
+    assert max(losses[False]) < 1e-6
+    assert max(losses[True]) < 1e-3
 
 
 def paper(*, host_bytes: int, d2h_bytes_per_s: float, count: int = 12) -> ActivationProblem:
@@ -302,3 +306,17 @@ def test_long_sequences_are_cut_at_tiles_and_never_hold_more_than_asked() -> Non
         assert (swapped.all_tokens * (1 << 15)) % 256 == 0
         assert (swapped.matmul_tokens * (1 << 15)) % 256 == 0
     assert 0.95 * 700_000 < plan.stages[0].peak_host_bytes <= 700_000
+
+
+def test_no_recompute_is_given_more_than_there_is_room_for_because_ranges_end_on_tiles() -> None:
+    """What the first range loses is not the middle one's where the device is full of what that is given."""
+    block = layer(always=20_000, all=140_000, matmuls=(80_000, 0.3), beside=30_000, attention=4.0)
+    profile = profile_of(*[block] * 10, tokens=1 << 12)
+    fast = machine(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4, duplex_bytes_per_s=2e4)
+    longer = 0
+    for room in range(0, 60_000, 1_700):
+        budgets = Budgets(device_bytes=2 * block.full_bytes + room, host_bytes=700_000)
+        plan = plan_activations(profile, fast, budgets)
+        assert plan.stages[0].peak_device_bytes <= budgets.device_bytes
+        longer += any(layer.matmul_tokens and layer.all_tokens and layer.attention_tokens for layer in plan.layers)
+    assert longer

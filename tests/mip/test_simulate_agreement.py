@@ -180,7 +180,10 @@ def scaled_layer(layer: LayerProfile) -> LayerProfile:
         forward_transient_bytes=layer.forward_transient_bytes * SCALE,
         backward_transient_bytes=layer.backward_transient_bytes * SCALE,
         static_bytes=layer.static_bytes * SCALE,
-        levels=tuple(dataclasses.replace(level, saved_bytes=level.saved_bytes * SCALE) for level in layer.levels),
+        levels=tuple(
+            dataclasses.replace(level, saved_bytes=level.saved_bytes * SCALE, beside_bytes=level.beside_bytes * SCALE)
+            for level in layer.levels
+        ),
     )
 
 

@@ -42,12 +42,18 @@ def layer(
     all: int = 140,
     matmuls: tuple[int, float] | None = (80, 1.0),
     attention: float | None = 4.0,
+    beside: int = 0,
     **rest: float,
 ) -> LayerProfile:
-    """`matmuls`: bytes and recompute time of that level; `attention`: recompute time of that one. None: not possible."""
+    """`matmuls`: bytes and recompute time of that level; `attention`: recompute time of that one. None: not possible.
+
+    `beside`: of the bytes of `matmuls`, what autograd does not save.
+    """
     levels = [LevelProfile(level=Level.ALL, saved_bytes=all)]
     if matmuls is not None:
-        levels.append(LevelProfile(level=Level.MATMULS, saved_bytes=matmuls[0], recompute_s=matmuls[1]))
+        levels.append(
+            LevelProfile(level=Level.MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1])
+        )
     if attention is not None:
         levels.append(LevelProfile(level=Level.ATTENTION, saved_bytes=0, recompute_s=attention))
     times = {"forward_s": 10.0, "backward_s": 20.0}
@@ -68,7 +74,7 @@ def profile_of(*layers: LayerProfile, tokens: int = 1000, **rest: object) -> Pro
 
 def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeline | None = None) -> ActivationProblem:
     """Budgets and rates at which not everything fits and the decision is not plain; most of them can be solved."""
-    draw = random.Random(seed)
+    draw, given = random.Random(seed), random.Random(seed + 1_000)
     kinds = [
         layer(
             f"block{number}",
@@ -76,6 +82,7 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
             all=draw.randint(60 * MIB, 200 * MIB),
             matmuls=(draw.randint(20 * MIB, 60 * MIB), draw.uniform(0.1, 3.0)),
             attention=draw.uniform(2.0, 9.0),
+            beside=given.choice([0, given.randint(0, 20 * MIB)]),
             forward_s=draw.uniform(4.0, 12.0),
             backward_s=draw.uniform(8.0, 24.0),
             forward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
