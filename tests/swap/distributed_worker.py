@@ -50,8 +50,9 @@ def build(kind: str) -> torch.nn.Module:
         if kind == "tensor":
             parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         else:
+            gathered = ColwiseParallel(input_layouts=Shard(1))
             shard = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-            parallelize_module(layer, mesh, {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": shard})
+            parallelize_module(layer, mesh, {"norm": SequenceParallel(), "up": gathered, "down": shard})
             layer.register_forward_hook(lambda _module, _args, output: output.full_tensor())
             whole = PrepareModuleInput(
                 input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
