@@ -11,7 +11,7 @@ from benchmarks.larger_than_ram import Shape, in_a_process
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT = 640 << 20
+LIMIT = 416 << 20
 
 
 @pytest.mark.slow
