@@ -81,7 +81,8 @@ def _limit_data(nbytes: int) -> None:
     """Leaves this process so much beside what torch and memo have taken once they are loaded."""
     import memo.gpt.model  # noqa: F401  half a gibibyte more where torch is built for CUDA
 
-    taken = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData:"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (taken + nbytes, taken + nbytes))
 
 
