@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 ARMS ?= all
+PARTS ?=
 PYTEST_ARGS ?=
 
 .PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench setup clean
@@ -50,7 +51,7 @@ bench: setup
 
 # Both install nothing but this package, offline, into the interpreter given as PYTHON; exit 3 without a GPU.
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check
+	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
 
 gpu-bench:
 	$(PYTHON) -m benchmarks.gpu_bench $(ARMS)

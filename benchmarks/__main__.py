@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__init__", "__main__", "results", "gpu_check", "gpu_bench", "gpu_allocator"}
+NOT_BENCHMARKS = {"__init__", "__main__", "results", "gpu_check", "gpu_smoke", "gpu_bench", "gpu_allocator"}
 
 
 def main(names: list[str]) -> int:

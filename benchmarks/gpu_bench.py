@@ -218,8 +218,11 @@ def main(names: list[str]) -> int:
         if name == MILLION:
             failed |= gpu_million.main([]) != 0
             continue
-        cases = [run_case(case) for case in ARMS[name]]
-        print(f"Wrote {write_result(f'gpu-bench-{name}', {'device': device, 'cases': cases})}")
+        cases = []
+        for case in ARMS[name]:
+            cases.append(run_case(case))
+            # After each case: what is cut off leaves the ones before.
+            print(f"Wrote {write_result(f'gpu-bench-{name}', {'device': device, 'cases': cases})}", flush=True)
     return 1 if failed else 0
 
 

@@ -1,22 +1,32 @@
 """`make gpu-check`: everything that needs a GPU, in one command, within ten minutes.
 
     python3 -m benchmarks.gpu_check                  all of it
-    python3 -m benchmarks.gpu_check tests kernels    parts of it: tests, table, kernels, allocators
+    python3 -m benchmarks.gpu_check smoke swap       parts of it, in the order given
 
-Runs the tests marked `gpu`, a short speed table, kernels and allocators with the interpreter it is started with, installs
-nothing but this package (offline), prints a summary and writes a dated JSON file, anew after each part, so that what is
-stopped from outside leaves the parts before. Exits 3 where there is no CUDA GPU, 2 for what is no part, 1 when a package is
-missing, a test fails or a figure is not what was promised.
+    smoke        does each piece work at all: a line a check, within a minute (benchmarks.gpu_smoke)
+    swap         tests of the engine: gradients, streams, tiers, memory
+    table        350m at 8k tokens beside other ways to fit it (benchmarks.gpu_bench)
+    arena        tests of the planned allocator
+    rates        each kernel against a device copy (benchmarks.kernels)
+    kernels      tests of the kernels
+    allocators   the planned allocator beside torch's (benchmarks.gpu_allocator)
+
+Runs with the interpreter it is started with, installs nothing but this package (offline), prints what comes as it comes and
+writes a dated JSON file, anew after each part, so that what is stopped from outside leaves the parts before. Exits 3 where
+there is no CUDA GPU, 2 for what is no part, 1 when a package is missing, a test fails or a figure is not what was promised.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +34,30 @@ from benchmarks.results import write_result
 
 ROOT = Path(__file__).parent.parent
 NO_GPU = 3
-# Together under ten minutes: what lends GPUs may end a command then.
-TEST_LIMIT_S = 240
-TABLE_LIMIT_S = 100
-KERNELS_LIMIT_S = 50
-ALLOCATORS_LIMIT_S = 170
 
-GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/gpt/test_attention.py")
+GPU_TESTS: dict[str, tuple[str, ...]] = {
+    "swap": (
+        "tests/gpu/test_swap_cuda.py",
+        "tests/gpt/test_attention.py",
+        "tests/gpu/test_stream_sanitizer.py",
+        "tests/gpu/test_ring_cuda.py",
+    ),
+    "arena": ("tests/gpu/test_arena_cuda.py",),
+    "kernels": ("tests/kernels",),
+}
 """Where tests are marked `gpu`: to collect all others would take minutes, and packages that only they need."""
-NEEDED = {"pulp": "pulp", "highspy": "highspy", "rich": "rich", "pytest": "pytest"}
+LIMITS_S = {"smoke": 70, "swap": 110, "table": 80, "arena": 100, "rates": 40, "kernels": 60, "allocators": 100}
+"""For each part, in order. Together under ten minutes: what lends GPUs may end a command then."""
+TEST_LIMIT_S = 60
+"""For one test: what hangs must not take its part's time from all others."""
+NEEDED = {
+    "numpy": "numpy",
+    "pulp": "pulp",
+    "highspy": "highspy",
+    "rich": "rich",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+}
 """Import name to package, beside torch: what `memo.offload` plans with, and what the tests run on."""
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Without it torch refuses matrix products where only deterministic algorithms are allowed, as in tests of equal bits."""
@@ -81,63 +106,94 @@ def _workers() -> list[str]:
     return ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
 
 
-def run_tests() -> tuple[int, str, float]:
-    """(exit code, pytest's last line, seconds)."""
-    begin = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "--no-header",
-        "--maxfail=10",
-        *_workers(),
-        *GPU_TESTS,
-    ]
+def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str] | None = None) -> Iterator[str | int]:
+    """What the command says, line by line, and at last its exit code; None of its processes outlives `limit_s`."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(extra or {})},
+        start_new_session=True,  # so that its own children end with it, and let go of the GPU
+    )
+    watch = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    watch.start()
+    assert process.stdout is not None
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            timeout=TEST_LIMIT_S,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            env=os.environ | DETERMINISTIC,
-        )
-    except subprocess.TimeoutExpired as late:
-        tail = (late.stdout or b"")[-2000:]
-        print(tail.decode(errors="replace") if isinstance(tail, bytes) else tail)
-        return 1, f"stopped after {TEST_LIMIT_S} s", time.monotonic() - begin
-    print(done.stdout)
-    lines = done.stdout.strip().splitlines()
-    return done.returncode, lines[-1] if lines else "no output", time.monotonic() - begin
+        for line in process.stdout:
+            yield line.rstrip("\n")
+        yield process.wait()
+    finally:
+        watch.cancel()
 
 
-def run_module(*command: str, limit_s: float) -> int:
-    """The module's exit code; 1 when it takes too long."""
-    try:
-        return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, timeout=limit_s, check=False).returncode
-    except subprocess.TimeoutExpired:
-        print(f"{command[0]}: stopped after {limit_s} s", file=sys.stderr)
-        return 1
+def run_part(command: Sequence[str], *, limit_s: float) -> dict[str, Any]:
+    """Runs one part, passing on what it says; its exit code, seconds and last line."""
+    begin, last, code = time.monotonic(), "", 1
+    for said in lines_of(command, limit_s=limit_s, extra=DETERMINISTIC):
+        if isinstance(said, int):
+            code = said
+        else:
+            print(said, flush=True)
+            last = said or last
+    return {"exit": code, "seconds": round(time.monotonic() - begin, 1), "summary": _summary(code, limit_s, last)}
 
 
-def _tests() -> dict[str, Any]:
-    code, summary, seconds = run_tests()
-    return {"exit": code, "summary": summary, "seconds": round(seconds, 1)}
+def _summary(code: int, limit_s: float, last: str) -> str:
+    return f"stopped after {limit_s:.0f} s" if code == -signal.SIGKILL else last
 
 
-def _module(*command: str, limit_s: float) -> Callable[[], dict[str, Any]]:
-    return lambda: {"exit": run_module(*command, limit_s=limit_s)}
+def run_tests(paths: Sequence[str], *, limit_s: float) -> dict[str, Any]:
+    """Likewise of tests: how many ended how, and which failed, also when the time was too short for all."""
+    begin, last, code = time.monotonic(), "", 1
+    ended: Counter[str] = Counter()
+    failed = []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
+    command += ["--timeout", str(TEST_LIMIT_S), *_workers(), *paths]
+    for said in lines_of(command, limit_s=limit_s, extra=DETERMINISTIC):
+        if isinstance(said, int):
+            code = said
+            continue
+        print(said, flush=True)
+        last = said or last
+        words = said.split()
+        outcome = next((word for word in words if word in ("PASSED", "FAILED", "ERROR", "SKIPPED")), None)
+        # Its own line in the course of the run, not the summary's, which begins with the outcome.
+        if outcome is not None and words[0] != outcome:
+            ended[outcome.lower()] += 1
+            if outcome in ("FAILED", "ERROR"):
+                failed.append(next(word for word in words if "::" in word))
+    return {
+        "exit": code,
+        "seconds": round(time.monotonic() - begin, 1),
+        "summary": _summary(code, limit_s, last.strip("= ")),
+        "tests": dict(ended),
+        "failed": failed,
+    }
+
+
+def _workers() -> list[str]:
+    """Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be."""
+    return ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+
+
+def _tests(name: str) -> Callable[[], dict[str, Any]]:
+    return lambda: run_tests(GPU_TESTS[name], limit_s=LIMITS_S[name])
+
+
+def _module(name: str, *command: str) -> Callable[[], dict[str, Any]]:
+    return lambda: run_part([sys.executable, "-m", *command], limit_s=LIMITS_S[name])
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "tests": _tests,
-    "table": _module("benchmarks.gpu_bench", "short", limit_s=TABLE_LIMIT_S),
-    "kernels": _module("benchmarks.kernels", limit_s=KERNELS_LIMIT_S),
-    "allocators": _module("benchmarks.gpu_allocator", "--seq", "32k", "--steps", "12", limit_s=ALLOCATORS_LIMIT_S),
+    "smoke": _module("smoke", "benchmarks.gpu_smoke"),
+    "swap": _tests("swap"),
+    "table": _module("table", "benchmarks.gpu_bench", "short"),
+    "arena": _tests("arena"),
+    "rates": _module("rates", "benchmarks.kernels"),
+    "kernels": _tests("kernels"),
+    "allocators": _module("allocators", "benchmarks.gpu_allocator", "--seq", "32k", "--steps", "12"),
 }
 
 
@@ -160,10 +216,12 @@ def main(wanted: list[str]) -> int:
     done: dict[str, dict[str, Any]] = {}
     path = None
     for name in wanted or PARTS:
+        print(f"\n== {name}, {LIMITS_S[name]} s at most", flush=True)
         done[name] = PARTS[name]()
         path = write_result("gpu-check", {"device": device, **done})
     for name, result in done.items():
-        print(f"{name}: {'as promised' if result['exit'] == 0 else 'failed, see above'} {result.get('summary', '')}")
+        verdict = "as promised" if result["exit"] == 0 else "FAILED, see above"
+        print(f"{name:10} {verdict:17} {result['seconds']:6.1f} s  {result['summary']}")
     print(f"Wrote {path}")
     return 1 if any(result["exit"] for result in done.values()) else 0
 

@@ -15,7 +15,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +165,13 @@ def automatic(setup: Setup, seq: int, device_bytes: int | None) -> dict[str, Any
     }
 
 
-def plans(setup: Setup, lengths: list[int]) -> list[dict[str, Any]]:
+def plans(setup: Setup, lengths: list[int]) -> Iterator[dict[str, Any]]:
     """The automatic plan at each length beside the fixed ways."""
-    found = []
     for seq in lengths:
         rows = compare(setup, seq, fixed_ways(setup, (0.0, 1.0)))
         kept = rows["keep everything"]
         budget = None if kept["step_s"] is None else kept["peak_bytes"] // 2
         ours = automatic(setup, seq, budget)
-        found.append({"seq": seq, "device_budget": budget, "fixed": rows, "plan": ours})
         print(f"\n{setup.model} at {seq} tokens, device budget {'all' if budget is None else format_bytes(budget)}")
         _print_rows(rows)
         if "failed" in ours:
@@ -185,7 +183,7 @@ def plans(setup: Setup, lengths: list[int]) -> list[dict[str, Any]]:
                 f"({format_bytes(ours['predicted_peak_bytes'])} predicted)"
             )
             print("".join(f"    {line}\n" for line in ours["lines"]), end="")
-    return found
+        yield {"seq": seq, "device_budget": budget, "fixed": rows, "plan": ours}
 
 
 def alphas(setup: Setup, seq: int, plot: Path) -> dict[str, Any]:
@@ -240,18 +238,24 @@ def main(arguments: list[str]) -> int:
         print("gpu-plans: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
     setup = Setup(model=args.model, device=torch.device(args.device), host=args.host, rounds=args.rounds)
+
+    def write(**result: Any) -> None:
+        if args.device == "cuda":
+            path = write_result(f"gpu-{args.arm}", {"device": hardware, "model": args.model, **result})
+            print(f"Wrote {path}", flush=True)
+
     if args.arm == "plan":
-        lengths = args.seq or [8 << 10, 32 << 10, 128 << 10, 256 << 10]
-        result: dict[str, Any] = {"cases": plans(setup, lengths)}
+        cases = []
+        for case in plans(setup, args.seq or [8 << 10, 32 << 10, 128 << 10, 256 << 10]):
+            cases.append(case)
+            write(cases=cases)  # after each: what is cut off leaves the ones before
     else:
         where = (
             Path(__file__).parent / "results" / f"alpha-{args.model}.png"
             if args.device == "cuda"
             else Path("alpha.png")
         )
-        result = alphas(setup, (args.seq or [128 << 10])[0], where)
-    if args.device == "cuda":
-        print(f"Wrote {write_result(f'gpu-{args.arm}', {'device': hardware, 'model': args.model, **result})}")
+        write(**alphas(setup, (args.seq or [128 << 10])[0], where))
     return 0
 
 

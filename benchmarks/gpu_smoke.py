@@ -1,0 +1,238 @@
+"""The first minute on a GPU: whether each piece works there at all, one line a check, the most telling first.
+
+    python3 -m benchmarks.gpu_smoke
+    python3 -m benchmarks.gpu_smoke --device cpu     the same checks where there is no GPU, for testing them
+
+A check that fails says why, and the next one runs. What is known is written to a result file after each of them, so that
+a run that is cut off leaves what came before. Exits 3 without a GPU, 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_check import DETERMINISTIC, NO_GPU, ROOT, gpu
+from benchmarks.results import write_result
+
+if TYPE_CHECKING:
+    import torch
+
+    from memo.gpt.model import GPT
+    from memo.manager import Manager
+
+VOCAB, SEQ = 512, 1024
+# A product over part of the rows may run through another kernel: a few roundings of float32. A wrong token is off by 1.
+ROUNDINGS = 1e-4
+ALLOCATOR_LIMIT_S = 40
+
+
+def offload(device: torch.device) -> str:
+    """One step with every activation sent to host memory, against the step that keeps them."""
+    manager = _equal_gradients(device, host="1GiB")
+    return f"gradients equal bit for bit, {manager.stats.bytes_host >> 20} MiB through host memory"
+
+
+def disk(device: torch.device) -> str:
+    """Likewise to disk and back."""
+    with tempfile.TemporaryDirectory() as folder:
+        manager = _equal_gradients(device, host=0, disk=folder)
+        return f"gradients equal bit for bit, {manager.stats.bytes_disk >> 20} MiB through {folder}"
+
+
+def tokens(device: torch.device) -> str:
+    """Three quarters of the tokens recomputed."""
+    import torch
+
+    import memo
+
+    want = _gradients(_model(device, torch.float32))
+    model = _model(device, torch.float32)
+    manager = memo.offload(model, alpha=0.25, host="1GiB")
+    got = _gradients(model, manager)
+    off = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
+    manager.close()
+    use = manager.report().tokenwise
+    assert use is not None
+    assert not use.refused, use.refused
+    assert off <= ROUNDINGS, f"gradients are off by {off:.1e}"
+    return f"{manager.stats.bytes_recomputed >> 20} MiB recomputed, gradients within {off:.1e}"
+
+
+def kernels(device: torch.device) -> str:
+    """The tails of two tensors into one block of bytes and back, by Triton where there is a GPU."""
+    import torch
+
+    from memo.kernels.dispatch import on_triton
+    from memo.kernels.staging import pack_views, staging_nbytes, unpack_views
+
+    source = [torch.randn(2, 64, 96, device=device).bfloat16()[:, 21:] for _ in range(2)]
+    target = [torch.zeros(2, 64, 96, device=device).bfloat16()[:, 21:] for _ in range(2)]
+    block = torch.empty(staging_nbytes(source), dtype=torch.uint8, device=device)
+    by_triton = on_triton(block)
+    pack_views(source, block)
+    unpack_views(block, target)
+    assert all(map(torch.equal, source, target)), "what was packed did not come back"
+    assert by_triton or device.type != "cuda", "triton does not work here, see the warning"
+    return f"{block.numel()} bytes packed and back, by {'Triton' if by_triton else 'torch'}"
+
+
+def link(device: torch.device) -> str:
+    """Copies between the device and page-locked memory."""
+    from memo.swap.probe import measure_lanes
+
+    rates = measure_lanes(device, host=True, directories=[], seconds=0.3)
+    return ", ".join(f"{lane.value} {rate / 1e9:.1f} GB/s" for lane, rate in rates.items())
+
+
+def plan(device: torch.device) -> str:
+    """The automatic plan: a few measured steps, then a solver."""
+    import torch
+
+    import memo
+
+    model = _model(device, torch.float32)
+    manager = memo.offload(model, host="1GiB", disk=[])
+    for _ in range(8):
+        _gradients(model, manager)
+        manager.step_done()
+        if manager.plan is not None:
+            break
+    made = manager.plan
+    manager.close()
+    assert made is not None, "no plan after eight steps"
+    return f"{'everything fits' if made.declined else 'planned'}, a step of {made.step_s * 1e3:.1f} ms foretold"
+
+
+def allocator(device: torch.device) -> str:
+    """The planned allocator in torch's place, in a process of its own since it must be chosen before CUDA is used."""
+    if device.type != "cuda":
+        return "needs a GPU, left out"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_smoke", "--planned-allocator"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=ALLOCATOR_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.strip()
+    return done.stdout.strip().splitlines()[-1]
+
+
+CHECKS: tuple[Callable[[torch.device], str], ...] = (offload, kernels, tokens, link, allocator, disk, plan)
+
+
+def _planned_allocator() -> None:
+    """Steps under the planned allocator; prints what was served by plan."""
+    import memo
+
+    serving = memo.use_planned_allocator()
+    import torch
+
+    model = _model(torch.device("cuda"), torch.bfloat16)
+    for number in range(8):
+        with serving.step():
+            first = _gradients(model)
+        if number == 0:
+            want = first
+        assert all(map(torch.equal, first, want)), f"step {number} differs"
+        del first
+        serving.wait()
+    stats = memo.memory_stats()
+    assert stats.planned > 0, str(stats)
+    print(f"{stats.planned} requests at planned places, {stats.fallbacks} against the plan")
+
+
+def _equal_gradients(device: torch.device, **tiers: Any) -> Manager:
+    import torch
+
+    import memo
+
+    want = _gradients(_model(device, torch.bfloat16))
+    again = _gradients(_model(device, torch.bfloat16))
+    assert all(map(torch.equal, again, want)), "the step without memo does not repeat itself, nothing can be compared"
+    model = _model(device, torch.bfloat16)
+    manager = memo.offload(model, alpha=1.0, **tiers)
+    got = _gradients(model, manager)
+    live = manager.stats.live_entries
+    manager.close()
+    assert all(map(torch.equal, got, want)), "gradients differ from those without memo"
+    assert manager.stats.bytes_host + manager.stats.bytes_disk > 0, "nothing was moved"
+    assert live == 0, f"{live} saved tensors are left after backward"
+    return manager
+
+
+def _model(device: torch.device, dtype: torch.dtype) -> GPT:
+    import torch
+
+    from memo.gpt.config import preset
+    from memo.gpt.model import GPT
+
+    torch.manual_seed(0)
+    return GPT(preset("tiny", vocab_size=VOCAB, max_seq=SEQ)).to(device=device, dtype=dtype)
+
+
+def _gradients(model: GPT, manager: Any = None) -> list[torch.Tensor]:
+    """Of one step; the model's own are gone afterwards."""
+    import contextlib
+
+    import torch
+
+    ids = torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(next(model.parameters()).device)
+    with manager or contextlib.nullcontext():
+        loss = model(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def run(device: torch.device, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What came of each check, told and, on a GPU, written as it comes."""
+    done: dict[str, dict[str, Any]] = {}
+    for check in CHECKS:
+        begin = time.monotonic()
+        try:
+            said, works = check(device), True
+        except Exception as error:  # whatever a piece raises where it does not work; the others are still worth knowing
+            traceback.print_exc()
+            said, works = f"{type(error).__name__}: {error}", False
+        seconds = round(time.monotonic() - begin, 1)
+        done[check.__name__] = {"works": works, "said": said, "seconds": seconds}
+        print(f"{check.__name__:10} {'works' if works else 'FAILS'} {seconds:6.1f} s  {said}", flush=True)
+        if device.type == "cuda":
+            write_result("gpu-smoke", {"device": head, "checks": done})
+    return done
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_smoke")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--planned-allocator", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    os.environ.update(DETERMINISTIC)
+    import torch
+
+    torch.use_deterministic_algorithms(True)  # attention's backward adds by atomics otherwise, also with `warn_only`
+    if args.planned_allocator:
+        _planned_allocator()
+        return 0
+    found = {"gpu": "none"} if args.device == "cpu" else gpu()
+    if found is None:
+        print("gpu-smoke: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
+        return NO_GPU
+    done = run(torch.device(args.device), found)
+    return 0 if all(result["works"] for result in done.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
