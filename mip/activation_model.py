@@ -343,8 +343,9 @@ class Model:
 
     def _budget(self, used: pulp.LpAffineExpression, room: float, resource: Resource, where: str) -> None:
         if self._relaxed is resource and self._excess is not None:
-            used = used - self._excess
-        room = max(room - MARGIN, min(room, 0.0))
+            used, room = used - self._excess, room - MARGIN  # a budget larger by the excess then has its margin
+        else:
+            room = max(room - MARGIN, min(room, 0.0))
         if used or room < 0:
             self._add(pulp.lpSum([used]) <= room, resource, where, unit=self._byte)
 

@@ -198,6 +198,22 @@ def test_infeasible_names_the_tier_the_bytes_and_a_budget_that_fits(tier: str) -
         plan_activations(profile, machine(), dataclasses.replace(budgets, **{f"{tier}_bytes": least - 2}))
 
 
+@pytest.mark.parametrize("seed", [1, 3, 17])
+def test_the_least_budget_that_is_named_fits_and_nothing_much_less_does(seed: int) -> None:
+    """Layers of a hundred MiB, at which the solver's margin is some hundred bytes: that much less is not said to fit."""
+    problem = random_problem(seed, layers=3 + seed % 9, classes=1 + seed % 3)
+    budgets = problem.budgets
+    scarce = dataclasses.replace(
+        budgets, device_bytes=int(0.7 * budgets.device_bytes), host_bytes=int(0.2 * budgets.host_bytes)
+    )
+    with pytest.raises(Infeasible) as raised:
+        solve_problem(dataclasses.replace(problem, budgets=scarce))
+    least = int(re.findall(r"device budget that fits is (\d+) bytes", str(raised.value))[0])
+    solve_problem(dataclasses.replace(problem, budgets=dataclasses.replace(scarce, device_bytes=least)))
+    with pytest.raises(Infeasible):
+        solve_problem(dataclasses.replace(problem, budgets=dataclasses.replace(scarce, device_bytes=least - 2000)))
+
+
 def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_round() -> None:
     def chosen(recompute_s: float) -> LayerPlan:
         block = layer(always=20, all=400, matmuls=None, attention=recompute_s)
