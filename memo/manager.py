@@ -248,7 +248,7 @@ class Manager:
         if self._planning is not None:
             self._planning.before_forward()
         self._engine.begin_forwards()
-        self._tokenwise.look_at(self._layers)
+        self._tokenwise.begin_forwards(self._layers)
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
         for position, layer in enumerate(self._layers):

@@ -1,26 +1,36 @@
-"""What a layer's modules hold besides parameters and buffers: a forward that changes it must not run again.
+"""What a layer's modules hold besides tensors and numbers: whether a forward has changed it.
 
-A tensor put aside for somebody to find, as a router's loss, or one more item of a list: a second run would put its own
-there, of some tokens only and of a graph that nobody may walk. Plain attributes are watched by the surroundings, until
-backward; this looks from a forward's begin to its end. Not seen: what is neither an attribute nor in a container that is
-one.
+What a forward puts aside (a loss of its router, a list of features) is its model's to find, and a recompute would put aside
+another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are
+watched by the surroundings, until backward; this looks from a forward's begin to its end, into containers, objects and
+random generators. Not seen: what a forward changes without holding it: a global, an attribute of a class.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
+import random
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["Belongings"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _COMPARED_BY_VALUE = frozenset({type(None), bool, int, float, complex, str, bytes})
-_CONTAINERS = (list, dict, set, collections.deque)
+_CONTAINERS = (list, tuple, dict, set, collections.deque)
+_LEAVES = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+# How far to look: what a layer keeps books in is flat, and a data set is not a layer's to hold.
+_DEPTH = 4
+_MOST_THINGS = 10_000
 
 
 class Belongings:
@@ -35,20 +45,57 @@ class Belongings:
         now = list(_belongings(self._module))
         if len(now) != len(self._before):
             return "the set of its modules' attributes"
-        for (name, was, held), (_, is_, holds) in zip(self._before, now, strict=True):
-            if was is not is_ or len(held) != len(holds) or any(a is not b for a, b in zip(held, holds, strict=True)):
+        for (name, held), (_, holds) in zip(self._before, now, strict=True):
+            if len(held) != len(holds) or not all(map(_same, held, holds)):
                 return f"attribute {name!r} of a module"
         return None
 
 
-def _belongings(module: nn.Module) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Name and value of each attribute, and what is in it."""
+def _belongings(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Name of each attribute, its value and what is in it."""
+    seen: set[int] = set()
     for child in module.modules():
         for name, value in vars(child).items():
             if name not in _OF_EVERY_MODULE and type(value) not in _COMPARED_BY_VALUE:
-                held = (
-                    tuple(value.values() if isinstance(value, dict) else value)
-                    if isinstance(value, _CONTAINERS)
-                    else ()
-                )
-                yield name, value, held
+                yield name, list(itertools.islice(_walk(value, _DEPTH, seen), _MOST_THINGS))
+
+
+def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    yield value
+    if depth and type(value) not in _COMPARED_BY_VALUE and id(value) not in seen:
+        seen.add(id(value))
+        for item in _contents(value):
+            yield from _walk(item, depth - 1, seen)
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    """What a container, an object or a generator of random numbers holds; of torch's objects and of ours nothing."""
+    if isinstance(value, _LEAVES):
+        return ()
+    if isinstance(value, _CONTAINERS):
+        return list(value.values() if isinstance(value, dict) else value)
+    if isinstance(value, random.Random):
+        _, words, gauss = value.getstate()
+        return words[0], words[-1], gauss
+    if isinstance(value, itertools.count):
+        return (repr(value),)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return _stand(getattr(value, "bit_generator", None) or value._bit_generator)
+    if type(value).__module__.split(".")[0] in ("torch", "memo"):
+        return ()
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if name != "__dict__")]
+
+
+def _stand(bits: Any) -> list[Any]:
+    """Where a bit generator of NumPy's stands."""
+    state = bits.state
+    numbers = [*state["state"].values(), *state.values()]
+    return [
+        number.tobytes() if hasattr(number, "tobytes") else number for number in numbers if type(number) is not dict
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in _COMPARED_BY_VALUE and type(one) is type(other) and one == other)

@@ -2,8 +2,8 @@
 
 A sharded tensor (DTensor) is its local part: its own storage is a fake that has no address. Never moved: parameters,
 their views and autocast's casts of them; the storages of a layer's other arguments and of the model's buffers; small
-storages; tensors of another device, sparse, quantised or conjugated tensors and other subclasses. What does not move is
-kept by reference, so a wrong answer here costs memory and never a gradient.
+storages; tensors of another device, sparse, quantised or conjugated tensors, those with a tangent and other subclasses.
+What does not move is kept by reference, so a wrong answer here costs memory and never a gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
@@ -66,8 +67,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_hidden_state(tensor: torch.Tensor) -> bool:
     """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser, a
-    list of tensors under one."""
-    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested
+    list of tensors under one, a tangent of forward-mode differentiation, zeros without memory."""
+    return (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor._is_zerotensor()
+        or _has_tangent(tensor)
+    )
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

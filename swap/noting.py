@@ -19,11 +19,13 @@ from torch.nn import Parameter
 from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
 from memo.swap.arguments import argument_tensors, meaning_of_argument
 from memo.swap.aside import Aside, SleepingMode
+from memo.swap.called import written
 from memo.swap.capture import has_hidden_state
 from memo.swap.marked import Marked
+from memo.swap.origins import made_by_compiler
 from memo.swap.results import Reader, Result, is_product
 from memo.swap.saved import Content, content_of
-from memo.swap.script import Script, made_by_compiler, written
+from memo.swap.script import Script
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -81,10 +83,10 @@ class Noting(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        self.script.calls(func, args, kwargs)
+        origin = self.script.calls(func, args, kwargs)
         silent = self.reason is not None or self._paused
         out = func(*args, **kwargs) if silent else self._noted(func, args, kwargs)
-        self.script.makes(out)
+        self.script.makes(out, origin)
         return out
 
     def _noted(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,7 +212,7 @@ class Noting(SleepingMode):
             out = function(*args, **kwargs)
         finally:
             self._paused = paused
-        self.script.ends(function)
+        self.script.ends(function, out)
         if self.reason is None and not paused:
             if versions != [tensor._version for tensor in given]:
                 self.reason = "a memoized function changes its arguments in place"
@@ -235,12 +237,10 @@ class Noting(SleepingMode):
             return call.run()
         saved = len(self.slots)
         given = tensors_in((call.x, call.others))
-        self.script.line(str(call))
-        for tensor in given:
-            self.script.takes(tensor)
+        origin = self.script.line(str(call), given=given)
         with Aside(self):
             out = call.run()
-        self.script.makes(out)
+        self.script.makes(out, origin)
         if self.reason is None and not self._paused:
             meaning = self.tokens.of(call.x)
             if isinstance(meaning, Axis):

@@ -157,7 +157,8 @@ class LayerCall:
             hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
         )
         collecting = _Collecting(self, span, take)
-        reading = Reading(self.script, argument_tensors(args, kwargs))
+        fewer = None if is_whole else self.tokens - (span.stop - span.first)
+        reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer)
         mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading)
 
         def save(tensor: torch.Tensor) -> None:
@@ -248,7 +249,7 @@ class _Answering(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        self._reading.calls(func, args, kwargs)
+        origin = self._reading.calls(func, args, kwargs)
         given = tensors_in((args, kwargs))
         if is_attention(func) or is_random(func):
             self.check_filled(func, given)
@@ -258,21 +259,21 @@ class _Answering(SleepingMode):
             if out is None:
                 out = func(*args, **kwargs)
                 self.check_filled(func, given, tensors_in(out))
-        self._reading.makes(out)
+        self._reading.makes(out, origin)
         return out
 
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
         """A marked function: its arguments are as good as saved, its results are known."""
-        self._reading.leaves_out(function)
+        origin = self._reading.leaves_out(function)
         with Aside(self):
             given = tensors_in((args, kwargs))
             self.check_filled(function, given)
             for tensor in given:
                 self._collecting.save(tensor)
             out = self._answer(function, args)
-        self._reading.makes(out)
+        self._reading.makes(out, origin)
         return out
 
     def marked(self, call: Marked) -> torch.Tensor:
@@ -281,15 +282,13 @@ class _Answering(SleepingMode):
         if self.asleep:
             return call.run()
         given = tensors_in((call.x, call.others))
-        self._reading.line(str(call))
-        for tensor in given:
-            self._reading.takes(call, tensor)
+        origin = self._reading.line(str(call), given=given)
         with Aside(self):
             out = self._result(call.function)
             if out is None:
                 self.check_filled(call, given)
                 out = call.run()
-        self._reading.makes(out)
+        self._reading.makes(out, origin)
         return out
 
     def check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:

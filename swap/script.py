@@ -1,8 +1,9 @@
-"""What one forward of a layer called, operator by operator, and what it took from elsewhere; a second run is held to it.
+"""What one forward of a layer called, operator by operator, on what; a second run is held to it.
 
 A run that did anything else would give other gradients, and nobody would notice where the shapes agree. So each operator is
-called again in its turn with the same numbers, on tensors that the run was given, that it made, or that the first run took
-from elsewhere: a parameter, a table of the model's, unchanged since. Sizes are left out, which follow the number of tokens.
+called again in its turn with the same numbers, on tensors of the same origins: that the run was given, that it made in the
+same line, or that the first run took from elsewhere: a parameter, a table of the model's, unchanged since. Shapes may follow
+the number of tokens.
 
 It owns the comparison and not what becomes of it: a script is written in forward (Scripted, noting) and read in backward
 (replay).
@@ -10,40 +11,39 @@ It owns the comparison and not what becomes of it: a script is written in forwar
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Parameter
 
 from memo.swap.aside import Aside, SleepingMode
-from memo.swap.identity import Identities
-from memo.swap.marked import Marked
+from memo.swap.called import given_besides, is_constant, keeps_content, written
+from memo.swap.origins import (
+    UNKNOWN,
+    Operand,
+    Origin,
+    Origins,
+    alike,
+    cast_parameter,
+    copy_of,
+    has_storage,
+    made_by_compiler,
+    operand_of,
+    same_lengths,
+)
 from memo.swap.tokenrules import tensors_in
 
-__all__ = ["Diverged", "Reading", "Script", "Scripted", "made_by_compiler", "written"]
+if TYPE_CHECKING:
+    from memo.swap.marked import Marked
 
-_ATEN = torch.ops.aten
-_MADE = object()
+__all__ = ["Diverged", "Reading", "Script", "Scripted"]
+
 _BEGIN, _END = "memoized function", "its end"
 
-# Whether these are called depends on how a tensor lies in memory, is a part at all, or was cast before; that is compared
-# where it is saved.
-_OF_LAYOUT = frozenset(
-    getattr(_ATEN, name)
-    for name in (
-        "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "clone", "detach", "expand", "reshape",
-        "slice", "view",
-    )
-)  # fmt: skip
-# A constant is new each time; and a parameter that the forward found cast, autocast casts again.
-_TAKES_ANY = frozenset({_ATEN.lift_fresh.default, _ATEN._to_copy.default})
-_NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
-_NO_SIZES = frozenset({"dim", "dim0", "dim1", "dims", "index", "k", "start"})
-
-_Line = tuple[Any, tuple[Any, ...]]
+_Line = tuple[Any, tuple[Any, ...], tuple[int, ...], tuple[Operand | None, ...]]
+"""What was called, numbers, lengths, tensors."""
 _SEEN: dict[_Line, _Line] = {}  # layers repeat, and so do their lines: one object each spares the garbage collector
 _MOST_SEEN = 10_000
 
@@ -59,20 +59,24 @@ class Script:
         self.reason: str | None = None
         """Why the forward must not run again."""
         self.lines: list[_Line] = []
-        self._storages = Identities()
-        """Storage -> made in the forward, or the states of version and gradient in which it was taken from elsewhere."""
-        self.makes(list(given))
+        self.given: list[Origin | None] = []
+        """Of the arguments; several may hold one storage."""
+        self._origins = Origins()
+        self._found = 0
+        for number, tensor in enumerate(given):
+            self.given.append(self._origins.of_argument(tensor, number))
 
-    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An operator is about to be called."""
-        if not isinstance(func, torch._ops.OpOverload):
-            self.line(func)
-        elif func.overloadpacket not in _OF_LAYOUT:
-            self.line(func, *_numbers(func, args, kwargs))
-        for tensor in tensors_in((args, kwargs)):
-            self.takes(tensor)
-        if self.reason is not None:
-            return
+    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin:
+        """An operator is about to be called. Returns the origin of what it makes."""
+        tensors = tensors_in((args, kwargs))
+        if keeps_content(func):
+            return copy_of(self._operand(tensors[0]))
+        origin = self.line(func, *given_besides(func, args, kwargs), () if is_constant(func) else tensors)
+        if self.reason is None:
+            self._look_for_traces(func, args, kwargs)
+        return origin
+
+    def _look_for_traces(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for position, name in written(func):
             for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name)):
                 if self.took(tensor):
@@ -82,130 +86,174 @@ class Script:
 
     def begins(self, function: Callable[..., Any]) -> None:
         """A function that the user marked is about to be called; a run that knows its results leaves it out."""
-        self.line(_BEGIN, function)
+        self.line(_BEGIN, (function,))
 
-    def ends(self, function: Callable[..., Any]) -> None:
-        """It has returned."""
-        self.line(_END, function)
+    def ends(self, function: Callable[..., Any], out: Any) -> None:
+        """It has returned `out`, which is its own now."""
+        self.makes(out, self.line(_END, (function,)), anew=True)
 
-    def line(self, what: Any, *numbers: Any) -> None:
-        """One line."""
-        line = (what, numbers)
+    def line(
+        self,
+        what: Any,
+        numbers: tuple[Any, ...] = (),
+        lengths: tuple[int, ...] = (),
+        given: Iterable[torch.Tensor] = (),
+    ) -> Origin:
+        """One line. Returns the origin of what it makes."""
+        line = (what, numbers, lengths, tuple([self._operand(tensor) for tensor in given]))
         if len(_SEEN) > _MOST_SEEN:
             _SEEN.clear()
         self.lines.append(_SEEN.setdefault(line, line))
+        return Origin((len(self.lines), 0))
 
-    def takes(self, tensor: torch.Tensor) -> None:
-        """The forward uses a tensor."""
-        if not _has_storage(tensor):
-            return
+    def _operand(self, tensor: torch.Tensor) -> Operand | None:
+        """What the forward uses a tensor as."""
+        if not has_storage(tensor):
+            return None
         storage = tensor.untyped_storage()
-        known = self._storages.find(ref(storage))
-        if known is _MADE:
-            return
-        if known is None:
-            if made_by_compiler(tensor):
-                self._storages[storage] = _MADE
-                return
-            known = self._storages[storage] = set()
-        known.add((tensor._version, tensor.requires_grad))
+        origin = self._origins.find(storage)
+        if origin is None:
+            origin = self._elsewhere(tensor)
+            self._origins.put(storage, origin)
+        if origin.states is not None:
+            origin.states.add((tensor._version, tensor.requires_grad))
+        return operand_of(tensor, origin)
+
+    def _elsewhere(self, tensor: torch.Tensor) -> Origin:
+        """Of a tensor that was neither given nor made."""
+        if made_by_compiler(tensor):
+            return UNKNOWN
+        parameter = cast_parameter(tensor)
+        if parameter is not None:
+            return dataclasses.replace(copy_of(self._operand(parameter)), states=set())
+        self._found += 1
+        return Origin((-self._found, 0), states=set())
 
     def took(self, tensor: torch.Tensor) -> bool:
         """Whether the forward took this tensor's storage from elsewhere."""
-        return _has_storage(tensor) and self.states(tensor.untyped_storage()) is not None
+        return has_storage(tensor) and self.found(tensor.untyped_storage()) is not None
 
-    def makes(self, out: Any) -> None:
+    def found(self, storage: torch.UntypedStorage) -> Origin | None:
+        """The origin of a storage that the forward took from elsewhere; None for any other."""
+        origin = self._origins.find(storage)
+        return None if origin is None or origin.states is None else origin
+
+    def makes(self, out: Any, origin: Origin, *, anew: bool = False) -> None:
         """An operator has returned."""
-        for tensor in tensors_in(out):
-            if _has_storage(tensor):
-                storage = tensor.untyped_storage()
-                if self._storages.find(ref(storage)) is None:
-                    self._storages[storage] = _MADE
+        for number, tensor in enumerate(tensors_in(out)):
+            if has_storage(tensor):
+                known = self._origins.find(tensor.untyped_storage())
+                if known is None or (anew and known.states is None):
+                    self._origins.put(tensor.untyped_storage(), origin.of_result(tensor, number))
 
     def operators(self) -> tuple[Any, ...]:
         """What was called in order, but for what marked functions called, which may differ from rank to rank."""
         found: list[Any] = []
         depth = 0
-        for what, _ in self.lines:
+        for what, *_ in self.lines:
             depth -= what is _END
             if not depth:
                 found.append(what)
             depth += what is _BEGIN
         return tuple(found)
 
-    def states(self, storage: torch.UntypedStorage) -> set[tuple[int, bool]] | None:
-        """In which the forward took a storage from elsewhere; None for one that it did not."""
-        known = self._storages.find(ref(storage))
-        return None if known is _MADE else known
-
 
 class Reading:
-    """A script, while a second run is held to it, whose arguments hold the storages of `given`."""
+    """A script, while a second run is held to it, whose arguments hold the storages of `given`.
 
-    def __init__(self, script: Script, given: Iterable[torch.Tensor]) -> None:
+    `fewer` is by how many tokens they are shorter than the first run's; None where they are its own.
+    """
+
+    def __init__(self, script: Script, given: Iterable[torch.Tensor], *, fewer: int | None) -> None:
         self._script = script
         self._lines = iter(script.lines)
-        self._made = Identities()
-        for tensor in given:
-            if _has_storage(tensor):
-                self._made[tensor.untyped_storage()] = _MADE
+        self._read = 0
+        self._step = fewer or 0
+        self._origins = Origins()
+        for origin, tensor in zip(script.given, given, strict=True):
+            if origin is not None and has_storage(tensor):
+                # What is cut lies somewhere else.
+                self._origins.put(tensor.untyped_storage(), origin if fewer is None else origin.somewhere())
 
-    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Raises Diverged for an operator that is not the next one, or works on something else."""
-        if not isinstance(func, torch._ops.OpOverload):
-            self.line(func)
-        elif func.overloadpacket not in _OF_LAYOUT:
-            self.line(func, *_numbers(func, args, kwargs))
-        if func not in _TAKES_ANY:
-            for tensor in tensors_in((args, kwargs)):
-                self.takes(func, tensor)
+    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin:
+        """Raises Diverged for an operator that is not the next one, or works on something else. Returns the origin of what
+        it makes."""
+        tensors = tensors_in((args, kwargs))
+        if keeps_content(func):
+            return copy_of(self._operand(func, tensors[0]))
+        return self.line(func, *given_besides(func, args, kwargs), () if is_constant(func) else tensors)
 
     def begins(self, function: Callable[..., Any]) -> None:
         """Raises Diverged unless it is this function's turn."""
-        self.line(_BEGIN, function)
+        self.line(_BEGIN, (function,))
 
-    def ends(self, function: Callable[..., Any]) -> None:
+    def ends(self, function: Callable[..., Any], out: Any) -> None:
         """Raises Diverged unless the function has done all that it did."""
-        self.line(_END, function)
+        self.makes(out, self.line(_END, (function,)), anew=True)
 
-    def leaves_out(self, function: Callable[..., Any]) -> None:
+    def leaves_out(self, function: Callable[..., Any]) -> Origin:
         """Passes over a function whose results are known. Raises Diverged unless it is its turn."""
         self.begins(function)
         depth = 1
         while depth:
             what = next(self._lines)[0]
+            self._read += 1
             depth += (what is _BEGIN) - (what is _END)
+        return Origin((self._read, 0))
 
-    def line(self, what: Any, *numbers: Any) -> None:
-        """Raises Diverged unless this is the next line."""
+    def line(
+        self,
+        what: Any,
+        numbers: tuple[Any, ...] = (),
+        lengths: tuple[int, ...] = (),
+        given: Iterable[torch.Tensor] = (),
+    ) -> Origin:
+        """Raises Diverged unless this is the next line. Returns the origin of what it makes."""
         line = next(self._lines, None)
         if line is None or line[0] != what:
             raise Diverged(f"it called {what} instead of {'nothing' if line is None else line[0]}")
         if line[1] != numbers:
             raise Diverged(f"it called {what} with {_told(numbers)} instead of {_told(line[1])}")
+        if line[2] != lengths and not same_lengths(lengths, line[2], self._step):
+            raise Diverged(f"it called {what} with {_told(lengths)} instead of {_told(line[2])}")
+        operands = tuple([self._operand(what, tensor) for tensor in given])
+        if operands != line[3]:
+            self._compare(what, operands, line[3])
+        self._read += 1
+        return Origin((self._read, 0))
 
-    def takes(self, what: Any, tensor: torch.Tensor) -> None:
+    def _compare(self, what: Any, ours: Sequence[Operand | None], theirs: Sequence[Operand | None]) -> None:
+        """Raises Diverged where a call was given something else."""
+        pairs = itertools.zip_longest(ours, theirs)
+        if not all(alike(one, other, self._step) for one, other in pairs if one is not other):
+            raise Diverged(f"it gave {what} other tensors")
+
+    def _operand(self, what: Any, tensor: torch.Tensor) -> Operand | None:
         """Raises Diverged for a tensor that is neither given nor made, nor what the first run found."""
-        if not _has_storage(tensor):
-            return
+        if not has_storage(tensor):
+            return None
         storage = tensor.untyped_storage()
-        if self._made.find(ref(storage)) is _MADE:
-            return
-        states = self._script.states(storage)
-        if states is None and not made_by_compiler(tensor):
-            raise Diverged(f"{what} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
-        if states is not None and (tensor._version, tensor.requires_grad) not in states:
-            raise Diverged(
-                f"{what} was given a tensor of shape {tuple(tensor.shape)} from outside the layer that has changed since"
-            )
+        origin = self._origins.find(storage)
+        if origin is None:
+            origin = self._script.found(storage)
+            if origin is None and made_by_compiler(tensor):
+                origin = UNKNOWN
+            if origin is None:
+                raise Diverged(f"{what} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
+            if origin.states is not None and (tensor._version, tensor.requires_grad) not in origin.states:
+                raise Diverged(
+                    f"{what} was given a tensor of shape {tuple(tensor.shape)} from outside the layer that has changed since"
+                )
+        return operand_of(tensor, origin)
 
-    def makes(self, out: Any) -> None:
+    def makes(self, out: Any, origin: Origin, *, anew: bool = False) -> None:
         """An operator has returned."""
-        for tensor in tensors_in(out):
-            if _has_storage(tensor):
+        for number, tensor in enumerate(tensors_in(out)):
+            if has_storage(tensor):
                 storage = tensor.untyped_storage()
-                if self._script.states(storage) is None:
-                    self._made[storage] = _MADE
+                known = self._origins.find(storage) or self._script.found(storage)
+                if known is None or (anew and known.states is None):
+                    self._origins.put(storage, origin.of_result(tensor, number))
 
 
 class Scripted(SleepingMode):
@@ -221,71 +269,28 @@ class Scripted(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        self._script.calls(func, args, kwargs)
+        origin = self._script.calls(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._script.makes(out)
+        self._script.makes(out, origin)
         return out
 
     def memoized(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], token_dim: int | None) -> Any:
         """Runs a function that the user marked."""
         self._script.begins(function)
         out = function(*args, **kwargs)
-        self._script.ends(function)
+        self._script.ends(function, out)
         return out
 
     def marked(self, call: Marked) -> torch.Tensor:
         """Runs a marked function, as one operator."""
         if self.asleep:
             return call.run()
-        self._script.line(str(call))
+        origin = self._script.line(str(call), given=tensors_in((call.x, call.others)))
         with Aside(self):
             out = call.run()
-        self._script.makes(out)
+        self._script.makes(out, origin)
         return out
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """True where a tensor's own bytes are all of it; of the others nothing is compared but the operators."""
-    return type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def made_by_compiler(tensor: torch.Tensor) -> bool:
-    """True for a result of torch.compile's, whose operators no mode sees."""
-    node = tensor.grad_fn
-    return node is not None and node.name().startswith("CompiledFunction")
-
-
-@functools.cache
-def written(func: Any) -> list[tuple[int, str]]:
-    """Position and name of the arguments that an operator changes in place."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    return [
-        (position, declared.name)
-        for position, declared in enumerate(func._schema.arguments)
-        if declared.alias_info is not None and declared.alias_info.is_write
-    ]
-
-
-def _numbers(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What an operator is given besides tensors and sizes."""
-    sizes = _sizes(func)
-    found = [value for at, value in enumerate(args) if type(value) in _NUMBERS and at not in sizes]
-    if kwargs:
-        found += [value for value in kwargs.values() if type(value) in _NUMBERS]
-    return tuple(found)
-
-
-@functools.cache
-def _sizes(func: torch._ops.OpOverload) -> frozenset[int]:
-    """The positions of whole numbers that may follow the number of tokens."""
-    return frozenset(
-        at
-        for at, declared in enumerate(func._schema.arguments)
-        if str(declared.type) in ("int", "SymInt", "Optional[int]", "Optional[SymInt]")
-        and declared.name not in _NO_SIZES
-    )
-
-
-def _told(numbers: tuple[Any, ...]) -> str:
+def _told(numbers: Sequence[Any]) -> str:
     return ", ".join(map(str, numbers)) or "no numbers"

@@ -10,14 +10,15 @@ import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memo.errors import ModifiedAfterSave
+from memo.swap.capture import is_sharded
 
-__all__ = ["ModuleState", "Precision", "RandomState", "drawn_by_python"]
+__all__ = ["ModuleState", "Precision", "RandomState", "drawn_by_python", "has_others"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,15 @@ def drawn_by_python() -> tuple[object, ...]:
         state = sys.modules["numpy"].random.get_state(legacy=False)
         stands += (int(state["state"]["key"][0]), state["state"]["pos"], state["has_gauss"])
     return stands
+
+
+def has_others(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> bool:
+    """Whether a layer has other parameters than `own`, for a while: torch.func.functional_call lends it some for one call.
+
+    A sharded one is another while it is gathered, in backward as in forward.
+    """
+    now = list(module.parameters())
+    return len(now) != len(own) or any(a is not b and not is_sharded(b) for a, b in zip(now, own, strict=True))
 
 
 # What an attribute may be to be compared: a value that cannot change in place. Others (a list, a configuration object)

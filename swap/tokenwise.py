@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as torch_modules
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from memo.errors import SwapError
@@ -31,7 +32,7 @@ from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
 from memo.swap.noting import Noting
 from memo.swap.ranks import Hearing, Ranks
 from memo.swap.script import Script
-from memo.swap.surroundings import Precision
+from memo.swap.surroundings import Precision, has_others
 from memo.swap.tokenrules import Unproven, tensors_in
 from memo.swap.trial import try_out
 from memo.swap.watch import Watch
@@ -80,6 +81,8 @@ class TokenWise:
         self._open: Watch | None = None
         self._position: dict[str, int] = {}
         self._unsuited: set[str] = set()
+        self._own: dict[str, list[torch.Tensor]] = {}
+        """Each layer's parameters when the forwards began."""
         self._verdicts: dict[tuple[Any, ...], str] = {}  # kinds of calls that must not be treated so, and why
         self._trials: dict[tuple[Any, ...], float] = {}  # kinds of calls that were tried out, and what was found
         self._kinds_tried: set[tuple[Any, ...]] = set()
@@ -122,6 +125,11 @@ class TokenWise:
         """What each level costs, of every layer whose saved tensors have been looked at."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
 
+    def begin_forwards(self, layers: Sequence[Layer]) -> None:
+        """Before a forward."""
+        self._own = {layer.name: list(layer.module.parameters()) for layer in layers}
+        self.look_at(layers)
+
     def look_at(self, layers: Sequence[Layer]) -> None:
         """Before a forward: what modules are made of decides already. Inside a compiled layer it could not be said."""
         self._ranks.begin_forward()
@@ -139,6 +147,8 @@ class TokenWise:
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A layer's forward begins; `end` must follow."""
         if torch.compiler.is_compiling() or layer.name in self._unsuited:
+            return
+        if forward_ad._current_level >= 0:  # where tangents are computed, torch rounds otherwise below a dispatch mode
             return
         if self._open is not None:
             self._open.nested = True
@@ -164,6 +174,9 @@ class TokenWise:
             return None
         if layer.name in self._ranks.disagreed:
             self._refuse(layer.name, self._ranks.disagreed[layer.name])
+            return None
+        if has_others(layer.module, self._own[layer.name]):
+            self._refuse(layer.name, "it is called with other parameters than its own, as functional_call does")
             return None
         kind = _kind(layer, args, kwargs)
         divides = divides and kind not in self._verdicts
@@ -233,6 +246,7 @@ class TokenWise:
 
     def end_forwards(self) -> None:
         """After a forward. A layer still open was broken off where no hook is called: by Ctrl-C."""
+        self._own.clear()
         watch, self._open = self._open, None
         hearing, self._hearing = self._hearing, None
         if watch is not None:

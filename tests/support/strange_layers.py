@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from types import SimpleNamespace
 
+import numpy
 import torch
 from small_models import SEQ
 from torch import nn
@@ -203,6 +206,58 @@ class Collects(Layer):
         return self.seen[-1] * len(self.seen)
 
 
+class KeepsBooks(Layer):
+    """In an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = SimpleNamespace(calls=0)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        self.books.calls += 1
+        return x * self.books.calls
+
+
+class CollectsDeep(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[list[float], ...]] = {"means": ([],)}
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        means = self.seen["means"][0]
+        means.append(0.0)
+        return x * len(means)
+
+
+class DrawsFromPythons(Layer):
+    """From a generator of Python's that is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = random.Random(1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.draws.random()
+
+
+class DrawsFromNumPys(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = numpy.random.default_rng(1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(self.draws.random())
+
+
+class CountsOn(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.numbers)
+
+
 class AttendsByHand(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
@@ -242,5 +297,10 @@ STRANGE: dict[type[Layer], str] = {
     Collects: "its forward changes attribute 'seen'",
     AttendsByHand: "aten.bmm mixes tokens",
     Swaps: "mixes tokens",
+    KeepsBooks: "its forward changes attribute 'books'",
+    CollectsDeep: "its forward changes attribute 'seen'",
+    DrawsFromPythons: "its forward changes attribute 'draws'",
+    DrawsFromNumPys: "its forward changes attribute 'draws'",
+    CountsOn: "its forward changes attribute 'numbers'",
     CountsInPython: "its forward changes attribute 'calls'",
 }

@@ -10,6 +10,8 @@ import pytest
 import torch
 from small_models import Block, Stack, assert_equal, gradients, ids, plain, stack, train
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -57,6 +59,24 @@ def test_double_backward_gives_the_same_second_order_gradients(offload: Callable
     got = second_order(offload(model), model)
     want = second_order(None, stack(make=Smooth))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_tangents_of_forward_mode_are_not_lost(offload: Callable[..., memo.Manager], alpha: float) -> None:
+    """A product with the Hessian, forward over reverse: backward asks for what was saved with its tangents."""
+
+    def hessian_product(manager: Any, model: Stack) -> list[torch.Tensor]:
+        parameters = dict(model.named_parameters())
+        with forward_ad.dual_level(), manager:
+            duals = {name: forward_ad.make_dual(p, torch.ones_like(p)) for name, p in parameters.items()}
+            loss = functional_call(model, duals, (ids(),))
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            return [forward_ad.unpack_dual(gradient).tangent.clone() for gradient in gradients]
+
+    model = stack(make=lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)))
+    want = hessian_product(contextlib.nullcontext(), model)
+    got = hessian_product(offload(model, alpha=alpha), model)
+    assert all(map(torch.equal, got, want))
 
 
 def test_forward_without_backward_frees_everything(offload: Callable[..., memo.Manager]) -> None:

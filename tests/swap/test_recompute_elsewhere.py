@@ -10,6 +10,7 @@ import torch
 from small_models import Stack, assert_equal, ids, plain, stack, train
 from strange_layers import Layer, PutsAside
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -88,6 +89,78 @@ def test_what_changed_before_backward_is_an_error(
         change(layer)
     with pytest.raises(SwapError, match="did not repeat"):
         loss.backward()
+
+
+class Chooses(Finds):
+    """What it computes hangs on numbers in lists, parts of a table, constants, and which result is used where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.5, 2.0, 100))
+        self.settings |= {"over": 3, "start": 0, "constant": 0.5, "which": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = self.settings
+        y = self.up(x) * self.table[choice["start"] : choice["start"] + 64]
+        squares = y.unflatten(-1, (8, 8))
+        y = (squares * squares.sum([choice["over"]]).unsqueeze(-1)).flatten(2)
+        y = (y.sin(), y.cos())[choice["which"]] * torch.tensor(choice["constant"])
+        return x + self.down(torch.tanh(y + choice["shift"].double()).float())  # type: ignore[no-any-return]
+
+
+@by_recompute
+@pytest.mark.parametrize(
+    "choice", [{"over": 2}, {"start": 7}, {"constant": 2.0}, {"which": 1}, {"shift": torch.ones(64)}]
+)
+def test_what_was_chosen_otherwise_before_backward_is_an_error(
+    offload: Callable[..., memo.Manager], choice: dict[str, Any], how: dict[str, Any]
+) -> None:
+    model = stack(make=Chooses)
+    manager = offload(model, **how)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=Chooses)))
+    assert manager.stats.bytes_recomputed > 0
+    with manager:
+        loss = model(ids())
+    for layer in model.layers:
+        layer.settings.update(choice)  # type: ignore[operator, union-attr]
+    with pytest.raises(SwapError, match="did not repeat"):
+        loss.backward()
+
+
+@by_recompute
+@pytest.mark.parametrize("change", [changes_a_parameter_for_another, freezes_a_parameter])
+def test_what_changed_behind_a_cast_of_autocast_is_an_error(
+    offload: Callable[..., memo.Manager], change: Callable[[Any], None], how: dict[str, Any]
+) -> None:
+    """Two calls of the model, so that the second one's forward finds its parameters cast already."""
+    model = stack(make=Finds)
+    with offload(model, **how), torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids(0)) + model(ids(1))
+    for layer in model.layers:
+        change(layer)
+    with pytest.raises(SwapError, match="did not repeat"):
+        loss.backward()
+
+
+@by_recompute
+def test_parameters_lent_for_one_call_move_nothing_apart(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    """Backward would find a layer's own parameters in their place."""
+
+    def step(model: Stack, manager: Any) -> list[torch.Tensor]:
+        lent = {name: (0.5 * p.detach()).requires_grad_() for name, p in model.named_parameters(remove_duplicate=True)}
+        with manager:
+            loss = functional_call(model, lent, (ids(),))
+        return list(torch.autograd.grad(loss, list(lent.values())))
+
+    model, reference = stack(), stack()
+    manager = offload(model, **how)
+    with pytest.warns(RuntimeWarning, match="other parameters than its own"):
+        got = step(model, manager)
+    assert all(map(torch.equal, got, step(reference, contextlib.nullcontext())))
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    assert manager.stats.bytes_recomputed > 0
 
 
 @by_recompute
