@@ -3,12 +3,14 @@
 What a forward puts aside (a loss of its router, a list of features) is its model's to find, and a recompute would put aside
 another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are
 watched by the surroundings, until backward; this looks from a forward's begin to its end, into containers, objects and
-random generators. Not seen: what a forward changes without holding it: a global, an attribute of a class.
+random generators, and at what the modules' classes and their forwards name. Not seen: what a forward changes by way of
+a function that it calls, or in another module.
 """
 
 from __future__ import annotations
 
 import collections
+import inspect
 import itertools
 import random
 import sys
@@ -47,17 +49,38 @@ class Belongings:
             return "the set of its modules' attributes"
         for (name, held), (_, holds) in zip(self._before, now, strict=True):
             if len(held) != len(holds) or not all(map(_same, held, holds)):
-                return f"attribute {name!r} of a module"
+                return name
         return None
 
 
 def _belongings(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
-    """Name of each attribute, its value and what is in it."""
+    """Name of each attribute, its value and what is in it; and so for what is not held but named."""
     seen: set[int] = set()
+    kinds: dict[type, None] = {}
     for child in module.modules():
+        kinds[type(child)] = None
         for name, value in vars(child).items():
             if name not in _OF_EVERY_MODULE and type(value) not in _COMPARED_BY_VALUE:
-                yield name, list(itertools.islice(_walk(value, _DEPTH, seen), _MOST_THINGS))
+                yield f"attribute {name!r} of a module", _things(value, seen)
+    for kind in kinds:
+        for name, value in _named_by(kind):
+            if type(value) in _COMPARED_BY_VALUE or isinstance(value, _CONTAINERS):
+                yield f"{name!r} of its class or its file", _things(value, seen)
+
+
+def _named_by(kind: type) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class of modules, and the globals that its forward names."""
+    if kind.__module__.split(".")[0] != "torch":
+        yield from vars(kind).items()
+        forward = inspect.unwrap(kind.__dict__.get("forward", kind.forward))  # type: ignore[attr-defined]
+        code = getattr(forward, "__code__", None)
+        for name in () if code is None else code.co_names:
+            if name in forward.__globals__:
+                yield name, forward.__globals__[name]
+
+
+def _things(value: Any, seen: set[int]) -> list[Any]:
+    return list(itertools.islice(_walk(value, _DEPTH, seen), _MOST_THINGS))
 
 
 def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:

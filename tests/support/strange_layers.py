@@ -258,6 +258,26 @@ class CountsOn(Layer):
         return x * next(self.numbers)
 
 
+class CountsForAll(Layer):
+    calls_of_all = 0
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        CountsForAll.calls_of_all += 1
+        return x.sin()
+
+
+_ASIDE: list[torch.Tensor] = []
+
+
+class PutsIntoAGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _ASIDE[:] = [x.sin()]
+        return super().forward(x)
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return _ASIDE[0]
+
+
 class AttendsByHand(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
@@ -302,5 +322,7 @@ STRANGE: dict[type[Layer], str] = {
     DrawsFromPythons: "its forward changes attribute 'draws'",
     DrawsFromNumPys: "its forward changes attribute 'draws'",
     CountsOn: "its forward changes attribute 'numbers'",
+    CountsForAll: "its forward changes 'calls_of_all' of its class",
+    PutsIntoAGlobal: "its forward changes '_ASIDE' of its class or its file",
     CountsInPython: "its forward changes attribute 'calls'",
 }
