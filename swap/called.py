@@ -99,4 +99,4 @@ def _told(constant: torch.Tensor) -> str:
     if type(constant) is not torch.Tensor or constant.layout is not torch.strided or constant.is_meta:
         return told
     content = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return f"{told} with checksum {zlib.crc32(content.numpy()):08x}"
+    return f"{told} with checksum {zlib.crc32(content.numpy().tobytes()):08x}"
