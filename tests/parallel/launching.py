@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["launch", "run", "torchrun"]
+import torch
+
+from memo.parallel.layout import PipelineSchedule
+
+__all__ = ["SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "torchrun"]
 
 HERE = Path(__file__).parent
+SPLITS_BACKWARD = torch.__version__ >= "2.13"
+"""Whether this torch runs zero-bubble schedules; memo refuses them on an older one."""
+_SPLIT = (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
+SCHEDULES = [schedule for schedule in PipelineSchedule if SPLITS_BACKWARD or schedule not in _SPLIT]
+"""What can be tested here."""
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

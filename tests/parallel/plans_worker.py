@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bytes_worker import HIDDEN, LAYER, MICROBATCHES, ROWS, SMALLEST, shape
 from equality_worker import CPU, SEED, SEQ, Drawn, training
+from launching import SCHEDULES
 
 import memo
 import memo.manager
@@ -173,7 +174,7 @@ def late(schedule: PipelineSchedule, *, told: bool) -> list[int]:
 
 
 def schedules_are_followed_from_the_first_step() -> None:
-    for schedule in PipelineSchedule:
+    for schedule in SCHEDULES:
         guessed, told = late(schedule, told=False), late(schedule, told=True)
         assert told[0] == told[1] == guessed[1] < guessed[0], (schedule, told, guessed)
         # What is let go of between the halves of a split backward may be wanted before another layer has run.

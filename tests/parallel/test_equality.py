@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import launch, run
+from launching import SPLITS_BACKWARD, launch, run
 
 ALPHAS = "1,0.5"
 LAYOUTS = {
@@ -55,16 +55,26 @@ LAYOUTS = {
 AT_ONCE = 8
 
 
+def splits(name: str) -> bool:
+    """Whether the layout's schedule splits a backward in two."""
+    return "zero-bubble" in name or "zbv" in name
+
+
+RUN = {ranks: [name for name in names if SPLITS_BACKWARD or not splits(name)] for ranks, names in LAYOUTS.items()}
+
+
 @functools.cache
 def said(ranks: int, first: int) -> str:
     """One launch, also where it fails: what it printed before that still counts."""
-    return run(ranks, "equality_worker.py", ALPHAS, *LAYOUTS[ranks][first : first + AT_ONCE])[1]
+    return run(ranks, "equality_worker.py", ALPHAS, *RUN[ranks][first : first + AT_ONCE])[1]
 
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
 def test_a_layout_is_equal_to_one_process_and_to_itself_with_memo(ranks: int, name: str) -> None:
-    told = said(ranks, LAYOUTS[ranks].index(name) // AT_ONCE * AT_ONCE)
+    if name not in RUN[ranks]:
+        pytest.skip("zero-bubble schedules need torch 2.13")
+    told = said(ranks, RUN[ranks].index(name) // AT_ONCE * AT_ONCE)
     assert f"equal {name} within" in told, told
 
 

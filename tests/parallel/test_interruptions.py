@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import torchrun
+from launching import SPLITS_BACKWARD, torchrun
 
 pytestmark = pytest.mark.parallel
 
@@ -83,7 +83,8 @@ def test_a_checkpoint_of_one_layout_goes_on_at_others(
     assert losses(first) == pytest.approx(uninterrupted, rel=BOUND)
     checkpoint = str(tmp_path / "kept" / "step-00000012")
     pipeline = ["--pp", "2", "--dp", "2"]
-    others = ([*torchrun(4)], pipeline), ([*torchrun(4)], [*pipeline, "--schedule", "zbv"]), ([sys.executable], [])
+    in_a_v = [*pipeline, "--schedule", "zbv" if SPLITS_BACKWARD else "interleaved-1f1b"]
+    others = ([*torchrun(4)], pipeline), ([*torchrun(4)], in_a_v), ([sys.executable], [])
     for number, (launcher, layout) in enumerate(others):
         second = tmp_path / f"second{number}"
         finish([*launcher, *training(data, second, "--steps", "24", "--resume", checkpoint, *layout)])

@@ -9,9 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import launch
-
-from memo.parallel.layout import PipelineSchedule
+from launching import SCHEDULES, launch
 
 
 @pytest.mark.parallel
@@ -19,4 +17,4 @@ def test_stages_keep_what_they_have_room_for_and_ranks_of_a_layer_agree() -> Non
     said = launch(2, "plans_worker.py")
     assert "kept by stage: " in said
     assert "agreed after " in said
-    assert all(f"{schedule}: reloaded late" in said for schedule in PipelineSchedule)
+    assert all(f"{schedule}: reloaded late" in said for schedule in SCHEDULES)
