@@ -15,9 +15,10 @@ becomes a DTensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from memo.errors import UsageError
@@ -27,11 +28,13 @@ from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.vocabulary_rows import RowsOfVocabulary, check_rows
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["parallelize"]
+
+# 2.11 is known to fail: it cannot say how the gradients of such parts are put together.
+_FUSED_SINCE = "2.13"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
             it saves on one rank. The sequence must then divide by the ranks. Not for generating.
 
     Raises:
-        UsageError: a model of another family, or heads or widths that do not divide, or fewer words than ranks; the model
-            is then unchanged.
+        UsageError: a model of another family, or heads or widths that do not divide, or fewer words than ranks, or GPT-2 on
+            a torch before 2.13; the model is then unchanged.
     """
     if mesh.ndim > 1:
         mesh = mesh["tp"]
@@ -106,6 +109,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     _check(model, mesh.size())
     if mesh.size() == 1:
         return model
+    _check_torch({type(layer).__name__ for layer in layers})
     for layer in layers:
         _divide(layer, FAMILIES[type(layer).__name__], mesh, sequence=sequence_parallel)
     _divide_vocabulary(model, mesh)
@@ -132,6 +136,15 @@ def _check(model: nn.Module, ranks: int) -> None:
             raise UsageError(f"{ranks} ranks do not divide the model's {size} {what}; each needs whole ones")
     for table in _vocabulary_tables(model):
         check_rows(table.weight.shape[0], ranks)
+
+
+def _check_torch(layers: Set[str]) -> None:
+    fused = [layer for layer in layers if any(pieces > 1 for pieces in FAMILIES[layer].columns.values())]
+    if fused and torch.__version__ < _FUSED_SINCE:
+        raise UsageError(
+            f"to divide the fused projections of {fused[0]} needs torch {_FUSED_SINCE}, this is {torch.__version__}; "
+            f"Llama, OPT and GPT-NeoX layers can be divided with it"
+        )
 
 
 def _divide(layer: nn.Module, family: Family, mesh: DeviceMesh, *, sequence: bool) -> None:

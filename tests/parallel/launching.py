@@ -11,11 +11,13 @@ import torch
 
 from memo.parallel.layout import PipelineSchedule
 
-__all__ = ["SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "torchrun"]
+__all__ = ["DIVIDES_FUSED", "SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "torchrun"]
 
 HERE = Path(__file__).parent
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 """Whether this torch runs zero-bubble schedules; memo refuses them on an older one."""
+DIVIDES_FUSED = torch.__version__ >= "2.13"
+"""Whether it puts the gradients of GPT-2's fused projections together; likewise."""
 _SPLIT = (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
 SCHEDULES = [schedule for schedule in PipelineSchedule if SPLITS_BACKWARD or schedule not in _SPLIT]
 """What can be tested here."""

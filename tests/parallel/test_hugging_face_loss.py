@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
-from launching import launch
+from launching import DIVIDES_FUSED, launch
 from live_bytes import LiveLocalBytes
 
 import memo
@@ -38,8 +38,11 @@ MATRIX, LOGITS = VOCAB * HIDDEN * 4, SEQ * VOCAB * 4
     ],
 )
 def test_without_logits_and_with_them_it_is_the_loss_of_one_process(ranks: int, models: tuple[str, ...]) -> None:
-    said = launch(ranks, "hugging_face_loss_worker.py", *models)
-    for model in models:
+    here = [model for model in models if DIVIDES_FUSED or "gpt2" not in model]
+    if not here:
+        pytest.skip("GPT-2 needs torch 2.13")
+    said = launch(ranks, "hugging_face_loss_worker.py", *here)
+    for model in here:
         assert f"equal {model} within" in said
 
 
@@ -86,6 +89,7 @@ def test_a_projection_with_a_bias_is_refused_and_stays_whole(mesh: DeviceMesh) -
         memo.linear_cross_entropy(torch.zeros(1, HIDDEN), model.lm_head, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.skipif(not DIVIDES_FUSED, reason="GPT-2 needs torch 2.13")
 def test_an_embedding_whose_matrix_is_used_elsewhere_too_stays_whole_and_tied(mesh: DeviceMesh) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_head=8, n_layer=1, n_positions=64))
     biased = nn.Linear(HIDDEN, VOCAB)

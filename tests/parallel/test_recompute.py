@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import launch, run
+from launching import DIVIDES_FUSED, launch, run
 
 LAYOUTS = {
     2: [
@@ -29,7 +29,7 @@ LAYOUTS = {
         "hf_llama",
         "hf_llama_replicated",
         "hf_llama_autocast",
-        "hf_gpt2",
+        *(["hf_gpt2"] if DIVIDES_FUSED else []),
         "hf_neox",
     ],
     4: ["tp4", "dp2_tp2", "tp2_cp2", "tp2_pp2_1f1b"],
