@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocation import model_steps
@@ -185,7 +187,7 @@ def offload(
 
 
 class Manager:
-    """A reusable context manager around forwards; made by `memo.offload`."""
+    """A reusable context manager around forwards, of one thread at a time; made by `memo.offload`."""
 
     def __init__(
         self,
@@ -203,6 +205,7 @@ class Manager:
         self._store = store
         self._made_s = time.monotonic()
         self._depth = 0
+        self._thread = threading.get_ident()
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
@@ -230,6 +233,9 @@ class Manager:
     def __enter__(self) -> Manager:
         if not self._closer.alive:
             raise MemoError("this manager is closed; call memo.offload again")
+        if self._depth and self._thread != threading.get_ident():
+            raise MemoError("this manager is entered in another thread; call memo.offload in each")
+        self._thread = threading.get_ident()
         self._depth += 1
         if self._depth > 1:
             return self
@@ -276,8 +282,14 @@ class Manager:
         self._running.clear()
         self._engine.end_forwards()
 
+    def _is_elsewhere(self) -> bool:
+        """True in a thread that has not entered, of which autograd hands us nothing. Backward's own threads have."""
+        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
+
     def _hook(self, position: int, layer: Layer) -> list[RemovableHandle]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._is_elsewhere():
+                return
             if self._planning is not None:
                 self._planning.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
@@ -285,7 +297,7 @@ class Manager:
             self._tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
-            running = self._running.get(position)
+            running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
                 group = running.pop()
                 self._tokenwise.end(group, output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +119,36 @@ def test_nesting_and_reuse_of_one_manager(offload: Callable[..., memo.Manager]) 
     reference = stack()
     (reference(ids()) + reference(ids(1))).backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(reference), strict=True))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_another_thread_may_run_the_model_and_may_not_enter(offload: Callable[..., memo.Manager], alpha: float) -> None:
+    """In the middle of a layer's forward: of what the other thread saves autograd tells nobody."""
+    model, reference = stack(), stack()
+    manager = offload(model, alpha=alpha)
+    beside: list[list[torch.Tensor]] = []
+
+    def run_beside() -> None:
+        with pytest.raises(MemoError, match="another thread"), manager:
+            pass
+        beside.append(list(torch.autograd.grad(model(ids(7)), list(model.parameters()))))
+
+    def start(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=run_beside)
+            thread.start()
+            thread.join()
+
+    first = model.layers[0].register_forward_pre_hook(start)
+    assert_equal(
+        train(model, lambda step: model(ids(step)), manager), train(reference, lambda step: reference(ids(step)))
+    )
+    first.remove()
+    assert len(beside) == 3
+    assert manager._tokenwise.refused == {}
+    fresh = stack()
+    want = torch.autograd.grad(fresh(ids(7)), list(fresh.parameters()))
+    assert all(map(torch.equal, beside[0], want))
 
 
 def test_a_context_that_could_not_be_entered_is_entered_next_time(
