@@ -42,6 +42,7 @@ from memo.mip.activation_prove import prove
 from memo.mip.activation_tiles import TILES, solve_tiles
 from memo.mip.files import write_file
 from memo.mip.hardware import Hardware, hardware_of
+from memo.mip.schedules import PipelineSchedule
 from memo.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
@@ -82,6 +83,7 @@ def read(flags: list[str]) -> Namespace:
     for name in ("layers", "hidden", "heads", "mlp-tiles", "batch", "accumulate", "dp", "tp", "cp", "pp"):
         sizes.add_argument(f"--{name}", type=int)
     sizes.add_argument("--precision", type=Precision)
+    sizes.add_argument("--schedule", type=PipelineSchedule, default=PipelineSchedule.ONE_F_ONE_B)
     sizes.set_defaults(variant="gpt", batch=1, accumulate=1, dp=1, tp=1, cp=1, pp=1)
     asked, _ = sizes.parse_known_args(flags)
     tokens, ranks = parse_tokens(asked.seq), asked.dp * asked.tp * asked.cp * asked.pp
@@ -103,7 +105,8 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=together)
     neighbours = max(together * asked.pp // asked.layout.gpus, 1)  # stages whose ranks share a node
-    pipeline = Pipeline(stages=asked.pp, microbatches=asked.accumulate, stages_per_node=neighbours)
+    turns = {"microbatches": asked.accumulate, "schedule": asked.schedule}
+    pipeline = Pipeline(stages=asked.pp, stages_per_node=neighbours, **turns)
 
     def problem(tiles: int) -> ActivationProblem:
         config = dataclasses.replace(asked.config, mlp_tiles=tiles)

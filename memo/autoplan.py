@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from memo.findings import Everyones
     from memo.managed import Managed
-    from memo.mip.activation import ActivationPlan, StagePrediction
+    from memo.mip.activation import ActivationPlan, OwnTurns, StagePrediction
     from memo.mip.hardware import Hardware
     from memo.mip.profile import Profile
     from memo.step_figures import StepTimes
@@ -102,7 +102,7 @@ class AutoPlan:
     """One manager's planning. `make_plan` answers a problem with a plan that was checked, or raises a MemoError.
 
     `everyones` asks the ranks that must carry out the same plan. `held` says how many microbatches a pipeline's schedule has
-    in flight here; None takes all of a step's for in flight.
+    in flight here; None takes all of a step's for in flight. `turns` says it turn by turn, of several stages.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class AutoPlan:
         *,
         everyones: Everyones = alone,
         held: int | None = None,
+        turns: OwnTurns | None = None,
         beyond: Tracer | None = None,
         model: str = "model",
     ) -> None:
@@ -119,6 +120,7 @@ class AutoPlan:
         self._make_plan = make_plan
         self._everyones = everyones
         self._held = held
+        self._turns = turns
         self._figures = StepFigures(beyond)
         self._model = model
         self._regimes: collections.OrderedDict[Signature, _Regime] = collections.OrderedDict()
@@ -283,7 +285,7 @@ class AutoPlan:
                 host_bytes=limits.host_bytes,
                 disk_bytes=limits.disk_bytes,
             ),
-            pipeline=Pipeline(microbatches=regime.calls, held=min(self._held or regime.calls, regime.calls)),
+            pipeline=self._pipeline(regime.calls),
         )
         # All solve the same problem; that all get the same answer of it is left to no arithmetic.
         answer = self._everyones(self._answer(problem))[0]
@@ -291,6 +293,11 @@ class AutoPlan:
         if isinstance(answer, MemoError):
             raise answer
         regime.planned(answer)
+
+    def _pipeline(self, calls: int) -> Pipeline:
+        if self._turns is not None and self._turns.microbatches == calls:
+            return Pipeline(microbatches=calls, own=self._turns)
+        return Pipeline(microbatches=calls, held=min(self._held or calls, calls))
 
     def _answer(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
         try:

@@ -12,6 +12,7 @@ import torch
 
 from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
+from memo.mip.activation import chunk_layers
 from memo.mip.activation_stages import needs
 from memo.swap.levels import Level, TokenLevels
 from memo.swap.placement import Placement
@@ -156,8 +157,15 @@ class Carrier:
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
     """What a plan says of each layer, in the words of those who carry it out."""
     known = plan.problem.profile.layer_profiles()
+    begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
     placements = {
-        number: Placement(kept=part.kept, host=part.host, disk=part.disk, nbytes=int(part.saved_bytes(known[number])))
+        number: Placement(
+            kept=part.kept,
+            host=part.host,
+            disk=part.disk,
+            nbytes=int(part.saved_bytes(known[number])),
+            begins=number in begins,
+        )
         for number, part in enumerate(plan.layers)
     }
     levels = {layer.name: _levels(part) for layer, part in zip(layers, plan.layers, strict=True)}

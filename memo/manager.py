@@ -174,6 +174,7 @@ def offload(
                 checked_plan,
                 everyones=_everyones(group or group_of(model)),
                 held=None if course is None else course.held,
+                turns=None if course is None else course.turns,
                 beyond=recorder,
                 model=type(model).__name__,
             )

@@ -11,11 +11,12 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memo.errors import PlanError
-from memo.mip.activation import ActivationPlan
+from memo.mip.activation import ActivationPlan, chunk_layers
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_files import read_activation_plan
 from memo.mip.activation_prove import prove
 from memo.mip.activation_stages import stage_plan
+from memo.mip.moments import holds_no_more
 from memo.plan_use import PlanUse
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def own_part(plan: ActivationPlan, course: Course | None) -> ActivationPlan:
     """What this rank carries out of a plan: all of it, or the stage that its pipeline's schedule gives it.
 
     Raises:
-        PlanError: the plan is for another pipeline, or for fewer microbatches in flight.
+        PlanError: the plan is for another pipeline, or for others or fewer microbatches in flight.
     """
     pipeline = plan.problem.pipeline
     if pipeline.stages == 1:
@@ -84,16 +85,37 @@ def own_part(plan: ActivationPlan, course: Course | None) -> ActivationPlan:
         raise PlanError(
             f"plan: it is for {pipeline.stages} pipeline stages, and no schedule says which of them is here"
         )
-    if course.stages != pipeline.stages:
-        raise PlanError(f"plan: it is for {pipeline.stages} pipeline stages, and the schedule has {course.stages}")
-    (stage,) = course.own
-    held = pipeline.in_flight(stage)
-    if course.held > held:
+    stages = pipeline.stages * pipeline.chunks
+    if course.stages != stages:
+        raise PlanError(f"plan: it is for {stages} pipeline stages, and the schedule has {course.stages}")
+    for stage in range(pipeline.stages):
+        if pipeline.places(stage) == list(course.own):
+            _require_room(plan, stage, course)
+            return stage_plan(plan, stage)
+    raise PlanError(
+        f"plan: it is for {pipeline.schedule}, which gives no rank stages {course.own}, as the schedule does"
+    )
+
+
+def _require_room(plan: ActivationPlan, stage: int, course: Course) -> None:
+    """The schedule holds no more at any time than the plan was made for."""
+    pipeline = plan.problem.pipeline
+    if pipeline.chunks == 1:
+        held = pipeline.in_flight(stage)
+        if course.held > held:
+            raise PlanError(
+                f"plan: it is for {held} microbatches in flight on stage {stage}, and the schedule holds {course.held}; "
+                f"plan for its --schedule and --accumulate, or leave the planning to the run"
+            )
+        return
+    sizes = tuple(len(chunk) for chunk in chunk_layers(plan.problem, stage))
+    if course.turns is None or course.turns.layers != sizes:
+        raise PlanError(f"plan: the stages of rank {stage} have {sizes} layers there, and others in the model")
+    if not holds_no_more(course.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
         raise PlanError(
-            f"plan: it is for {held} microbatches in flight on stage {stage}, and the schedule holds {course.held}; plan "
-            f"for 1F1B's, or leave the planning to the run"
+            f"plan: it is for {pipeline.schedule} of {pipeline.microbatches} microbatches, and the schedule holds other "
+            f"ones at a time; plan for its --schedule and --accumulate, or leave the planning to the run"
         )
-    return stage_plan(plan, stage)
 
 
 class FixedPlan:

@@ -22,6 +22,13 @@ forward, backward and recompute time (zero where nothing is recomputed):
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
                disk bytes, and where that is more than one, the last layer of one of them stands whole; a forward waits
                for the stage before, a backward for the one behind. A stage that is planned alone says how many it holds
+    chunks     under schedules that give a rank two runs of consecutive layers, a stage is both of these chunks, and how
+               many microbatches it holds of each is counted moment by moment (memo.mip.moments). The first chunk's last
+               layer moves, too: out beside the first layer of the next forward, back in beside the last of the backward
+               before, whichever chunk's that is; it is then there a turn early
+    halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
+               device what has not moved, computed again or not; what has moved goes again, and in again for the second
+               half, which runs from the first layer on
 
 By these rules one rank's copies out and in never run at the same time. What they share they share with other ranks:
 `Hardware.lanes` gives each of a node's ranks its part of switches, host memory and disks.
@@ -30,12 +37,16 @@ By these rules one rank's copies out and in never run at the same time. What the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanError
 from memo.mip.hardware import Hardware
+from memo.mip.moments import Moment, moments_of, most_held
+from memo.mip.pace import microbatches_s
 from memo.mip.profile import LayerProfile, Level, Profile, check_amounts
+from memo.mip.schedules import Kind, PipelineSchedule, Turn, rank_turns
 
 __all__ = [
     "ONE_STAGE",
@@ -43,14 +54,20 @@ __all__ = [
     "ActivationPlan",
     "ActivationProblem",
     "Budgets",
+    "ChunkPrediction",
     "LayerPlan",
+    "OwnTurns",
     "Pipeline",
     "StagePrediction",
+    "chunk_layers",
     "stage_layers",
 ]
 
 PAGE = 4096
 """Bytes that a place in a tier is a multiple of."""
+
+MAX_TURNS = 1 << 16
+"""Stages times microbatches of schedules that are followed turn by turn."""
 
 TOLERANCE = 1e-6
 """How far fractions of one whole may be from a sum of 1."""
@@ -76,6 +93,37 @@ class Budgets:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTurns:
+    """What a stage that is planned alone does in a step, where its rank has more than one chunk."""
+
+    layers: tuple[int, ...]
+    """Of each chunk, in their order."""
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        before = {
+            Kind.FORWARD: {None},
+            Kind.BACKWARD: {Kind.FORWARD},
+            Kind.INPUT: {Kind.FORWARD},
+            Kind.WEIGHT: {Kind.INPUT},
+        }
+        state: dict[tuple[int, int], Kind] = {}
+        for turn in self.turns:
+            if state.get(turn.call) not in before[turn.kind] or not 0 <= turn.chunk < len(self.layers):
+                raise PlanError(f"pipeline: turn {turn.chunk}{turn.kind}{turn.microbatch} is out of order")
+            state[turn.call] = turn.kind
+        if not all(count > 0 for count in self.layers) or len(self.layers) < 2:
+            raise PlanError(f"pipeline: chunks of {self.layers} layers are none")
+        counts = [sum(chunk == own for own, _ in state) for chunk in range(len(self.layers))]
+        if len(set(counts)) > 1 or not all(kind in (Kind.BACKWARD, Kind.WEIGHT) for kind in state.values()):
+            raise PlanError("pipeline: some microbatches have no end")
+
+    @property
+    def microbatches(self) -> int:
+        return sum(turn.kind is Kind.FORWARD for turn in self.turns) // len(self.layers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """How a step's microbatches run; one stage is no pipeline, and its microbatches follow one another."""
 
@@ -86,6 +134,9 @@ class Pipeline:
     held: int | None = None
     """Microbatches in flight, where the one stage of this problem is a part of a pipeline whose stages plan each for
     itself; its schedule may be another than 1F1B. None is as many as 1F1B holds."""
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    own: OwnTurns | None = None
+    """Instead of `held`, of such a stage with more than one chunk."""
 
     def __post_init__(self) -> None:
         if self.held is not None and not (self.stages == 1 and 1 <= self.held <= self.microbatches):
@@ -96,17 +147,64 @@ class Pipeline:
             raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
             raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches is none")
+        if self.schedule.stages_per_rank > 1:
+            self._check_schedule()
+        if self.own is not None and (self.stages > 1 or self.held or self.own.microbatches != self.microbatches):
+            raise PlanError(f"pipeline: turns of {self.own.microbatches} microbatches on one stage are of another step")
+
+    def _check_schedule(self) -> None:
+        if self.stages == 1:
+            raise PlanError(f"pipeline: {self.schedule} has no meaning for one stage")
+        wrong = self.schedule.why_not(self.microbatches, self.stages)
+        if wrong is not None:
+            raise PlanError(f"pipeline: a step of {self.microbatches} microbatches {wrong}")
+        if self.stages * self.microbatches > MAX_TURNS:
+            raise PlanError(
+                f"pipeline: {self.stages} stages times {self.microbatches} microbatches are too many to follow"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Of each stage."""
+        return self.schedule.stages_per_rank if self.own is None else len(self.own.layers)
+
+    def places(self, stage: int) -> list[int]:
+        """Of a stage's chunks, in the whole pipeline's order."""
+        return list(range(self.chunks)) if self.own is not None else self.schedule.stages_of(stage, self.stages)
+
+    def turns(self, stage: int) -> tuple[Turn, ...]:
+        """What a stage of several chunks does in a step."""
+        if self.own is not None:
+            return self.own.turns
+        return rank_turns(self.schedule, ranks=self.stages, rank=stage, microbatches=self.microbatches)
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches whose activations one stage holds at once."""
+        """Microbatches whose activations one stage of one chunk holds at once."""
+        if self.schedule is PipelineSchedule.GPIPE:
+            return self.microbatches
         return min(self.microbatches, self.stages - stage) if self.held is None else self.held
 
     def order(self, stage: int) -> Iterator[bool]:
-        """1F1B: true for the forward, false for the backward of the next microbatch, as the stage runs them."""
+        """Of one chunk: true for the forward, false for the backward of the next microbatch, as the stage runs them."""
         ahead = self.in_flight(stage)
         yield from [True] * ahead
         yield from [False, True] * (self.microbatches - ahead)
         yield from [False] * ahead
+
+    def moments(self, stage: int) -> tuple[Moment, ...]:
+        """While what runs, and what else the stage holds then. One chunk is fullest with all others in flight."""
+        if self.chunks > 1:
+            return moments_of(self.turns(stage), self.chunks)
+        others = self.in_flight(stage) - 1
+        return (Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), standing=0 if others else None),)
+
+    def most_held(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Microbatches that a stage holds at one time, by chunk, wherever no other time has as many of each."""
+        return most_held(self.turns(stage), self.chunks) if self.chunks > 1 else ((self.in_flight(stage),),)
+
+    def splits(self, stage: int, chunk: int) -> bool:
+        """Whether a chunk's backward comes in two halves."""
+        return self.chunks > 1 and any(turn.kind is Kind.WEIGHT and turn.chunk == chunk for turn in self.turns(stage))
 
 
 ONE_STAGE = Pipeline()
@@ -122,19 +220,33 @@ class ActivationProblem:
     pipeline: Pipeline = ONE_STAGE
 
     def __post_init__(self) -> None:
-        if self.pipeline.stages > len(self.profile.layers):
-            raise PlanError(f"{len(self.profile.layers)} layers make no {self.pipeline.stages} stages")
+        pipeline, layers = self.pipeline, len(self.profile.layers)
+        if pipeline.stages * pipeline.chunks > layers:
+            chunks = "" if pipeline.chunks == 1 else f" of {pipeline.chunks} chunks"
+            raise PlanError(f"{layers} layers make no {pipeline.stages} stages{chunks}")
+        if pipeline.own is not None and sum(pipeline.own.layers) != layers:
+            raise PlanError(f"chunks of {sum(pipeline.own.layers)} layers are not {layers} layers")
         if self.budgets.ranks_per_node % self.pipeline.stages_per_node:
             raise PlanError(
                 f"{self.pipeline.stages_per_node} stages cannot share {self.budgets.ranks_per_node} ranks evenly"
             )
 
 
-def stage_layers(problem: ActivationProblem, stage: int) -> range:
-    """The layers of one stage: as equal as can be, the earlier stages one more where it does not divide."""
-    share, more = divmod(len(problem.profile.layers), problem.pipeline.stages)
-    first = stage * share + min(stage, more)
-    return range(first, first + share + (stage < more))
+def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:
+    """The layers of one stage, by chunk: as equal as can be, the earlier chunks one more where it does not divide."""
+    pipeline, count = problem.pipeline, len(problem.profile.layers)
+    if pipeline.own is not None:
+        sizes: Sequence[int] = pipeline.own.layers
+    else:
+        share, more = divmod(count, pipeline.stages * pipeline.chunks)
+        sizes = [share + (place < more) for place in range(pipeline.stages * pipeline.chunks)]
+    ends = list(itertools.accumulate(sizes))
+    return tuple(range(ends[place] - sizes[place], ends[place]) for place in pipeline.places(stage))
+
+
+def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:
+    """The layers of one stage, chunk after chunk."""
+    return tuple(index for chunk in chunk_layers(problem, stage) for index in chunk)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +298,20 @@ class LayerPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPrediction:
+    """What one of a stage's chunks takes for one microbatch, recompute and stalls included; the mean of a step's."""
+
+    forward_s: float
+    backward_s: float
+    """Of a split one, the first half."""
+    weight_s: float = 0.0
+    """The second half."""
+
+    def __post_init__(self) -> None:
+        check_amounts(self, "prediction")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
     """What one stage does with one microbatch, and what it holds; bytes of host and disk are of one rank."""
 
@@ -204,9 +330,17 @@ class StagePrediction:
     peak_disk_bytes: int = 0
     disk_written_bytes: int = 0
     """In a step, by one rank."""
+    chunks: tuple[ChunkPrediction, ...] | None = None
+    """Where there is more than one; together they take as long as the stage."""
 
     def __post_init__(self) -> None:
         check_amounts(self, "prediction")
+
+    def turn_s(self, chunk: int, kind: Kind) -> float:
+        """What one of the stage's turns takes."""
+        assert self.chunks is not None
+        own = self.chunks[chunk]
+        return {Kind.FORWARD: own.forward_s, Kind.WEIGHT: own.weight_s}.get(kind, own.backward_s)
 
     @property
     def stall_s(self) -> float:
@@ -238,34 +372,11 @@ class ActivationPlan:
             raise PlanError(f"{len(self.layers)} layer plans for {wanted} layers")
         if len(self.stages) != self.problem.pipeline.stages:
             raise PlanError(f"{len(self.stages)} predictions for {self.problem.pipeline.stages} stages")
+        chunks = self.problem.pipeline.chunks
+        if any(len(stage.chunks or (0,)) != chunks for stage in self.stages):
+            raise PlanError(f"a stage has {chunks} chunks, and there are not as many predictions of them")
 
     @property
     def step_s(self) -> float:
         """Predicted."""
-        pipeline = self.problem.pipeline
-        ahead = max(pipeline.stages, pipeline.in_flight(0))
-        shown = min(pipeline.microbatches, 4 * ahead)  # by then each one more takes the slowest stage's time
-        pace = max(stage.microbatch_s for stage in self.stages)
-        first = _one_forward_one_backward(dataclasses.replace(pipeline, microbatches=shown), self.stages)
-        return first + (pipeline.microbatches - shown) * pace + self.problem.profile.optimizer_s
-
-
-def _one_forward_one_backward(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
-    """When the last backward ends: a forward waits for the stage before, a backward for the stage behind."""
-    count = len(stages)
-    clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
-    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # ends of backwards, of forwards
-    while any(len(backwards) < pipeline.microbatches for backwards, _ in done):
-        for number, stage in enumerate(stages):
-            backwards, forwards = done[number]
-            while (at := len(backwards) + len(forwards)) < len(orders[number]):
-                forward = orders[number][at]
-                giver = number - 1 if forward else number + 1
-                if 0 <= giver < count:
-                    given, mine = done[giver][forward], done[number][forward]
-                    if len(given) <= len(mine):
-                        break
-                    clock[number] = max(clock[number], given[len(mine)])
-                clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
-                done[number][forward].append(clock[number])
-    return max(clock)
+        return microbatches_s(self.problem.pipeline, self.stages) + self.problem.profile.optimizer_s

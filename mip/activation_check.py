@@ -1,7 +1,8 @@
 """Checks an activation plan against every rule of `memo.mip.activation`, independently of how it was made.
 
-Shares no code with the planner: it walks through one microbatch layer by layer, with a clock and a balance of bytes, and
-compares what it finds with the budgets and with what the plan itself predicts. The first rule broken is returned, in the
+Shares no code with the planner: it walks through one microbatch layer by layer, with a clock and a balance of bytes, or turn
+by turn through a whole step where a rank has several chunks (memo.mip.activation_walk), and compares what it finds with the
+budgets and with what the plan itself predicts. The first rule broken is returned, in the
 order of `Rule`; a plan is valid when none is.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 
 from memo.errors import PlanInvalid
-from memo.mip.activation import ActivationPlan, LayerPlan
-from memo.mip.profile import LayerProfile
+from memo.mip.activation import ActivationPlan
+from memo.mip.activation_turns import last_layer, walk_turns
+from memo.mip.activation_walk import Walk, walk_microbatch
+from memo.mip.schedules import PipelineSchedule
 from memo.units import format_bytes
 
 __all__ = ["Rule", "Violation", "check_plan", "require_valid"]
@@ -52,23 +54,6 @@ class Violation:
     layer: int | None = None
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Walk:
-    """One stage's microbatch, walked through."""
-
-    flight: int
-    """Microbatches that are held at once."""
-    clock_s: float = 0.0
-    recompute_s: float = 0.0
-    peak: float = 0.0
-    peak_layer: int | None = None
-    """None: an end of the model rather than a layer."""
-    host: float = 0.0
-    disk: float = 0.0
-    rounding: float = 0.0
-    """What whole storages and whole pages may take of a tier beyond those, in one microbatch."""
-
-
 def require_valid(plan: ActivationPlan) -> None:
     """Raises PlanInvalid with the first violation, if there is one."""
     violation = check_plan(plan)
@@ -81,7 +66,13 @@ def check_plan(plan: ActivationPlan) -> Violation | None:
     violation = _layers(plan)
     if violation is not None:
         return violation
-    walks = [_walk(plan, *bounds) for bounds in _bounds(plan)]
+    pipeline = plan.problem.pipeline
+    if pipeline.chunks > 1:
+        walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
+    else:
+        walks = [
+            walk_microbatch(plan, *bounds, flight=_flight(plan, stage)) for stage, bounds in enumerate(_bounds(plan))
+        ]
     return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)
 
 
@@ -92,8 +83,23 @@ def _bounds(plan: ActivationPlan) -> list[tuple[int, int]]:
     return [(sum(sizes[:stage]), sum(sizes[: stage + 1]) - 1) for stage in range(stages)]
 
 
+def _flight(plan: ActivationPlan, stage: int) -> int:
+    """Microbatches that a stage of one chunk holds at once."""
+    pipeline = plan.problem.pipeline
+    if pipeline.schedule is PipelineSchedule.GPIPE:
+        return pipeline.microbatches
+    return pipeline.held or min(pipeline.microbatches, pipeline.stages - stage)
+
+
+def _lasts(plan: ActivationPlan) -> set[int]:
+    """The last layer of each stage."""
+    if plan.problem.pipeline.chunks > 1:
+        return {last_layer(plan, stage) for stage in range(plan.problem.pipeline.stages)}
+    return {last for _, last in _bounds(plan)}
+
+
 def _layers(plan: ActivationPlan) -> Violation | None:
-    problem, lasts = plan.problem, {last for _, last in _bounds(plan)}
+    problem, lasts = plan.problem, _lasts(plan)
     rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
     link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
     drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
@@ -115,100 +121,7 @@ def _layers(plan: ActivationPlan) -> Violation | None:
     return None
 
 
-def _walk(plan: ActivationPlan, first: int, last: int) -> _Walk:
-    """Forward and backward through layers first to last: the clock runs, bytes come and go."""
-    problem = plan.problem
-    profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
-    known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
-    behind = problem.pipeline.stages - [bound for bound, _ in _bounds(plan)].index(first)
-    flight = problem.pipeline.held or min(problem.pipeline.microbatches, behind)
-    walk = _Walk(flight=flight)
-    others = (flight - 1) * sum(_saved(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1))
-    if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole
-        others += (
-            _whole(known[last], plan.layers[last]) - _saved(known[last], plan.layers[last]) * plan.layers[last].kept
-        )
-    held = others + sum(known[index].static_bytes for index in range(first, last + 1))
-    if starts:
-        held += profile.embedding.static_bytes + flight * profile.embedding.saved_bytes
-    if ends:
-        held += profile.head.static_bytes
-    if starts:
-        _stands(walk, held + profile.embedding.transient_bytes, None)
-        walk.clock_s += profile.embedding.forward_s + profile.embedding.backward_s
-    out_s = 0.0
-    for index in range(first, last + 1):
-        layer = known[index]
-        before = _whole(known[index - 1], plan.layers[index - 1]) if index > first else 0
-        moving = max(layer.forward_transient_bytes, layer.backward_transient_bytes)
-        _stands(walk, held + before + _whole(layer, plan.layers[index]) + moving, index)
-        if index > first:  # the layer before keeps only what the plan keeps of it from the next one on
-            held += _saved(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
-        walk.clock_s += max(layer.forward_s, out_s)
-        host, disk = _moved(layer, plan.layers[index])
-        out_s = _copy_s(host, disk, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
-        walk.host += host
-        walk.disk += disk
-    if ends:
-        stands = _whole(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
-        _stands(walk, held + stands, None)
-        walk.clock_s += profile.head.forward_s + profile.head.backward_s
-    for index in range(last, first - 1, -1):
-        recompute_s = plan.layers[index].recompute_s(known[index])
-        in_s = 0.0
-        if index > first:
-            host, disk = _moved(known[index - 1], plan.layers[index - 1])
-            in_s = _copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
-        walk.clock_s += max(known[index].backward_s + recompute_s, in_s)
-        walk.recompute_s += recompute_s
-    walk.host *= flight
-    walk.disk *= flight
-    walk.rounding = _rounding(known[first:last], plan.layers[first:last])
-    return walk
-
-
-def _rounding(known: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> float:
-    """A page for each storage; and where some layer goes to two places, one storage that does not fit into the first."""
-    divided = any(0 < max(plan.kept, plan.host, plan.disk) < 1 for plan in plans)
-    largest = max((layer.largest_storage_bytes for layer in known), default=0)
-    return sum(4096 * layer.storages for layer in known) + (largest if divided else 0)
-
-
-def _stands(walk: _Walk, nbytes: float, layer: int | None) -> None:
-    if nbytes > walk.peak:
-        walk.peak, walk.peak_layer = nbytes, layer
-
-
-def _saved(layer: LayerProfile, plan: LayerPlan) -> float:
-    at = {level.level.value: level.saved_bytes for level in layer.levels}
-    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
-    return layer.always_bytes + layer.other_bytes + sum(at.get(name, 0) * fraction for name, fraction in fractions)
-
-
-def _whole(layer: LayerProfile, plan: LayerPlan) -> float:
-    """As the layer's own forward and backward have it: all that autograd saves, and what its recompute is given."""
-    given = {level.level.value: level.beside_bytes for level in layer.levels}
-    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
-    return layer.full_bytes + sum(given.get(name, 0) * fraction for name, fraction in fractions)
-
-
-def _moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
-    saved = _saved(layer, plan)
-    return saved * plan.host, saved * plan.disk
-
-
-def _copy_s(host: float, disk: float, link_rate: float, disk_rate: float) -> float:
-    """Both kinds cross the link at once, each with half of it or as fast as its end takes them."""
-    if host + disk == 0:
-        return 0.0
-    disk_share = min(disk_rate, link_rate / 2) if host else min(disk_rate, link_rate)
-    host_share = link_rate - disk_share if disk else link_rate
-    first = min(host / host_share if host else 0.0, disk / disk_share if disk else 0.0) if host and disk else 0.0
-    host, disk = host - first * host_share, disk - first * disk_share
-    return first + max(host / link_rate if host > 0 else 0.0, disk / min(disk_rate, link_rate) if disk > 0 else 0.0)
-
-
-def _device(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
+def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     budget = plan.problem.budgets.device_bytes
     for walk in walks:
         if walk.peak > budget + 0.5:
@@ -218,7 +131,7 @@ def _device(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     return None
 
 
-def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
+def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     """What the ranks of each node use together."""
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
     together = pipeline.stages_per_node
@@ -230,15 +143,13 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
             (Rule.HOST, [walk.host for walk in node], budgets.host_bytes),
             (Rule.DISK, [walk.disk for walk in node], budgets.disk_bytes),
         ):
-            used = ranks * sum(
-                nbytes + walk.flight * walk.rounding for nbytes, walk in zip(moved, node, strict=True) if nbytes
-            )
+            used = ranks * sum(nbytes + walk.rounding for nbytes, walk in zip(moved, node, strict=True) if nbytes)
             if used > budget + 0.5:
                 message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
                 rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in node) else ""
                 return Violation(rule=rule, message=f"{message} ({format_bytes(budget)}){rounded}")
         wear = budgets.disk_wear_bytes_per_day
-        a_day = ranks * pipeline.microbatches * sum(walk.disk / walk.flight for walk in node)
+        a_day = ranks * pipeline.microbatches * sum(walk.written for walk in node)
         a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
             message = f"{a_day:.4g} bytes a day are written to a node's disks, above the {wear:.4g} allowed"
@@ -246,7 +157,7 @@ def _shared(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
     return None
 
 
-def _prediction(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
+def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     microbatches = plan.problem.pipeline.microbatches
     for number, (walk, stage) in enumerate(zip(walks, plan.stages, strict=True)):
         for name, claimed, found in (
@@ -255,7 +166,7 @@ def _prediction(plan: ActivationPlan, walks: list[_Walk]) -> Violation | None:
             ("peak_device_bytes", stage.peak_device_bytes, walk.peak),
             ("peak_host_bytes", stage.peak_host_bytes, walk.host),
             ("peak_disk_bytes", stage.peak_disk_bytes, walk.disk),
-            ("disk_written_bytes", stage.disk_written_bytes, walk.disk / walk.flight * microbatches),
+            ("disk_written_bytes", stage.disk_written_bytes, walk.written * microbatches),
         ):
             slack = 1e-9 if name.endswith("_s") else len(plan.layers)
             if abs(claimed - found) > PREDICTION_TOLERANCE * abs(found) + slack:

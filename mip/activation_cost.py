@@ -10,34 +10,28 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation import PAGE, ActivationProblem, LayerPlan, StagePrediction, stage_layers
+from memo.mip.activation import (
+    PAGE,
+    ActivationProblem,
+    ChunkPrediction,
+    LayerPlan,
+    StagePrediction,
+    chunk_layers,
+    stage_layers,
+)
+from memo.mip.activation_positions import device_positions
+from memo.mip.activation_windows import Window, copies_in, copies_out
 from memo.mip.hardware import LaneRates
 from memo.mip.profile import LayerProfile
+from memo.mip.schedules import Kind
 
 __all__ = [
-    "Position",
     "Traffic",
-    "device_positions",
     "disk_delay",
     "predict",
     "rounding_bytes",
     "stage_compute_s",
-    "stage_ends_s",
-    "stage_static_bytes",
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """A place in a stage at which the device's bytes have a peak of their own."""
-
-    name: str
-    resident_bytes: int
-    """What stands there whatever the plan is: rounding buffers, transients, what the ends hold."""
-    behind: int
-    """The first so many layers of the stage have only their kept bytes there."""
-    whole: int
-    """So many after those are the rounding buffers: there is also what their recomputes are given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,122 +76,155 @@ def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[Sta
     return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
 
 
-def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
-    """Parameters, gradients and optimizer state of one rank of a stage."""
-    layers = problem.profile.layer_profiles()
-    static = sum(layers[index].static_bytes for index in stage_layers(problem, stage))
-    if stage == 0:
-        static += problem.profile.embedding.static_bytes
-    if stage == problem.pipeline.stages - 1:
-        static += problem.profile.head.static_bytes
-    return static
-
-
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
     """What one rank of a stage may take of a tier beyond the bytes that move; `divided`: some layer goes to two places.
 
-    The last layer does not move. Of what the others keep too little because storages are whole, each pass carries less
-    than one storage on to the next layer.
+    The last layer does not move. Of what the others keep too little because storages are whole, each pass over a chunk
+    carries less than one storage on to the next layer.
     """
-    layers = problem.profile.layer_profiles()
-    moving = [layers[index] for index in stage_layers(problem, stage)[:-1]]
-    pages = PAGE * sum(layer.storages for layer in moving)
-    largest = max((layer.largest_storage_bytes for layer in moving), default=0)
-    return problem.pipeline.in_flight(stage) * (pages + (largest if divided else 0))
-
-
-def stage_ends_s(problem: ActivationProblem, stage: int) -> tuple[float, float]:
-    """Forward and backward of what stands before the first and behind the last layer, where the stage has it."""
-    ends = [problem.profile.embedding] if stage == 0 else []
-    if stage == problem.pipeline.stages - 1:
-        ends.append(problem.profile.head)
-    return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
+    layers, last = problem.profile.layer_profiles(), stage_layers(problem, stage)[-1]
+    of_chunks = []
+    for chunk in chunk_layers(problem, stage):
+        moving = [layers[index] for index in chunk if index != last]
+        largest = max((layer.largest_storage_bytes for layer in moving), default=0)
+        of_chunks.append(PAGE * sum(layer.storages for layer in moving) + (largest if divided else 0))
+    return max(
+        sum(count * nbytes for count, nbytes in zip(held, of_chunks, strict=True))
+        for held in problem.pipeline.most_held(stage)
+    )
 
 
 def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
     """Forward and backward of a stage's microbatch with everything in place."""
     layers = problem.profile.layer_profiles()
     parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
-    return sum(parts) + sum(stage_ends_s(problem, stage))
+    return sum(parts) + sum(sum(_ends_s(problem, index)) for index in stage_layers(problem, stage))
 
 
-def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
-    """In forward order: the embedding, each layer, the head."""
-    profile, pipeline = problem.profile, problem.pipeline
-    layers = profile.layer_profiles()
-    mine = [layers[index] for index in stage_layers(problem, stage)]
-    static = stage_static_bytes(problem, stage)
-    positions = []
-    if stage == 0:
-        static += profile.embedding.saved_bytes * pipeline.in_flight(0)
-        positions.append(
-            Position(name="the embedding", resident_bytes=static + profile.embedding.transient_bytes, behind=0, whole=0)
-        )
-    before = 0
-    for number, layer in enumerate(mine):
-        positions.append(
-            Position(
-                name=f"layer {stage_layers(problem, stage)[number]}",
-                resident_bytes=static + before + layer.full_bytes + layer.transient_bytes,
-                behind=max(number - 1, 0),
-                whole=min(number + 1, 2),
-            )
-        )
-        before = layer.full_bytes
-    if stage == pipeline.stages - 1:
-        head = profile.head.saved_bytes + profile.head.transient_bytes
-        positions.append(
-            Position(name="the head", resident_bytes=static + before + head, behind=len(mine) - 1, whole=1)
-        )
-    return positions
+def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
+    """Forward and backward of what stands before the first layer and behind the last, where this is one of them."""
+    ends = [problem.profile.embedding] if index == 0 else []
+    if index == len(problem.profile.layers) - 1:
+        ends.append(problem.profile.head)
+    return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
 
 
 def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> StagePrediction:
-    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
     indices = stage_layers(problem, stage)
     layers = [problem.profile.layer_profiles()[index] for index in indices]
     mine = [plans[index] for index in indices]
     traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
     kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
     beside = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
-    in_flight = problem.pipeline.in_flight(stage)
-    elsewhere = (in_flight - 1) * sum(kept)
-    if in_flight > 1:
-        elsewhere += layers[-1].full_bytes + beside[-1] - kept[-1]  # of the microbatch whose forward ran last
-    forward_s = sum(layer.forward_s for layer in layers) + stage_ends_s(problem, stage)[0]
-    stall_out = stall_write = stall_in = stall_read = 0.0
-    for number in range(len(layers) - 1):
-        link, disk = traffic[number].out_s(rates)
-        late = max(link, disk) - layers[number + 1].forward_s
-        if late > 0:
-            stall_out, stall_write = (
-                (stall_out + late, stall_write) if link >= disk else (stall_out, stall_write + late)
-            )
-        link, disk = traffic[number].in_s(rates)
-        late = max(link, disk) - layers[number + 1].backward_s - mine[number + 1].recompute_s(layers[number + 1])
-        if late > 0:
-            stall_in, stall_read = (stall_in + late, stall_read) if link >= disk else (stall_in, stall_read + late)
-    peak = max(
-        position.resident_bytes
-        + elsewhere
-        + sum(kept[: position.behind])
-        + sum(beside[position.behind : position.behind + position.whole])
-        for position in device_positions(problem, stage)
-    )
-    disk_bytes = sum(moved.disk_bytes for moved in traffic)
+    host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
+    still = [layer.full_bytes + b - h - d for layer, b, h, d in zip(layers, beside, host, disk, strict=True)]
+    on_device = {"kept": kept, "beside": beside, "still": still}
+    stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic)
+    chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls)
     return StagePrediction(
         compute_s=stage_compute_s(problem, stage),
         recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
-        forward_s=forward_s + stall_out + stall_write,
-        stall_d2h_s=stall_out,
-        stall_disk_write_s=stall_write,
-        stall_h2d_s=stall_in,
-        stall_disk_read_s=stall_read,
-        peak_device_bytes=round(peak),
-        peak_host_bytes=round(in_flight * sum(moved.host_bytes for moved in traffic)),
-        peak_disk_bytes=round(in_flight * disk_bytes),
-        disk_written_bytes=round(problem.pipeline.microbatches * disk_bytes),
+        forward_s=sum(chunk.forward_s for chunk in chunks),
+        stall_d2h_s=stalls.d2h_s,
+        stall_disk_write_s=stalls.disk_write_s,
+        stall_h2d_s=stalls.h2d_s,
+        stall_disk_read_s=stalls.disk_read_s,
+        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_positions(problem, stage))),
+        peak_host_bytes=round(_most(problem, stage, host)),
+        peak_disk_bytes=round(_most(problem, stage, disk)),
+        disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
+        chunks=tuple(chunks) if len(chunks) > 1 else None,
     )
+
+
+def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
+    """Of all microbatches in flight, at the fullest time; `nbytes` are of the stage's layers."""
+    of_layers, of_chunks = iter(nbytes), []
+    for chunk in chunk_layers(problem, stage):
+        of_chunks.append(sum(next(of_layers) for _ in chunk))
+    return max(
+        sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
+        for held in problem.pipeline.most_held(stage)
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Stalls:
+    """Of one microbatch, by cause, and by what waits: a chunk's forward, backward or second half of it."""
+
+    d2h_s: float = 0.0
+    disk_write_s: float = 0.0
+    h2d_s: float = 0.0
+    disk_read_s: float = 0.0
+    of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: ActivationProblem,
+        stage: int,
+        *,
+        layers: Sequence[LayerProfile],
+        plans: Sequence[LayerPlan],
+        traffic: Sequence[Traffic],
+    ) -> _Stalls:
+        """Of these layers of a stage."""
+        rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+        found = cls()
+        for window in copies_out(problem, stage):
+            late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans)
+            found._wait(window, late_s, "d2h_s" if by_link else "disk_write_s")
+        for window in copies_in(problem, stage):
+            late_s, by_link = _late(window, traffic[window.moving].in_s(rates), layers, plans)
+            found._wait(window, late_s, "h2d_s" if by_link else "disk_read_s")
+        return found
+
+    def _wait(self, window: Window, seconds: float, cause: str) -> None:
+        if seconds > 0:
+            setattr(self, cause, getattr(self, cause) + seconds)
+            self.of_turns[window.waits] = self.of_turns.get(window.waits, 0.0) + seconds
+
+
+def _late(
+    window: Window, copy_s: tuple[float, float], layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
+) -> tuple[float, bool]:
+    """What a copy takes longer than its window, and whether for the link rather than the disk."""
+    room_s = 0.0
+    if window.beside is not None:
+        layer = layers[window.beside]
+        room_s = window.share * (layer.forward_s if window.kind is Kind.FORWARD else layer.backward_s)
+        room_s += plans[window.beside].recompute_s(layer) if window.recomputes else 0.0
+    link_s, disk_s = copy_s
+    return window.times * (max(link_s, disk_s) - room_s), link_s >= disk_s
+
+
+def _predict_chunks(
+    problem: ActivationProblem,
+    stage: int,
+    *,
+    layers: Sequence[LayerProfile],
+    plans: Sequence[LayerPlan],
+    stalls: _Stalls,
+) -> list[ChunkPrediction]:
+    found, number = [], 0
+    for chunk, indices in enumerate(chunk_layers(problem, stage)):
+        forward_s = backward_s = recompute_s = 0.0
+        for index in indices:
+            ends_s = _ends_s(problem, index)
+            forward_s += layers[number].forward_s + ends_s[0]
+            backward_s += layers[number].backward_s + ends_s[1]
+            recompute_s += plans[number].recompute_s(layers[number])
+            number += 1
+        half = 0.5 if problem.pipeline.splits(stage, chunk) else 1.0
+        waits = {kind: stalls.of_turns.get((chunk, kind), 0.0) for kind in Kind}
+        found.append(
+            ChunkPrediction(
+                forward_s=forward_s + waits[Kind.FORWARD],
+                backward_s=half * backward_s + recompute_s + waits[Kind.BACKWARD] + waits[Kind.INPUT],
+                weight_s=(1 - half) * backward_s + waits[Kind.WEIGHT],
+            )
+        )
+    return found
 
 
 def _time(nbytes: float, bytes_per_s: float) -> float:

@@ -11,9 +11,12 @@ in units of the largest layer's, times in units of the mean layer's, so that the
     (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
     (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
          w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation_cost.disk_delay)
-    (6)  resident(p) + (flight - 1) sum K + sum_{j < behind(p)} K_j + sum_{j whole at p} G_j <= device
-         at each position p of a stage, with G = sum_l x_l beside_l; and full(n) + G(n) - K(n) more where flight > 1
-    (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding
+         of several chunks, and of split backwards, with what memo.mip.activation_windows pairs instead of i and i+1
+    (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + still(p, j) (full_j + G_j - h_j - d_j) <= device
+         at each position p of a stage (memo.mip.activation_positions), with G = sum_l x_l beside_l: under 1F1B kept is
+         (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
+    (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
+         instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
@@ -28,15 +31,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pulp
 
 from memo.errors import SolverFailed
-from memo.mip.activation import ActivationProblem, LayerPlan, stage_layers
-from memo.mip.activation_cost import device_positions, disk_delay, rounding_bytes, stage_compute_s
+from memo.mip.activation import ActivationProblem, LayerPlan, chunk_layers, stage_layers
+from memo.mip.activation_cost import disk_delay, rounding_bytes, stage_compute_s
+from memo.mip.activation_positions import Position, device_positions
+from memo.mip.activation_rounding import most_lost_bytes
+from memo.mip.activation_windows import Window, copies_in, copies_out
 from memo.mip.highs import Backend, solve_model
 from memo.mip.profile import LayerProfile, Level
+from memo.mip.schedules import Kind
 
 __all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
 
@@ -63,7 +70,7 @@ class Resource(enum.StrEnum):
 
 
 class Sharing(enum.Enum):
-    """Which layers of a stage share their variables, where all its layers are of one class."""
+    """Which layers of a chunk share their variables, where all its layers are of one class."""
 
     UNIFORM = "all but the last two"
     INTERIOR = "all but the first and the last three"
@@ -84,9 +91,10 @@ class Limit:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Group:
-    """Layers of one stage that share variables."""
+    """Layers of one chunk that share variables."""
 
     stage: int
+    chunk: int
     layer: LayerProfile
     members: list[int]
     """Positions within the stage."""
@@ -135,6 +143,7 @@ class Model:
         self._prices = pulp.LpAffineExpression()
         self._pace = pulp.LpVariable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
+        self._stills: dict[tuple[int, int], pulp.LpVariable] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
@@ -177,11 +186,11 @@ class Model:
         """The solution, one plan for each layer of the profile, as exact fractions."""
         plans = [LayerPlan()] * len(self.problem.profile.layers)
         for stage, groups in enumerate(self._stages):
-            first = stage_layers(self.problem, stage).start
+            indices = stage_layers(self.problem, stage)
             for group in groups:
                 plan = self._layer_plan(group)
                 for member in group.members:
-                    plans[first + member] = plan
+                    plans[indices[member]] = plan
         return plans
 
     def limits(self) -> list[Limit]:
@@ -198,15 +207,24 @@ class Model:
     def _groups(self, stage: int) -> list[_Group]:
         layers = self.problem.profile.layer_profiles()
         mine = [layers[index] for index in stage_layers(self.problem, stage)]
-        first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(mine))}[self._sharing]
-        alike = len(mine) > first + last and len({layer.name for layer in mine}) == 1
-        shared = range(first, len(mine) - last) if alike else range(0)
-        members = [[number] for number in range(len(mine)) if number not in shared]
+        groups, start = [], 0
+        for chunk, indices in enumerate(chunk_layers(self.problem, stage)):
+            own = range(start, start + len(indices))
+            groups += [self._group(stage, chunk, mine, members) for members in self._members(mine, own)]
+            start = own.stop
+        return groups
+
+    def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
+        """Which of a chunk's layers go together."""
+        first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(own))}[self._sharing]
+        alike = len(own) > first + last and len({mine[number].name for number in own}) == 1
+        shared = own[first : len(own) - last] if alike else range(0)
+        members = [[number] for number in own if number not in shared]
         if shared:
             members.insert(first, list(shared))
-        return [self._group(stage, mine, numbers) for numbers in members]
+        return members
 
-    def _group(self, stage: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
+    def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
         x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
@@ -218,6 +236,7 @@ class Model:
         to_disk = drive and (budgets.disk_bytes or self._relaxed is Resource.DISK)
         group = _Group(
             stage=stage,
+            chunk=chunk,
             layer=layer,
             members=members,
             x=x,
@@ -242,43 +261,68 @@ class Model:
 
     def _time_rows(self, stage: int) -> None:
         groups = self._stages[stage]
-        group_of = {member: group for group in groups for member in group.members}
-        pairs = collections.Counter(
-            (id(group_of[number]), id(group_of[number + 1])) for number in range(len(group_of) - 1)
-        )
-        by_id = {id(group): group for group in groups}
         total = (
             pulp.lpSum(len(group.members) * group.recompute for group in groups) + self._compute[stage] / self._second
         )
-        for (this, following), count in pairs.items():
-            moving, window = by_id[this], by_id[following]
-            if isinstance(moving.host, int) and isinstance(moving.disk, int):
-                continue
-            total += count * (self._copy_out(moving, window) + self._copy_in(moving, window))
+        out = self._hidden(stage, copies_out(self.problem, stage), self._copy_out)
+        back = self._hidden(stage, copies_in(self.problem, stage), self._copy_in)
+        total += pulp.lpSum(out + back)
         self._total += total
         if self.problem.pipeline.microbatches > 1:
             self._program += self._pace >= total  # (3)
 
-    def _copy_out(self, moving: _Group, window: _Group) -> pulp.LpVariable:
+    def _hidden(
+        self, stage: int, windows: Iterable[Window], row: Callable[[_Group, _Group | None, Window], pulp.LpVariable]
+    ) -> list[pulp.LpAffineExpression]:
+        """The stalls of all these copies, each kind of them once."""
+        group_of = {member: group for group in self._stages[stage] for member in group.members}
+        times: collections.Counter[tuple[int, int | None, Kind]] = collections.Counter()
+        first: dict[tuple[int, int | None, Kind], Window] = {}
+        for window in windows:
+            moving = group_of[window.moving]
+            if isinstance(moving.host, int) and isinstance(moving.disk, int):
+                continue
+            beside = None if window.beside is None else group_of[window.beside].members[0]
+            key = (moving.members[0], beside, window.kind)
+            times[key] += window.times  # type: ignore[assignment]  # counts of turns are fractions of microbatches
+            first.setdefault(key, window)
+        return [
+            times[key] * row(group_of[key[0]], None if key[1] is None else group_of[key[1]], window)
+            for key, window in first.items()
+        ]
+
+    def _copy_out(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
         """(4)"""
         rates = self._rates
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
-        forward = window.layer.forward_s / self._second
-        return self._copy(moving, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s, forward, Resource.COPY_OUT)
+        forward = 0.0 if beside is None else beside.layer.forward_s / self._second
+        lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
+        return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, beside, window))
 
-    def _copy_in(self, moving: _Group, window: _Group) -> pulp.LpVariable:
+    def _copy_in(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
         """(5)"""
         rates = self._rates
-        backward = window.layer.backward_s / self._second + window.recompute
-        return self._copy(moving, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s, backward, Resource.COPY_IN)
+        backward: pulp.LpAffineExpression | float = 0.0
+        if beside is not None:
+            backward = window.share * beside.layer.backward_s / self._second
+            backward += beside.recompute if window.recomputes else 0.0
+        lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
+        return self._copy(moving, *lane, backward, Resource.COPY_IN, name=_name(moving, beside, window))
 
     def _copy(
-        self, moving: _Group, link: float, disk: float, window: pulp.LpAffineExpression | float, resource: Resource
+        self,
+        moving: _Group,
+        link: float,
+        disk: float,
+        window: pulp.LpAffineExpression | float,
+        resource: Resource,
+        *,
+        name: str,
     ) -> pulp.LpVariable:
         """The stall of one copy, with a row for the link and one for the disk."""
         way = "forward" if resource is Resource.COPY_OUT else "backward"
-        stall = pulp.LpVariable(f"{way}_{moving.stage}_{moving.members[-1]}", 0, None)
+        stall = pulp.LpVariable(f"{way}_{name}", 0, None)
         row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
         self._add(row, resource, f"the link's window in {way}", unit=self._second)
         if not isinstance(moving.disk, int):
@@ -289,40 +333,59 @@ class Model:
         return stall
 
     def _device_rows(self, stage: int) -> None:
-        groups = self._stages[stage]
-        flight = self.problem.pipeline.in_flight(stage)
-        elsewhere = (flight - 1) * pulp.lpSum(len(group.members) * group.kept for group in groups)
-        if flight > 1:
-            last = groups[-1]  # the last layer
-            elsewhere += last.layer.full_bytes / self._byte + last.beside - last.kept
         device = self.problem.budgets.device_bytes
-        tightest: dict[tuple[int, ...], float] = {}
-        # From the last backwards: a row with fewer kept layers and no less room than a later one says nothing new, where
-        # what stands beside the whole layers is the same.
-        for position in sorted(device_positions(self.problem, stage), key=lambda p: (-p.behind, -p.resident_bytes)):
+        for position in _telling(device_positions(self.problem, stage)):
+            used = pulp.LpAffineExpression()
+            for group in self._stages[stage]:
+                kept, whole, still = (
+                    sum(counts[member] for member in group.members)
+                    for counts in (position.kept, position.whole, position.still)
+                )
+                used += kept * group.kept + whole * group.beside
+                used += still * self._still(group) if still else 0
             room = (device - position.resident_bytes) / self._byte
-            whole = range(position.behind, position.behind + position.whole)
-            counts = [sum(member in whole for member in group.members) if group.beside else 0 for group in groups]
-            if room >= tightest.get(tuple(counts), float("inf")):
-                continue
-            tightest[tuple(counts)] = room
-            behind = pulp.lpSum(
-                sum(member < position.behind for member in group.members) * group.kept for group in groups
+            self._budget(used, room, Resource.DEVICE, f"at {position.name}")  # (6)
+
+    def _still(self, group: _Group) -> pulp.LpAffineExpression:
+        """All that does not move, computed again or not; also when less is saved than asked, for tokens are rounded."""
+        whole, moved = group.layer.full_bytes / self._byte + group.beside, group.host + group.disk
+        if isinstance(moved, int):
+            return whole
+        key = (group.stage, group.members[0])
+        if key not in self._stills:
+            lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
+            still = self._stills[key] = pulp.LpVariable(f"still_{group.stage}_{group.members[0]}", 0, None)
+            self._program += still >= whole - moved
+            self._program += still >= whole - group.saved + lost
+        return pulp.LpAffineExpression(self._stills[key])
+
+    def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
+        """The most of a lower tier that one rank of a stage holds."""
+        counts = self.problem.pipeline.most_held(stage)
+        sums = [
+            pulp.lpSum(
+                held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk)
+                for group in self._stages[stage]
             )
-            beside = pulp.lpSum(count * group.beside for count, group in zip(counts, groups, strict=True) if count)
-            self._budget(elsewhere + behind + beside, room, Resource.DEVICE, f"at {position.name}")  # (6)
+            for held in counts
+        ]
+        if len(sums) == 1:
+            return sums[0]
+        most = pulp.LpVariable(f"held_{tier}_{stage}", 0, None)
+        for one in sums:
+            self._program += most >= one
+        return pulp.LpAffineExpression(most)
 
     def _node_rows(self, stages: range) -> None:
         problem, budgets = self.problem, self.problem.budgets
         ranks = budgets.ranks_per_node // len(stages)
-        host, disk, written = pulp.LpAffineExpression(), pulp.LpAffineExpression(), pulp.LpAffineExpression()
-        for stage in stages:
-            flight = problem.pipeline.in_flight(stage)
-            for group in self._stages[stage]:
-                count = ranks * len(group.members)
-                host += count * flight * group.host
-                disk += count * flight * group.disk
-                written += count * problem.pipeline.microbatches * group.disk
+        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage in stages)
+        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage in stages)
+        written = pulp.lpSum(
+            ranks * len(group.members) * problem.pipeline.microbatches * group.disk
+            for stage in stages
+            for group in self._stages[stage]
+        )
         rounding = ranks * sum(rounding_bytes(problem, stage, divided=self.staying is None) for stage in stages)
         for used, budget, tier in (
             (host, budgets.host_bytes, Resource.HOST),
@@ -373,3 +436,20 @@ class Model:
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,
         )
+
+
+def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
+    """Of one kind of copies; a chunk's own need no more than what moves."""
+    name = f"{moving.stage}_{moving.members[-1]}"
+    if window.beside == window.moving + 1 and moving.chunk == (beside or moving).chunk:
+        return name
+    return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
+
+
+def _telling(positions: Sequence[Position]) -> list[Position]:
+    """From the last backwards: those that no other says more than."""
+    found: list[Position] = []
+    for position in sorted(positions, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
+        if not any(other.says_more_than(position) for other in found):
+            found.append(position)
+    return found

@@ -6,9 +6,7 @@ predict, and have the result checked. A plan that the independent checker refuse
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 
 from memo.errors import Infeasible
 from memo.mip.activation import (
@@ -18,20 +16,16 @@ from memo.mip.activation import (
     Budgets,
     LayerPlan,
     Pipeline,
-    StagePrediction,
 )
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_cost import predict
 from memo.mip.activation_model import Limit, Model, Resource, Sharing
+from memo.mip.activation_rounding import in_tiles
 from memo.mip.hardware import Hardware
-from memo.mip.profile import Level, Profile
+from memo.mip.profile import Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["TILE_TOKENS", "plan_activations", "solve_problem"]
-
-TILE_TOKENS = 256
-"""Long sequences are cut at a multiple of this, so that a product over a part of the rows runs as the whole one does."""
-LONG_TOKENS = 8 * TILE_TOKENS
+__all__ = ["plan_activations", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Of a step: what treating layers alike may cost."""
@@ -60,30 +54,10 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     if kept is not None:
         return kept
     model = _best_model(problem)
-    layers, stages = _in_tiles(problem, model.layer_plans())
+    layers, stages = in_tiles(problem, model.layer_plans())
     plan = ActivationPlan(problem=problem, layers=layers, stages=stages, binding=_reasons(model.limits(), model.step_s))
     require_valid(plan)
     return plan
-
-
-def _in_tiles(
-    problem: ActivationProblem, plans: Sequence[LayerPlan]
-) -> tuple[tuple[LayerPlan, ...], tuple[StagePrediction, ...]]:
-    """Token ranges that end on a tile, in which every layer saves no more than asked.
-
-    What the first range loses the second one gets, where the device has room for what recomputes are then given more.
-    """
-    tokens = problem.profile.signature.rank_tokens
-    layers = tuple(_rounded(plan, tokens) for plan in plans)
-    stages = predict(problem, layers)
-    if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
-        return layers, stages
-    known = problem.profile.layer_profiles()
-    layers = tuple(
-        _rounded(plan, tokens, middle_grows=layer.level(Level.ATTENTION) is None)
-        for plan, layer in zip(plans, known, strict=True)
-    )
-    return layers, predict(problem, layers)
 
 
 def _best_model(problem: ActivationProblem) -> Model:
@@ -121,30 +95,6 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     plan = ActivationPlan(problem=problem, layers=layers, stages=stages, declined=declined)
     require_valid(plan)
     return plan
-
-
-def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> LayerPlan:
-    """Ranges that end on a tile. Fewer tokens are saved than asked, so every tier holds less, and more is recomputed."""
-    tile = TILE_TOKENS if tokens >= LONG_TOKENS else 1
-    whole = not plan.attention_tokens and not plan.matmul_tokens
-    first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
-    if not middle_grows:
-        second = min(first + _down(plan.matmul_tokens * tokens, tile, tokens), tokens)
-    elif plan.attention_tokens:
-        second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
-    else:
-        second = tokens
-    return dataclasses.replace(
-        plan,
-        all_tokens=first / tokens,
-        matmul_tokens=(second - first) / tokens,
-        attention_tokens=(tokens - second) / tokens,
-    )
-
-
-def _down(count: float, tile: int, tokens: int) -> int:
-    nearly = count + 1e-6 * tile  # what floating point took away is no reason to lose a tile
-    return tokens if nearly >= tokens else math.floor(nearly / tile) * tile
 
 
 def _reasons(limits: list[Limit], step_s: float) -> tuple[str, ...]:

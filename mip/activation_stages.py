@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.mip.activation import ActivationPlan, Pipeline, stage_layers
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    OwnTurns,
+    Pipeline,
+    chunk_layers,
+    stage_layers,
+)
 from memo.mip.activation_cost import rounding_bytes
 from memo.mip.profile import EndProfile
 
@@ -26,9 +33,9 @@ def needs(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
 
 
 def stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
-    """The part of one stage, which holds as many microbatches as in the whole pipeline."""
+    """The part of one stage, which holds as many microbatches as in the whole pipeline; chunk after chunk of its layers."""
     problem, own = plan.problem, stage_layers(plan.problem, stage)
-    profile, pipeline, ranks = problem.profile, problem.pipeline, problem.budgets.ranks_per_node
+    profile, ranks = problem.profile, problem.budgets.ranks_per_node
     host, disk = needs(plan, stage)
     return dataclasses.replace(
         plan,
@@ -36,15 +43,24 @@ def stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
             problem,
             profile=dataclasses.replace(
                 profile,
-                layers=profile.layers[own.start : own.stop],
-                embedding=profile.embedding if stage == 0 else EndProfile(),
-                head=profile.head if stage == pipeline.stages - 1 else EndProfile(),
+                layers=tuple(profile.layers[index] for index in own),
+                embedding=profile.embedding if own[0] == 0 else EndProfile(),
+                head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
             ),
             budgets=dataclasses.replace(
                 problem.budgets, host_bytes=ranks * host, disk_bytes=ranks * disk, disk_wear_bytes_per_day=None
             ),
-            pipeline=Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage)),
+            pipeline=_alone(problem, stage),
         ),
-        layers=plan.layers[own.start : own.stop],
+        layers=tuple(plan.layers[index] for index in own),
         stages=(plan.stages[stage],),
     )
+
+
+def _alone(problem: ActivationProblem, stage: int) -> Pipeline:
+    pipeline = problem.pipeline
+    if pipeline.chunks == 1:
+        return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage))
+    sizes = tuple(len(chunk) for chunk in chunk_layers(problem, stage))
+    own = OwnTurns(layers=sizes, turns=pipeline.turns(stage))
+    return Pipeline(microbatches=pipeline.microbatches, own=own)

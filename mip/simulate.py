@@ -1,6 +1,6 @@
 """Simulates one training step under an activation plan, event by event, independently of how the plan was made.
 
-Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages (1F1B). Shares no model
+Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages. Shares no model
 with the planner, only the nouns: the two are held against each other before a plan is used.
 
     plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
@@ -12,13 +12,15 @@ that fits to the last byte must not break a budget by what rounding adds.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanInvalid
-from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, Pipeline, stage_layers
+from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, Pipeline, chunk_layers, stage_layers
 from memo.mip.profile import EndProfile, LayerProfile
+from memo.mip.schedules import Kind
 from memo.mip.simulation import EndWork, LayerWork, Part, Simulation, StageSimulation
 from memo.mip.simulation_stage import Stage
 from memo.trace.events import Tier
@@ -47,7 +49,10 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
             "that are simulated; a step of fewer microbatches shows the same"
         )
     stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
-    _run(stages, pipeline)
+    if pipeline.chunks > 1:
+        _run_turns(stages, pipeline)
+    else:
+        _run(stages, pipeline)
     for stage in stages:
         stage.step(problem.profile.optimizer_s)
     results = [stage.result() for stage in stages]
@@ -95,12 +100,16 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
 
 def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
     profile, budgets = problem.profile, problem.budgets
-    known, mine = profile.layer_profiles(), stage_layers(problem, number)
-    first, last = number == 0, number == problem.pipeline.stages - 1
+    known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
+    first, last = mine[0] == 0, mine[-1] == len(known) - 1
     static = sum(known[layer].static_bytes for layer in mine)
     static += profile.embedding.static_bytes * first + profile.head.static_bytes * last
     return Stage(
-        [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in mine],
+        *(
+            [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk]
+            for chunk in chunk_layers(problem, number)
+        ),
+        turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
         rates=problem.hardware.lanes(budgets.ranks_per_node),
         static_nbytes=static,
         budgets={Tier.DEVICE: budgets.device_bytes},
@@ -186,3 +195,28 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
         stage.backward()
         own.backward_s.append(stage.now_s)
     return True
+
+
+def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
+    """The same with several chunks a stage, in the order of their turns. A stage alone waits for nobody."""
+    waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
+    done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
+    ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
+    while any(waiting):
+        for number, stage in enumerate(stages):
+            places = pipeline.places(number)
+            while waiting[number]:
+                turn = waiting[number][0]
+                forward = turn.kind is Kind.FORWARD
+                giver = places[turn.chunk] + (-1 if forward else 1)
+                if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
+                    if (giver, turn.microbatch, forward) not in done:
+                        break
+                    stage.idle(done[giver, turn.microbatch, forward])
+                waiting[number].popleft()
+                if forward:
+                    stage.forward(turn.chunk)
+                else:
+                    stage.backward()
+                if turn.kind is not Kind.WEIGHT:
+                    done[places[turn.chunk], turn.microbatch, forward] = stage.now_s

@@ -64,6 +64,11 @@ class LayerWork:
         return sum(self.nbytes.values())
 
     @property
+    def moved_nbytes(self) -> int:
+        """What goes to other tiers."""
+        return self.of(Part.HOST) + self.of(Part.DISK)
+
+    @property
     def dropped_nbytes(self) -> int:
         """What the device gives up once the copies are made, and must have room for again before backward."""
         return self.saved_nbytes - self.of(Part.KEPT)

@@ -12,6 +12,9 @@ planner's model: what a step costs follows from what happens in it.
 
 So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
 another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
+
+A stage may have several chunks, whose turns follow one another in an order that is given. Of a backward in two halves the
+second runs from the first layer on; what moved goes away in between, what was computed again stays.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from memo.mip.hardware import LaneRates
+from memo.mip.schedules import Kind, Turn
 from memo.mip.simulation import EndWork, Holding, LayerWork, Part, Peak, Span, StageSimulation, Transition, Usage, Wait
 from memo.mip.simulation_links import Copy, Links, Queue
 from memo.trace.events import Lane, StallCause, TensorState, Tier, UseKind
@@ -33,13 +37,16 @@ _MOVED = ((Part.HOST, Tier.HOST, Queue.HOST_OUT, Queue.HOST_IN), (Part.DISK, Tie
 
 
 class _State(enum.Enum):
-    """A call's life: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once."""
+    """A call's life: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once.
+
+    Between the halves of a backward RETURNING -> AWAY.
+    """
 
     LIVE = enum.auto()
     """Whole on the device; no copy is issued."""
     LEAVING = enum.auto()
     AWAY = enum.auto()
-    """The device holds what is kept, and nothing else."""
+    """The device holds what is kept, and nothing else; between two halves also what was computed again."""
     RETURNING = enum.auto()
 
 
@@ -54,6 +61,12 @@ class _Call:
     back: Sequence[Copy] = ()
     how: UseKind = UseKind.LIVE
     """In which way backward comes by what was moved."""
+    computed_again: bool = False
+
+    @property
+    def away_nbytes(self) -> int:
+        """What the device must have room for before backward, or its second half, while the call is away."""
+        return self.work.moved_nbytes if self.computed_again else self.work.dropped_nbytes
 
 
 class Stage:
@@ -61,20 +74,22 @@ class Stage:
 
     def __init__(
         self,
-        layers: Sequence[LayerWork],
-        *,
+        *chunks: Sequence[LayerWork],
         rates: LaneRates,
+        turns: Sequence[Turn] = (),
         static_nbytes: int = 0,
         budgets: Mapping[Tier, int] | None = None,
         embedding: EndWork | None = None,
         head: EndWork | None = None,
     ) -> None:
-        self._layers = layers
+        self._chunks = chunks
+        self._turns = collections.deque(turn for turn in turns if turn.kind is not Kind.FORWARD)
         self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
         self._links = Links(rates)
         self._ledger = _Ledger(budgets or {})
         self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
-        self._calls: collections.deque[_Call] = collections.deque()  # in the order in which backward will reach them
+        self._calls: dict[tuple[int, int], list[_Call]] = {}  # by chunk and microbatch, in the order of the forwards
+        self._microbatches = [0] * len(chunks)
         self._made = 0
         self._held: _Call | None = None  # its copies wait until another forward begins
         self._undropped: _Call | None = None
@@ -93,28 +108,56 @@ class Stage:
         if until_s > self.now_s:
             self._links.advance(until_s)
 
-    def forward(self) -> None:
+    def forward(self, chunk: int = 0) -> None:
         """The forward of the next microbatch."""
         embedding, head = self._ends
         held, self._held = self._held, None
         if held is not None:
             self._send(held)
-        self._end_forward(embedding)
-        calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._layers)]
+        if chunk == 0:
+            self._end_forward(embedding)
+        calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._chunks[chunk])]
         self._made += len(calls)
         for call in calls:
-            self._forward(call)
+            self._forward(call, is_last=call is calls[-1])
         self._held = calls[-1]
-        self._calls.extend(reversed(calls))
-        self._end_forward(head)
+        self._calls[chunk, self._microbatches[chunk]] = calls
+        self._microbatches[chunk] += 1
+        if chunk == len(self._chunks) - 1:
+            self._end_forward(head)
 
     def backward(self) -> None:
-        """The backward of the earliest microbatch that is alive."""
+        """The next backward, or half of one: where no order of turns was given, of the earliest microbatch that is alive."""
         embedding, head = self._ends
-        self._end_backward(head)
-        for _ in self._layers:
-            self._backward(self._calls.popleft())
-        self._end_backward(embedding)
+        turn = self._turns.popleft() if self._turns else self._earliest()
+        calls = self._calls[turn.call] if turn.kind is Kind.INPUT else self._calls.pop(turn.call)
+        order = calls if turn.kind is Kind.WEIGHT else calls[::-1]
+        has_head, has_embedding = turn.chunk == len(self._chunks) - 1, turn.chunk == 0
+        if has_head and turn.kind is not Kind.WEIGHT:
+            self._end_backward(head, turn.kind)
+        then = self._next_turn()
+        for call, following in zip(order, [*order[1:], None], strict=True):
+            if following is not None:
+                self._backward(call, following, turn.kind, same_turn=True)
+            else:
+                stays = then is not None and then[0].call == turn.call
+                self._backward(call, None if then is None or stays else then[1], turn.kind, stays=stays)
+        if has_head and turn.kind is Kind.WEIGHT:
+            self._end_backward(head, turn.kind)
+        if has_embedding:
+            self._end_backward(embedding, turn.kind)
+
+    def _earliest(self) -> Turn:
+        (chunk, microbatch), _ = next(iter(self._calls.items()))
+        return Turn(chunk=chunk, kind=Kind.BACKWARD, microbatch=microbatch)
+
+    def _next_turn(self) -> tuple[Turn, _Call] | None:
+        """What backward will come to next, and the first layer it then reaches; None while that has no forward yet."""
+        if not self._turns and not self._calls:
+            return None
+        turn = self._turns[0] if self._turns else self._earliest()
+        calls = self._calls.get(turn.call)
+        return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
 
     def step(self, optimizer_s: float) -> None:
         """The optimizer."""
@@ -135,13 +178,13 @@ class Stage:
 
     # Forward.
 
-    def _forward(self, call: _Call) -> None:
+    def _forward(self, call: _Call, *, is_last: bool) -> None:
         work = call.work
         self._hold(Tier.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
         self._change(call, TensorState.LIVE, *Part)
         self._work(Lane.COMPUTE, work.name, "forward", work.forward_s)
         self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
-        if call.number % len(self._layers) != len(self._layers) - 1:
+        if not is_last:
             self._send(call)
         before, self._undropped = self._undropped, call
         if before is not None and before.state is _State.LEAVING:
@@ -169,21 +212,28 @@ class Stage:
 
     # Backward.
 
-    def _backward(self, call: _Call) -> None:
+    def _backward(
+        self, call: _Call, following: _Call | None, kind: Kind, *, same_turn: bool = False, stays: bool = False
+    ) -> None:
+        """`stays`: the second half begins with this call, and not another backward."""
         work = call.work
         self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
-        self._reach(call)
-        recompute = call.state is _State.RETURNING
-        if recompute:
+        self._reach(call, following, same_turn=same_turn)
+        returning = call.state is _State.RETURNING
+        if returning:
             self._wait(StallCause.RELOAD, call, call.back)
             self._change(call, TensorState.BACK, Part.HOST, Part.DISK)
         self._use(call)
-        if recompute:
+        if returning and not call.computed_again:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
-        self._work(Lane.COMPUTE, work.name, "backward", work.backward_s)
-        self._end(call)
+        self._work(Lane.COMPUTE, work.name, "backward", work.backward_s * _share(kind))
+        self._hold(Tier.DEVICE, -work.backward_transient_nbytes)
+        if kind is not Kind.INPUT:
+            self._end(call)
+        elif returning and not stays:
+            self._leave_again(call)
 
-    def _reach(self, call: _Call) -> None:
+    def _reach(self, call: _Call, following: _Call | None, *, same_turn: bool) -> None:
         """What the call has away must come back now; what backward reaches next may, if the device has room."""
         if self._held is call:
             self._held = None
@@ -191,27 +241,33 @@ class Stage:
             self._undropped = None
         if call.state is _State.AWAY:
             self._fetch(call, UseKind.FETCHED)
-        following = self._calls[0] if self._calls else None
-        if following is not None and self._worth_fetching(call, following):
+        if following is not None and self._worth_fetching(following, same_turn=same_turn):
             self._fetch(following, UseKind.PREFETCHED)
 
-    def _worth_fetching(self, call: _Call, following: _Call) -> bool:
+    def _worth_fetching(self, following: _Call, *, same_turn: bool) -> bool:
         """It is away, there is room, and it is needed next: not after another forward, unless it has bytes to bring."""
-        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.work.dropped_nbytes):
+        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.away_nbytes):
             return False
-        return following.number == call.number - 1 or bool(following.out)
+        return same_turn or bool(following.out)
+
+    def _leave_again(self, call: _Call) -> None:
+        """Half of the backward is done: what moved goes, without a copy, and what was computed again stays."""
+        call.state, call.computed_again = _State.AWAY, True
+        self._hold(Tier.DEVICE, -call.away_nbytes)
+        self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
 
     def _fetch(self, call: _Call, how: UseKind) -> None:
         """Takes the whole buffer and issues the reloads into it."""
         call.state, call.how = _State.RETURNING, how
-        self._hold(Tier.DEVICE, call.work.dropped_nbytes)
+        self._hold(Tier.DEVICE, call.away_nbytes)
         call.back = [
             self._links.put(queue, call=call.number, module=call.work.name, nbytes=call.work.of(part))
             for part, _, _, queue in _MOVED
             if call.work.of(part)
         ]
         self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
-        self._change(call, TensorState.LIVE, Part.RECOMPUTED)
+        if not call.computed_again:
+            self._change(call, TensorState.LIVE, Part.RECOMPUTED)
 
     def _use(self, call: _Call) -> None:
         for part in (Part.KEPT, Part.HOST, Part.DISK):
@@ -222,7 +278,7 @@ class Stage:
     def _end(self, call: _Call) -> None:
         """The layer's gradients are made: nothing of the call is needed any more."""
         work = call.work
-        self._hold(Tier.DEVICE, -work.saved_nbytes - work.backward_transient_nbytes)
+        self._hold(Tier.DEVICE, -work.saved_nbytes)
         if call.out:
             for part, tier, _, _ in _MOVED:
                 self._hold(tier, -work.of(part))
@@ -235,10 +291,10 @@ class Stage:
         self._work(Lane.COMPUTE, end.name, "forward", end.forward_s)
         self._hold(Tier.DEVICE, -end.transient_nbytes)
 
-    def _end_backward(self, end: EndWork) -> None:
+    def _end_backward(self, end: EndWork, kind: Kind) -> None:
         self._hold(Tier.DEVICE, end.transient_nbytes, f"{end.name} backward")
-        self._work(Lane.COMPUTE, end.name, "backward", end.backward_s)
-        self._hold(Tier.DEVICE, -end.saved_nbytes - end.transient_nbytes)
+        self._work(Lane.COMPUTE, end.name, "backward", end.backward_s * _share(kind))
+        self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
 
     # What happens and is told.
 
@@ -275,6 +331,11 @@ class Stage:
 
     def _hold(self, tier: Tier, nbytes: int, where: str | None = None) -> None:
         self._ledger.change(self.now_s, tier, nbytes, where)
+
+
+def _share(kind: Kind) -> float:
+    """Of a layer's backward, in a turn."""
+    return 0.5 if kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
 
 
 class _Ledger:

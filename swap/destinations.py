@@ -85,7 +85,8 @@ class Destinations:
         before, self._latest = self._latest, None
         if placement is None:
             return None
-        carried = before[1].unkept_nbytes if before is not None and before[0] == layer - 1 else 0.0
+        goes_on = before is not None and before[0] == layer - 1 and not placement.begins
+        carried = before[1].unkept_nbytes if before is not None and goes_on else 0.0
         expected = self._saved_nbytes.get(layer, placement.nbytes)
         quota = Quota(placement, expected_nbytes=expected, carried_nbytes=carried)
         self._latest = layer, quota

@@ -35,6 +35,8 @@ class Placement:
     disk: float = 0.0
     nbytes: int = 0
     """What the layer's first call is expected to save; 0 where nobody knows."""
+    begins: bool = False
+    """A pass begins with this layer, also where the layer before it ran just now: that one is held for another time."""
 
     def __post_init__(self) -> None:
         fractions = (self.kept, self.host, self.disk)

@@ -81,6 +81,7 @@ def _headline(plan: ActivationPlan) -> str:
     ]
     named = "".join(f", {name} {size}" for name, size in ways if size > 1)
     tiles = plan.problem.profile.mlp_tiles
+    named += f" ({pipeline.schedule})" if pipeline.chunks > 1 else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "

@@ -24,6 +24,7 @@ from memo.mip.activation_prove import prove
 from memo.mip.activation_tiles import TILES, solve_tiles
 from memo.mip.hardware import PRESETS, Hardware, hardware
 from memo.mip.measured import with_measured
+from memo.mip.schedules import PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpus", type=int, default=1, metavar="N", help="in all (default 1)")
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         where.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{words} parallelism (default 1)")
+    where.add_argument(
+        "--schedule",
+        choices=[str(s) for s in PipelineSchedule],
+        default=str(PipelineSchedule.ONE_F_ONE_B),
+        help="of the pipeline, as memo train's (default 1f1b)",
+    )
     where.add_argument(
         "--doctor", metavar="FILE", help="what memo doctor --json measured there, instead of the preset's rates"
     )
@@ -131,6 +138,7 @@ class Request:
     machine: Hardware
     budgets: Budgets
     accumulate: int
+    schedule: PipelineSchedule
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Request:
@@ -147,16 +155,18 @@ class Request:
         profile = None if args.profile is None else read_profile(args.profile)
         if args.model is not None and args.seq is None:
             raise UsageError("--model needs --seq, such as 128k")
+        layout = _layout(args, profile)
         return cls(
             config=None if args.model is None else preset(args.model, variant=args.variant),
             model=args.model or "",
             precision=Precision(args.precision),
             tiles=_tiles(args.mlp_tiles, profile),
-            layout=_layout(args, profile),
+            layout=layout,
             profile=profile,
             machine=machine,
             budgets=_budgets(args, machine),
             accumulate=args.accumulate,
+            schedule=_schedule(args, layout),
         )
 
     def plan(self) -> ActivationPlan:
@@ -177,7 +187,19 @@ class Request:
     def _pipeline(self) -> Pipeline:
         """Ranks of one stage are neighbours: a node holds several stages only where it has more ranks than a stage."""
         together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
-        return Pipeline(stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together)
+        return Pipeline(
+            stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together, schedule=self.schedule
+        )
+
+
+def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
+    schedule = PipelineSchedule(args.schedule)
+    if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
+        raise UsageError(f"--schedule {schedule} has no meaning without --pp")
+    wrong = schedule.why_not(args.accumulate, layout.pp) if schedule.stages_per_rank > 1 else None
+    if wrong is not None:
+        raise UsageError(f"--accumulate {args.accumulate} {wrong}")
+    return schedule
 
 
 def _tiles(text: str, profile: Profile | None) -> tuple[int, ...]:

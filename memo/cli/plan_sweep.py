@@ -14,7 +14,8 @@ from memo.cli.output import replacing, say_written
 from memo.cli.plans import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import ActivationPlan, LayerPlan
-from memo.mip.activation_cost import device_positions, predict
+from memo.mip.activation_cost import predict
+from memo.mip.activation_positions import device_positions
 from memo.mip.activation_prove import prove
 from memo.mip.crossover import crossover_tokens
 from memo.units import format_bytes, format_duration, format_tokens

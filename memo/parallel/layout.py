@@ -12,22 +12,9 @@ import enum
 
 from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
+from memo.mip.schedules import PipelineSchedule
 
 __all__ = ["ContextAttention", "Layout", "PipelineSchedule"]
-
-
-class PipelineSchedule(enum.StrEnum):
-    """The order of forwards and backwards in a pipeline."""
-
-    GPIPE = "gpipe"  # Huang et al. 2019
-    ONE_F_ONE_B = "1f1b"  # Narayanan et al. 2019, PipeDream
-    INTERLEAVED = "interleaved-1f1b"  # Narayanan et al. 2021
-    ZERO_BUBBLE = "interleaved-zero-bubble"  # Qi et al. 2023
-    ZERO_BUBBLE_V = "zbv"  # the same, stages in a V
-
-    @property
-    def stages_per_rank(self) -> int:
-        return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
 
 
 class ContextAttention(enum.StrEnum):
@@ -96,11 +83,7 @@ class Layout:
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Stages of one rank of the pipeline, in the order of the layers."""
-        if self.stages_per_rank == 1:
-            return [pp_rank]
-        if self.schedule is PipelineSchedule.ZERO_BUBBLE_V:
-            return [pp_rank, self.stages - 1 - pp_rank]
-        return [pp_rank, pp_rank + self.pp]
+        return self.schedule.stages_of(pp_rank, self.pp)
 
     def layers_of(self, stage: int, layers: int) -> range:
         """Positions of a stage's layers."""
@@ -148,15 +131,9 @@ class Layout:
                 raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")
 
     def _check_microbatches(self, count: int) -> None:
-        if self.schedule is PipelineSchedule.GPIPE:
-            return
-        least = self.stages if self.schedule is PipelineSchedule.ZERO_BUBBLE_V else self.pp
-        if count < least:
-            raise UsageError(f"--accumulate {count} is too few for {self.schedule} on --pp {self.pp}; at least {least}")
-        if self.stages_per_rank > 1 and count % max(1, count // self.pp):
-            raise UsageError(
-                f"--accumulate {count} does not divide into rounds of --pp {self.pp}; use a multiple of it"
-            )
+        wrong = self.schedule.why_not(count, self.pp)
+        if wrong is not None:
+            raise UsageError(f"--accumulate {count} {wrong}")
 
     def check_ranks(self, ranks: int) -> None:
         """Raises UsageError unless exactly as many processes were started as the layout has."""

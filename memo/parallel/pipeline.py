@@ -1,4 +1,4 @@
-"""Pipelines: a rank's stages under one of torch's schedules, and how many microbatches each stage has in flight.
+"""Pipelines: a rank's stages under one of torch's schedules.
 
 Stages are told the shapes that pass between them, so no schedule makes a dry run to find them out, and no activation is
 saved that no step asked for.
@@ -6,8 +6,7 @@ saved that no step asked for.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from memo.errors import UsageError
 from memo.parallel.layout import Layout, PipelineSchedule
 
-__all__ = ["check_torch", "in_flight", "make_schedule", "microbatches_in_flight", "pass_through"]
+__all__ = ["TORCH_NAMES", "check_torch", "make_schedule", "pass_through"]
 
 # 2.11 is known to fail: it asks a Python function's node for what only a C++ one has there.
 _SPLITS_SINCE = "2.13"
 
-_NAMES = {
+TORCH_NAMES = {
     PipelineSchedule.GPIPE: "GPipe",
     PipelineSchedule.ONE_F_ONE_B: "1F1B",
     PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
@@ -65,7 +64,7 @@ def make_schedule(
         )
         for index, module in modules.items()
     ]
-    kind: Any = get_schedule_class(_NAMES[layout.schedule])
+    kind: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
     return kind(stages if layout.stages_per_rank > 1 else stages[0], microbatches, loss_fn=_given, scale_grads=True)
 
 
@@ -108,42 +107,3 @@ def pass_through(
 
 def _given(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
-
-
-# The first half of a split backward, whose second half still needs what was saved; and what only moves parameters or
-# gradients.
-_NOTHING_SAVED = frozenset({"BACKWARD_INPUT", "REDUCE_GRAD", "UNSHARD", "RESHARD"})
-
-
-def in_flight(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
-    """The most microbatches that each stage holds activations of at a time, from a schedule's `pipeline_order`.
-
-    An activation is held from its forward to the end of its backward: of the second part, where backward is split.
-    """
-    now: collections.Counter[int] = collections.Counter()
-    most: collections.Counter[int] = collections.Counter()
-    for actions in order.values():
-        for action in actions:
-            if action is None:
-                continue
-            stage, kind = action.stage_index, action.computation_type.name
-            if kind == "FORWARD":
-                now[stage] += 1
-                most[stage] = max(most[stage], now[stage])
-            elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-                now[stage] -= 1
-            elif kind not in _NOTHING_SAVED:
-                raise AssertionError(f"no rule for {kind} of a pipeline's order")
-    return dict(most)
-
-
-def microbatches_in_flight(layout: Layout, stage: int, microbatches: int) -> int:
-    """The same for the schedules with one stage a rank, in closed form.
-
-    GPipe runs all forwards first; under 1F1B stage s of p begins its first backward after p - s forwards.
-    """
-    if layout.schedule is PipelineSchedule.GPIPE:
-        return microbatches
-    if layout.schedule is PipelineSchedule.ONE_F_ONE_B:
-        return min(microbatches, layout.pp - stage)
-    raise ValueError(f"{layout.schedule} has no closed form; ask in_flight for its order")

@@ -21,8 +21,8 @@ from memo.gpt.config import GPTConfig, preset
 from memo.gpt.parallel_model import build_stages
 from memo.gpt.parallel_training import ParallelTrainer
 from memo.gpt.stage import Stage
+from memo.parallel.course import Course
 from memo.parallel.layout import Layout, PipelineSchedule
-from memo.parallel.pipeline import in_flight, microbatches_in_flight
 from memo.parallel.world import World, join
 
 ROWS, MICROBATCHES, LAYERS, HIDDEN, HEADS = 4, 8, 8, 32, 4
@@ -78,8 +78,8 @@ class _Handle:
         self._held.dropped(self.tensor.untyped_storage())
 
 
-def plain(layout: Layout, world: World) -> tuple[int, dict[int, int]]:
-    """Peak of what one rank holds, and what the schedule's own order says of every stage."""
+def plain(world: World) -> tuple[int, Course]:
+    """Peak of what one rank holds, and what the schedule's own order says of it."""
     stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
     held = Held(stages)
     around = saved_tensors_hooks(held.pack, held.unpack)
@@ -89,7 +89,9 @@ def plain(layout: Layout, world: World) -> tuple[int, dict[int, int]]:
     for step in (1, 2):
         assert trainer.step(step) is not None
         assert held.now == 0
-    return held.most, in_flight(trainer.schedule.pipeline_order)
+    course = Course.of(trainer.schedule, [layer for stage in stages for layer in stage.layers.values()])
+    assert course is not None
+    return held.most, course
 
 
 def managed(world: World) -> tuple[int, int]:
@@ -133,15 +135,14 @@ def main() -> None:
         for schedule in PipelineSchedule:
             layout = Layout(pp=dist.get_world_size(), schedule=schedule)
             world = World.of(layout, "cpu")
-            most, order = plain(layout, world)
-            mine = layout.stages_of(world.pp)
-            per_stage = LAYERS // layout.stages * LAYER
-            if len(mine) == 1:
-                held = microbatches_in_flight(layout, world.pp, MICROBATCHES)
-                assert order[world.pp] == held, (schedule, order)
-                assert most == held * per_stage, (schedule, world.pp, most / per_stage)
-            else:  # two stages of a rank are seldom full at one time
-                assert max(order[s] for s in mine) * per_stage <= most <= sum(order[s] for s in mine) * per_stage
+            most, course = plain(world)
+            if schedule is PipelineSchedule.GPIPE:
+                assert course.held == MICROBATCHES
+            if schedule is PipelineSchedule.ONE_F_ONE_B:
+                assert course.held == min(MICROBATCHES, layout.pp - world.pp)
+            # Two stages of a rank are seldom full at one time: what they hold together is counted turn by turn.
+            assert most == course.weight * LAYER, (schedule, world.pp, most / LAYER, course.weight)
+            assert course.weight <= course.held * LAYERS // layout.pp
             saved, device = managed(world)
             assert saved == most, (schedule, world.pp, saved, most)
             # One layer computes, one leaves or is read ahead, one may wait for the next microbatch, one for its weights'

@@ -47,13 +47,17 @@ def test_the_last_stage_of_torchs_1f1b_counts_its_forwards_from_one_and_is_under
 
 def test_a_split_backward_comes_twice_the_second_time_from_the_first_layer_on() -> None:
     first, last = stage(1), stage(2)
-    order = "0F0 3F0 3I0 0F1 3W0 0I0 0W0 0I1 0W1"
+    order = "0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1"
     course = Course.of(schedule(0, order, {0: first, 3: last}), [*first, *last])
     assert course is not None
     assert course.held == 2
     assert course.weight == 2 * 1 + 1 * 2
     # The first stage's backward is whole: its input wants no gradient. At a turn the same call is not come to anew.
-    assert course.backward == ((2, 0), (1, 0), (2, 0), (0, 0), (0, 1))
+    assert course.backward == ((2, 0), (1, 0), (2, 0), (0, 0), (2, 1), (1, 1), (2, 1), (0, 1))
+    assert course.turns is not None
+    assert course.turns.layers == (1, 2)
+    said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in course.turns.turns)
+    assert said == "0F0 1F0 1I0 0F1 1W0 0B0 1F1 1I1 1W1 0B1"
 
 
 @pytest.mark.parametrize("order", [None, {}])

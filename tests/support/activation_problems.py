@@ -6,7 +6,8 @@ import dataclasses
 import random
 
 from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation_cost import device_positions, predict
+from memo.mip.activation_cost import predict
+from memo.mip.activation_positions import device_positions
 from memo.mip.hardware import Hardware
 from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 

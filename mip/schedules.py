@@ -1,0 +1,164 @@
+"""The orders in which a pipeline's ranks run forwards and backwards, as torch's schedules have them; tests hold the two alike.
+
+Owns who has which stages and what each rank does one after the other. Knows no layers, no bytes and no time. A rank's
+stages are its chunks, counted in the order of the layers.
+
+    interleaved-1f1b, 2 ranks, 4 microbatches:  rank 0   0F0 0F1 1F0 1F1 0F2  1B0 0F3 ...       chunk, kind, microbatch
+    zbv, 2 ranks, 4 microbatches:               rank 1   0F0  1F0 0F1  1F1 1I0 1W0 ...
+
+Where backward is split, INPUT makes the gradients that the stage before waits for, and WEIGHT the rest when there is time;
+the pipeline's first stage has nobody that waits, and its backward is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterator
+
+__all__ = ["Kind", "PipelineSchedule", "Turn", "rank_turns"]
+
+
+class PipelineSchedule(enum.StrEnum):
+    """The order of forwards and backwards in a pipeline."""
+
+    GPIPE = "gpipe"  # Huang et al. 2019
+    ONE_F_ONE_B = "1f1b"  # Narayanan et al. 2019, PipeDream
+    INTERLEAVED = "interleaved-1f1b"  # Narayanan et al. 2021
+    ZERO_BUBBLE = "interleaved-zero-bubble"  # Qi et al. 2023
+    ZERO_BUBBLE_V = "zbv"  # the same, stages in a V
+
+    @property
+    def stages_per_rank(self) -> int:
+        return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
+
+    def stages_of(self, rank: int, ranks: int) -> list[int]:
+        """Stages of one rank of the pipeline, in the order of the layers."""
+        if self.stages_per_rank == 1:
+            return [rank]
+        if self is PipelineSchedule.ZERO_BUBBLE_V:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank, rank + ranks]
+
+    def why_not(self, microbatches: int, ranks: int) -> str | None:
+        """What is wrong with so many microbatches on so many ranks, in words that go on from "is" or "does"; None: nothing."""
+        if self is PipelineSchedule.GPIPE or ranks == 1:
+            return None
+        least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks
+        if microbatches < least:
+            return f"is too few for {self} on --pp {ranks}; at least {least}"
+        if self.stages_per_rank > 1 and microbatches % max(1, microbatches // ranks):
+            return f"does not divide into rounds of --pp {ranks}; use a multiple of it"
+        return None
+
+
+class Kind(enum.StrEnum):
+    """What is done with a microbatch, and a chunk's layers."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Whole."""
+    INPUT = "I"
+    """The first half of a split one, from the last layer on."""
+    WEIGHT = "W"
+    """The second half, from the first layer on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One thing that a rank does."""
+
+    chunk: int
+    kind: Kind
+    microbatch: int
+
+    @property
+    def call(self) -> tuple[int, int]:
+        """Chunk and microbatch: what is held from the forward on."""
+        return self.chunk, self.microbatch
+
+
+@functools.lru_cache(maxsize=256)
+def rank_turns(schedule: PipelineSchedule, *, ranks: int, rank: int, microbatches: int) -> tuple[Turn, ...]:
+    """What one rank does in a step, in order, one backward at a time."""
+    match schedule:
+        case PipelineSchedule.GPIPE:
+            turns = _one_chunk(microbatches, ahead=microbatches)
+        case PipelineSchedule.ONE_F_ONE_B:
+            turns = _one_chunk(microbatches, ahead=min(microbatches, ranks - rank))
+        case PipelineSchedule.ZERO_BUBBLE_V:
+            turns = (turn for turn in _in_a_v(ranks, rank, microbatches) if turn.microbatch < microbatches)
+        case _:
+            turns = _interleaved(ranks, rank, microbatches, split=schedule is PipelineSchedule.ZERO_BUBBLE)
+    return tuple(turn for one in turns if (turn := _undivided(one) if rank == 0 and one.chunk == 0 else one))
+
+
+def _undivided(turn: Turn) -> Turn | None:
+    """Of the pipeline's first stage: the first half of its backward is none, and the second is all of it."""
+    if turn.kind is Kind.INPUT:
+        return None
+    return dataclasses.replace(turn, kind=Kind.BACKWARD) if turn.kind is Kind.WEIGHT else turn
+
+
+def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
+    for forward in range(microbatches + ahead):
+        if forward < microbatches:
+            yield Turn(chunk=0, kind=Kind.FORWARD, microbatch=forward)
+        if forward >= ahead - 1 and forward - ahead + 1 < microbatches:
+            yield Turn(chunk=0, kind=Kind.BACKWARD, microbatch=forward - ahead + 1)
+
+
+def _interleaved(ranks: int, rank: int, microbatches: int, *, split: bool) -> Iterator[Turn]:
+    """Chunks take turns, a round of microbatches each; forwards run ahead by less the later the rank is in the pipeline.
+
+    Where backward is split, weights wait for as many backwards as the rank's number.
+    """
+    chunks, total = 2, 2 * microbatches
+    a_round = microbatches // max(1, microbatches // ranks)
+    ahead = min((chunks - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
+    order = [(step // a_round % chunks, step // (a_round * chunks) * a_round + step % a_round) for step in range(total)]
+    forwards = [Turn(chunk=chunk, kind=Kind.FORWARD, microbatch=which) for chunk, which in order]
+    first_half = Kind.INPUT if split else Kind.BACKWARD
+    backwards = [Turn(chunk=chunks - 1 - chunk, kind=first_half, microbatch=which) for chunk, which in order]
+    weights = [dataclasses.replace(turn, kind=Kind.WEIGHT) for turn in backwards] if split else []
+    yield from forwards[:ahead]
+    for step, backward in enumerate(backwards):
+        yield from forwards[ahead + step : ahead + step + 1]
+        yield backward
+        if step >= rank:
+            yield from weights[step - rank : step - rank + 1]
+    yield from weights[max(total - rank, 0) :]
+
+
+def _in_a_v(ranks: int, rank: int, microbatches: int) -> Iterator[Turn]:
+    """The first chunk goes down the ranks and the second comes back up; as many microbatches as fill the pipeline."""
+    wanted = max(2 * ranks - 1, microbatches)
+    done = {(chunk, kind): 0 for chunk in (0, 1) for kind in Kind}
+
+    def run(chunk: int, *kinds: Kind) -> Iterator[Turn]:
+        for kind in kinds:
+            yield Turn(chunk=chunk, kind=kind, microbatch=done[chunk, kind])
+            done[chunk, kind] += 1
+
+    both = (Kind.INPUT, Kind.WEIGHT)
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from run(0, Kind.FORWARD)
+    for _ in range(rank):
+        yield from run(1, Kind.FORWARD)
+        yield from run(0, Kind.FORWARD)
+    for _ in range(ranks - rank):
+        yield from run(1, Kind.FORWARD, *both)
+    while done[1, Kind.FORWARD] < done[0, Kind.FORWARD] or done[0, Kind.FORWARD] < wanted:
+        if done[0, Kind.FORWARD] < wanted:
+            yield from run(0, Kind.FORWARD)
+        yield from run(0, *both)
+        yield from run(1, Kind.FORWARD, *both)
+    for _ in range(rank):
+        yield from run(0, Kind.INPUT)
+        yield from run(1, Kind.INPUT)
+    for _ in range(ranks - rank):
+        yield from run(0, *both)
+    for chunk in (1, 0):
+        while done[chunk, Kind.WEIGHT] < done[chunk, Kind.INPUT]:
+            yield from run(chunk, Kind.WEIGHT)
