@@ -1,4 +1,4 @@
-"""The orders in which a pipeline's ranks run forwards and backwards, as torch's schedules have them; tests hold the two alike.
+"""The orders in which a pipeline's ranks run forwards and backwards: those of torch's schedules, which tests hold them to.
 
 Owns who has which stages and what each rank does one after the other. Knows no layers, no bytes and no time. A rank's
 stages are its chunks, counted in the order of the layers.
@@ -42,7 +42,7 @@ class PipelineSchedule(enum.StrEnum):
         return [rank, rank + ranks]
 
     def why_not(self, microbatches: int, ranks: int) -> str | None:
-        """What is wrong with so many microbatches on so many ranks, in words that go on from "is" or "does"; None: nothing."""
+        """What is wrong with so many microbatches on so many ranks, in words that follow them; None: nothing."""
         if self is PipelineSchedule.GPIPE or ranks == 1:
             return None
         least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks

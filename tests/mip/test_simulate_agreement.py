@@ -14,9 +14,11 @@ from memo.gpt.config import preset
 from memo.gpt.derive import Layout, derive_profile
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation_cost import predict
+from memo.mip.activation_prove import AGREEMENT_IN_TURNS
 from memo.mip.activation_solve import plan_activations, solve_problem
 from memo.mip.hardware import hardware
 from memo.mip.profile import EndProfile, LayerProfile
+from memo.mip.schedules import PipelineSchedule
 from memo.mip.simulate import require_within_budgets, simulate
 from memo.mip.simulation import Simulation
 from memo.trace.events import Tier
@@ -27,8 +29,8 @@ SCALE = 1 << 20
 """Random problems have layers of some hundred bytes, where rounding to whole bytes would count."""
 
 
-def assert_agreement(plan: ActivationPlan, simulation: Simulation) -> None:
-    assert simulation.step_s == pytest.approx(plan.step_s, rel=AGREEMENT)
+def assert_agreement(plan: ActivationPlan, simulation: Simulation, within: float = AGREEMENT) -> None:
+    assert simulation.step_s == pytest.approx(plan.step_s, rel=within)
     require_within_budgets(simulation)
     for stage, foretold in zip(simulation.stages, plan.stages, strict=True):
         for tier, nbytes in (
@@ -41,8 +43,14 @@ def assert_agreement(plan: ActivationPlan, simulation: Simulation) -> None:
 
 @pytest.mark.parametrize(
     "pipeline",
-    [Pipeline(), Pipeline(microbatches=3), Pipeline(stages=2, microbatches=5), Pipeline(stages=3, microbatches=2)],
-    ids=lambda one: f"{one.stages}x{one.microbatches}",
+    [
+        Pipeline(),
+        Pipeline(microbatches=3),
+        Pipeline(stages=2, microbatches=5),
+        Pipeline(stages=3, microbatches=2),
+        Pipeline(stages=2, microbatches=3, schedule=PipelineSchedule.GPIPE),
+    ],
+    ids=lambda one: f"{one.stages}x{one.microbatches} {one.schedule}",
 )
 def test_random_problems(pipeline: Pipeline) -> None:
     planned, moved, recomputed = 0, 0, 0
@@ -58,6 +66,28 @@ def test_random_problems(pipeline: Pipeline) -> None:
         moved += any(stage.copies for stage in simulation.stages)
         recomputed += any(stage.recompute_s for stage in simulation.stages)
     assert min(planned, moved, recomputed) >= 5  # else nothing was tested
+
+
+@pytest.mark.parametrize(
+    "schedule", [PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V]
+)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 6)])
+def test_random_problems_in_turns(schedule: PipelineSchedule, stages: int, microbatches: int) -> None:
+    """Budgets are kept to the byte; what turns wait for is predicted by its mean."""
+    pipeline = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
+    planned, moved, recomputed = 0, 0, 0
+    for seed in range(12):
+        problem = scaled(random_problem(seed, layers=2 * stages + seed % 9, classes=1 + seed % 3, pipeline=pipeline))
+        try:
+            plan = solve_problem(problem)
+        except Infeasible:
+            continue
+        simulation = simulate(plan)
+        assert_agreement(plan, simulation, within=AGREEMENT_IN_TURNS)
+        planned += plan.declined is None
+        moved += any(stage.copies for stage in simulation.stages)
+        recomputed += any(stage.recompute_s for stage in simulation.stages)
+    assert min(planned, moved, recomputed) >= 3  # else nothing was tested
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -34,7 +34,7 @@ def torchs(schedule: PipelineSchedule, ranks: int, rank: int, microbatches: int)
 
 
 def words(actions: Iterable[Any], own: list[int]) -> list[str]:
-    """As turns are told: by chunk; the backward of the pipeline's first stage is whole and comes when its second half does."""
+    """As turns are told: by chunk; the first stage's backward is whole and comes when its second half does."""
     said = []
     for action in actions:
         if action is None or action.computation_type.name not in KINDS:
