@@ -86,6 +86,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
         return dataclasses.replace(
             known,
             always_bytes=round(known.always_bytes * linear),
+            between_bytes=round(known.between_bytes * linear),
             levels=tuple(
                 dataclasses.replace(
                     level,

@@ -27,8 +27,8 @@ forward, backward and recompute time (zero where nothing is recomputed):
                layer moves, too: out beside the first layer of the next forward, back in beside the last of the backward
                before, whichever chunk's that is; it is then there a turn early
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
-               device what has not moved, computed again or not; what has moved goes again, and in again for the second
-               half, which runs from the first layer on
+               device what has not moved, computed again or not, and gradients of its results; what has moved goes
+               again, and in again for the second half, which runs from the first layer on
 
 By these rules one rank's copies out and in never run at the same time. What they share they share with other ranks:
 `Hardware.lanes` gives each of a node's ranks its part of switches, host memory and disks.

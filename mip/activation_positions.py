@@ -137,6 +137,7 @@ class _Place:
             for number in chunk:
                 tally.add(number, _As.KEPT, waiting)
                 tally.add(number, _As.STILL, between)
+                tally.resident_bytes += between * self._layers[number].between_bytes
         if moment.standing is not None:
             tally.turn(self._chunks[moment.standing][-1], _As.KEPT)
         return tally
@@ -147,11 +148,14 @@ class _Place:
         second_half = kind is Kind.WEIGHT
         if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
             yield self._at("the embedding", self._embedding.transient_bytes, {})
-        heads_own = self._head.saved_bytes if self._has_head and kind in (Kind.INPUT, Kind.WEIGHT) else 0
+        halves = kind in (Kind.INPUT, Kind.WEIGHT)
+        heads_own = self._head.saved_bytes if self._has_head and halves else 0
         for number in own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
             beside = self._layers[number].transient_bytes + heads_own
+            if halves:  # gradients of the layers that the first half has been through, and the second not yet
+                beside += sum(layer.between_bytes for layer in self._layers[number : own.stop])
             yield self._at(f"layer {self._indices[number]}", beside, self._running(whole), ends_turn=ends_turn)
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))

@@ -78,6 +78,7 @@ class _Walker:
         self._following = _next_backwards(self._turns)
         self._holds: dict[_Layer, _State] = {}
         self._heads = self._embeddings = 0  # microbatches of which the ends hold what they save
+        self._gradients = 0  # bytes that wait for a second half
         self._walk = Walk()
         own = [index for chunk in self._chunks for index in chunk]
         self._static = sum(self._known[index].static_bytes for index in own)
@@ -147,7 +148,11 @@ class _Walker:
                 self._walk.clock_s += max(work_s, self._reach(turn, following))
             else:
                 self._walk.clock_s += max(work_s, self._read_ahead(at, latest))
+            if turn.kind is Kind.INPUT:
+                self._gradients += self._known[index].between_bytes
             self._stands(self._transient(index), index)
+            if second_half:
+                self._gradients -= self._known[index].between_bytes
             key = turn.chunk, turn.microbatch, index
             if turn.kind is not Kind.INPUT:
                 del self._holds[key]
@@ -190,7 +195,7 @@ class _Walker:
     def _stands(self, besides: float, layer: int | None) -> None:
         held = self._static + sum(self._nbytes(key[2], state) for key, state in self._holds.items())
         held += self._heads * self._profile.head.saved_bytes + self._embeddings * self._profile.embedding.saved_bytes
-        self._walk.stands(held + besides, layer)
+        self._walk.stands(held + besides + self._gradients, layer)
 
     def _nbytes(self, index: int, state: _State) -> float:
         layer, plan = self._known[index], self._plan.layers[index]

@@ -116,6 +116,9 @@ class LayerProfile:
     forward_transient_bytes: int = 0
     """The largest sum of bytes that forward has beside what it saves."""
     backward_transient_bytes: int = 0
+    between_bytes: int = 0
+    """Gradients that the first half of a split backward leaves for the weights; 0 also where they count among what a
+    step holds besides."""
     static_bytes: int = 0
     """This rank's part of the layer's parameters, gradients and optimizer state."""
     storages: int = 0

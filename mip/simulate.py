@@ -93,6 +93,7 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
             Part.DISK: disk,
             Part.RECOMPUTED: whole - kept - host - disk,
         },
+        between_nbytes=layer.between_bytes,
         forward_transient_nbytes=layer.forward_transient_bytes,
         backward_transient_nbytes=layer.transient_bytes if recompute_s else layer.backward_transient_bytes,
     )

@@ -54,6 +54,8 @@ class LayerWork:
     forward_transient_nbytes: int = 0
     """The most that its forward holds beside what it saves."""
     backward_transient_nbytes: int = 0
+    between_nbytes: int = 0
+    """Gradients that wait between the halves of its backward."""
 
     def of(self, part: Part) -> int:
         return self.nbytes.get(part, 0)

@@ -218,6 +218,8 @@ class Stage:
         """`stays`: the second half begins with this call, and not another backward."""
         work = call.work
         self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
+        if kind is Kind.INPUT:
+            self._hold(Tier.DEVICE, work.between_nbytes)
         self._reach(call, following, same_turn=same_turn)
         returning = call.state is _State.RETURNING
         if returning:
@@ -228,6 +230,8 @@ class Stage:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
         self._work(Lane.COMPUTE, work.name, "backward", work.backward_s * _share(kind))
         self._hold(Tier.DEVICE, -work.backward_transient_nbytes)
+        if kind is Kind.WEIGHT:
+            self._hold(Tier.DEVICE, -work.between_nbytes)
         if kind is not Kind.INPUT:
             self._end(call)
         elif returning and not stays:

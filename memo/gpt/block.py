@@ -64,6 +64,8 @@ class Block:
     attention's, under tensor parallelism, a rank's share of the sum."""
     beside: float
     """Of these, what autograd does not save: it stands beside everything that is."""
+    between: float
+    """Gradients of norms' and products' results: what the first half of a split backward leaves for the weights."""
     elementwise: float
     """Bytes read and written by norms, rotation, residuals and the MLP's activation."""
     elementwise_again: float
@@ -121,6 +123,7 @@ class _Letters:
             all=self.rest(),
             matmuls=self.q + h + (0 if self.tiled else ups * self.f),
             beside=h + (self.q if self._queries_are_made_anew() else 0),
+            between=2 * self.stream + self.q + 2 * h + (0 if self.tiled else ups * self.f),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
             projections=2.0 * weights,

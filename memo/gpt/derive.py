@@ -158,6 +158,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens),
         # And the gradient of the layer's weights, in the type of the products.
         backward_transient_bytes=round(2 * gathered_weights + copied_weights + block.backward_transient * tokens),
+        between_bytes=round(block.between * tokens),
         static_bytes=round(STATE_BYTES * parameters / _shards(layout) + copied_weights),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),

@@ -209,6 +209,7 @@ def scaled_layer(layer: LayerProfile) -> LayerProfile:
         other_bytes=layer.other_bytes * SCALE,
         forward_transient_bytes=layer.forward_transient_bytes * SCALE,
         backward_transient_bytes=layer.backward_transient_bytes * SCALE,
+        between_bytes=layer.between_bytes * SCALE,
         static_bytes=layer.static_bytes * SCALE,
         levels=tuple(
             dataclasses.replace(level, saved_bytes=level.saved_bytes * SCALE, beside_bytes=level.beside_bytes * SCALE)

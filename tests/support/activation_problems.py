@@ -88,6 +88,7 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
             backward_s=draw.uniform(8.0, 24.0),
             forward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
             backward_transient_bytes=draw.randint(0 * MIB, 50 * MIB),
+            between_bytes=10 * MIB * (number + 1),
             static_bytes=draw.randint(0 * MIB, 20 * MIB),
         )
         for number in range(classes)
