@@ -274,3 +274,39 @@ def test_names_from_files_reach_the_terminal_escaped(plan_path: Path, capsys: py
     capsys.readouterr()
     assert main(["show", str(plan_path)]) == ExitCode.OK
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_plan_is_of_the_schedule_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--pp", "4"]
+    asked += ["--accumulate", "8", "--device", "40GiB", "--host", "1TiB"]
+    peaks, traces = {}, tmp_path / "traces"
+    for schedule in ("1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"):
+        path = tmp_path / f"{schedule}.json"
+        report = of_json(capsys, [*asked, "--schedule", schedule, "-o", str(path)])
+        peaks[schedule] = [stage["peak_device_bytes"] for stage in report["stages"]]
+        assert max(peaks[schedule]) <= 40 << 30
+        plan = read_activation_plan(path)
+        assert str(plan.problem.pipeline.schedule) == schedule
+        assert check_plan(plan) is None
+        assert main(["show", str(path)]) == ExitCode.OK
+        assert (f"pp 4, microbatches 8 ({schedule})" in capsys.readouterr().out) is (schedule != "1f1b")
+    traces.mkdir()
+    assert main(["simulate", str(path), "-o", str(traces)]) == ExitCode.OK
+    assert len(list(traces.iterdir())) == 4
+    assert len({tuple(of_stages) for of_stages in peaks.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--schedule", "zbv"], "--schedule zbv has no meaning without --pp"),
+        (["--pp", "4", "--accumulate", "6", "--schedule", "zbv"], "--accumulate 6 is too few for zbv on --pp 4"),
+        (["--pp", "4", "--accumulate", "9", "--schedule", "interleaved-1f1b"], "does not divide into rounds"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_in_a_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", *flags]
+    assert main(asked) == ExitCode.USAGE
+    assert words in assert_one_line(capsys)

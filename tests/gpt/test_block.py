@@ -9,12 +9,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from memo.allocator.hollow import Hollow
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.gpt import tiled_mlp
 from memo.gpt.block import ALIGNED, Block, ElementSizes
 from memo.gpt.config import GPTConfig, preset
+from memo.gpt.model import GPT
 from memo.gpt.train_config import Precision
 from memo.hollow_offload import HollowOffload
 from memo.parallel.layout import Layout
@@ -208,3 +211,29 @@ def clipped(allocations: Iterable[Allocation], first: int, last: int) -> list[Al
 
 def peak(allocations: Iterable[Allocation]) -> int:
     return AllocationTrace(allocations=tuple(allocations)).peak_nbytes
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_AUTOCAST])
+@pytest.mark.parametrize("others", [{}, {"variant": "llama", "kv_heads": 4}, {"mlp_tiles": 8}], ids=str)
+def test_the_first_half_of_a_split_backward_leaves_as_many_gradients(
+    others: dict[str, Any], precision: Precision
+) -> None:
+    """As torch's pipelining splits it."""
+    config, batch, tokens = shape(**others), 2, 64
+    layers = GPT(config).layers
+    entry = torch.randn(batch, tokens, HIDDEN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16_AUTOCAST):
+        hidden = entry
+        for layer in layers:
+            hidden = layer(hidden)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    _, groups = stage_backward_input([hidden], [torch.randn_like(hidden)], [entry], iter(parameters))
+    waiting = {
+        gradient.untyped_storage()
+        for group in groups
+        for gradients in group.get("grads") or ()
+        for gradient in gradients or ()
+        if isinstance(gradient, torch.Tensor)
+    }
+    block = Block.of(config, tokens, ElementSizes.of(precision), batch=batch)
+    assert sum(storage.nbytes() for storage in waiting) == LAYERS * block.between * batch * tokens

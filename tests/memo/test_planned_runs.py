@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,18 +17,19 @@ from small_models import assert_equal, ids, stack, train
 
 import memo
 from memo.autoplan import AutoPlan
-from memo.carrier import Carrier
+from memo.carrier import Carrier, settings_of
 from memo.device_memory import DeviceMemory
 from memo.errors import PlanError, UsageError
 from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.manager import Manager
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, OwnTurns, Pipeline
 from memo.mip.activation_cost import predict
 from memo.mip.activation_files import plan_to_json
 from memo.mip.activation_stages import stage_plan
 from memo.mip.hardware import PRESETS
 from memo.mip.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.schedules import PipelineSchedule, rank_turns
 from memo.parallel.course import Course
 from memo.planning import checked_plan, own_part
 from memo.swap.checking import CheckingBackend, CheckingDisk
@@ -292,6 +294,33 @@ def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_give
         (None, "for 2 pipeline stages, and no schedule says which"),
         (course(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
         (course(1, held=4), "for 1 microbatches in flight on stage 1, and the schedule holds 4"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            own_part(plan, there)
+
+
+def test_of_a_plan_in_turns_a_rank_carries_out_both_of_its_stages() -> None:
+    alone = given_plan(6)
+    profile = dataclasses.replace(alone.problem.profile, layers=alone.problem.profile.layers[:1] * 8)
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=PipelineSchedule.INTERLEAVED)
+    problem = dataclasses.replace(alone.problem, profile=profile, pipeline=pipeline)
+    layers = (*(FIXED,) * 5, LayerPlan(), FIXED, LayerPlan())
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
+
+    def told(*own: int, layers: tuple[int, int] = (2, 2), schedule: PipelineSchedule = pipeline.schedule) -> Course:
+        turns = rank_turns(schedule, ranks=2, rank=own[0], microbatches=4)
+        known = OwnTurns(layers=layers, turns=turns)
+        return dataclasses.replace(course(*own, stages=4), turns=known)
+
+    part = own_part(plan, told(0, 2))
+    assert part == stage_plan(plan, 0)
+    assert part.layers == (FIXED, FIXED, FIXED, LayerPlan())
+    named: Any = [SimpleNamespace(name=str(number)) for number in range(4)]
+    assert [place.begins for place in settings_of(part, named)[0].values()] == [True, False, True, False]
+    for there, words in (
+        (told(0, 3, schedule=PipelineSchedule.ZERO_BUBBLE_V), r"gives no rank stages \(0, 3\)"),
+        (told(1, 3, layers=(1, 3)), r"of rank 1 have \(2, 2\) layers there, and others in the model"),
+        (told(0, 2, schedule=PipelineSchedule.ZERO_BUBBLE), "holds other ones at a time"),
     ):
         with pytest.raises(PlanError, match=words):
             own_part(plan, there)

@@ -99,7 +99,8 @@ def carried_out(world: World, plan: ActivationPlan, plain: Steps) -> None:
         own, peak = manager.plan, manager.stats.peak_device_bytes
         assert own is not None
         assert own.stages == (plan.stages[world.pp],)
-        assert peak <= own.stages[0].peak_device_bytes, (world.pp, peak / LAYER)
+        # A storage of which a part stays is beside itself while that part is copied.
+        assert peak <= own.stages[0].peak_device_bytes + LARGEST, (world.pp, peak / LAYER)
         assert manager.stats.bytes_recomputed + manager.stats.bytes_host > 0
     print(f"rank {world.rank}: peak {peak / LAYER:.2f} of {own.stages[0].peak_device_bytes / LAYER:.2f}", flush=True)
 

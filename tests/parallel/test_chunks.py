@@ -1,0 +1,21 @@
+"""Plans for schedules that give a rank two stages: made while training, and carried out from a plan of the whole pipeline."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import launch
+
+from memo.mip.schedules import PipelineSchedule
+
+
+@pytest.mark.parallel
+def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
+    said = launch(2, "chunks_worker.py")
+    for schedule in PipelineSchedule:
+        assert (f"{schedule}: planned by turns" in said) is (schedule.stages_per_rank > 1)
