@@ -101,7 +101,7 @@ class OwnTurns:
     turns: tuple[Turn, ...]
 
     def __post_init__(self) -> None:
-        before = {
+        before: dict[Kind, set[Kind | None]] = {
             Kind.FORWARD: {None},
             Kind.BACKWARD: {Kind.FORWARD},
             Kind.INPUT: {Kind.FORWARD},

@@ -1,4 +1,4 @@
-"""Plans for schedules that give a rank two stages: made while training, and carried out from a plan of the whole pipeline."""
+"""Plans for schedules that give a rank two stages: made while training, and carried out from one made beforehand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ from memo.mip.schedules import PipelineSchedule
 
 @pytest.mark.parallel
 def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
-    said = launch(2, "chunks_worker.py")
+    said = launch(2, "chunks_worker.py", timeout_s=600)
     for schedule in PipelineSchedule:
         assert (f"{schedule}: planned by turns" in said) is (schedule.stages_per_rank > 1)
