@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -106,22 +107,22 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
     assert peak(everything, again) == 4 * 160
 
 
-def test_counting_turn_by_turn_is_never_slower_than_by_the_larger_number() -> None:
+def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
+    """Where backward is whole: of halves the larger number says nothing."""
     better = 0
-    for schedule in TWO:
-        for rank, seed in ((0, 1), (1, 2), (0, 3), (1, 4)):
-            turns = rank_turns(schedule, ranks=2, rank=rank, microbatches=8)
-            own = OwnTurns(layers=(4, 4), turns=turns)
-            problem = random_problem(seed, layers=8, pipeline=Pipeline(microbatches=8, own=own))
-            held = max(max(counts) for counts in problem.pipeline.most_held(0))
-            counted = dataclasses.replace(problem, pipeline=Pipeline(microbatches=8, held=held))
-            try:
-                before = solve_problem(counted)
-            except Infeasible:
-                continue
-            after = solve_problem(problem)
-            assert after.stages[0].recompute_s <= before.stages[0].recompute_s + before.stages[0].stall_s + 1e-6
-            better += after.step_s < 0.999 * before.step_s
+    for rank, seed in itertools.product(range(2), range(6)):
+        turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=rank, microbatches=8)
+        pipeline = Pipeline(microbatches=8, own=OwnTurns(layers=(4, 4), turns=turns))
+        problem = random_problem(seed, layers=8, pipeline=pipeline)
+        held = max(max(counts) for counts in pipeline.most_held(0))
+        counted = dataclasses.replace(problem, pipeline=Pipeline(microbatches=8, held=held))
+        try:
+            (before,), (after,) = solve_problem(counted).stages, solve_problem(problem).stages
+        except Infeasible:
+            continue
+        added, added_before = after.recompute_s + after.stall_s, before.recompute_s + before.stall_s
+        assert added <= added_before * (1 + 1e-6), seed
+        better += added < 0.9 * added_before
     assert better >= 4
 
 
