@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bytes_worker import LAYER, LAYERS, MICROBATCHES
 from equality_worker import CPU
+from launching import SCHEDULES
 from plans_worker import Steps, divided, managed, only_saved_tensors, require_equal, run
 
 import memo.manager
@@ -26,7 +27,7 @@ from memo.parallel.agreement import everyones
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
 
-SCHEDULES = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
+TWO = [schedule for schedule in SCHEDULES if schedule.stages_per_rank > 1]
 LARGEST = LAYER // 4
 """Storage of a layer."""
 STEPS = 6
@@ -121,7 +122,7 @@ def main() -> None:
     memo.manager.device_memory = only_saved_tensors
     before: ActivationPlan | None = None
     with join(CPU):
-        for schedule in SCHEDULES:
+        for schedule in TWO:
             world = World.of(Layout(pp=2, schedule=schedule), "cpu")
             _, trainer = divided(world)
             plain = run(trainer, STEPS)

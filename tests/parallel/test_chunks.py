@@ -9,13 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import launch
-
-from memo.mip.schedules import PipelineSchedule
+from launching import SCHEDULES, launch
 
 
 @pytest.mark.parallel
 def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
     said = launch(2, "chunks_worker.py", timeout_s=600)
-    for schedule in PipelineSchedule:
+    for schedule in SCHEDULES:
         assert (f"{schedule}: planned by turns" in said) is (schedule.stages_per_rank > 1)
