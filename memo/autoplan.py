@@ -187,6 +187,8 @@ class AutoPlan:
             if len(self._regimes) > MAX_PLANS:
                 self._regimes.popitem(last=False)
         self._regimes.move_to_end(signature)
+        if regime.phase is not _Phase.SETTLED:
+            self._managed.restart_peaks()
         self._enter(regime)
 
     # One step's end.
@@ -196,6 +198,8 @@ class AutoPlan:
         return None if self._signature is None else self._regimes.get(self._signature)
 
     def _conclude(self, regime: _Regime) -> None:
+        if regime.phase is _Phase.SETTLED:
+            return  # and leaves the peaks of torch's memory statistics to the program
         peak = self._managed.take_peak()
         if regime.phase is _Phase.WARM_UP:
             share = min(self._everyones(self._managed.spare_share(peak, max(self._forwards, self._held or 1))))

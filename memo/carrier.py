@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.variable import Variable
 
 from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
@@ -60,8 +61,9 @@ class Carrier:
         self._tracer = tracer
         self._link = link
         self._others_bytes = 0
-        engine.stats.restart_peak()
-        memory.restart()
+        self._highest_bytes = 0
+        engine.when_idle(self._when_idle)
+        self.restart_peaks()
 
     @property
     def idle(self) -> bool:
@@ -148,10 +150,27 @@ class Carrier:
         The two peaks need not have come together: what is noted may be less than the true figure by what saved tensors
         took at the other's moment, which at the safest setting is two layers at most and is given away twice for it.
         """
-        peak = self._engine.stats.restart_peak()
-        self._others_bytes = max(0, self._memory.peak_bytes() - peak)
-        self._memory.restart()
+        self._note_peak()
+        highest, peak = self._highest_bytes, self._engine.stats.recent_peak_bytes
+        self._others_bytes = max(0, highest - peak)
+        self.restart_peaks()
         return peak
+
+    def restart_peaks(self) -> None:
+        """Forgets what memory was used before."""
+        self._engine.stats.restart_peak()
+        self._memory.restart()
+        self._highest_bytes = 0
+
+    def _when_idle(self) -> None:
+        """Backward is nearly done. Before the next forward the program may restart the peaks, as loops that log them do."""
+        try:
+            Variable._execution_engine.queue_callback(self._note_peak)  # type: ignore[attr-defined]  # at its end
+        except RuntimeError:  # no backward: the graph was let go
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._highest_bytes = max(self._highest_bytes, self._memory.peak_bytes())
 
 
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:

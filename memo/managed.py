@@ -84,3 +84,6 @@ class Managed(Protocol):
 
     def take_peak(self) -> int:
         """The most bytes of saved tensors that the device had at once since the last call."""
+
+    def restart_peaks(self) -> None:
+        """The next `take_peak` is to tell of what comes after this alone."""

@@ -19,6 +19,7 @@ from memo.trace.events import StallCause
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     import torch
 
@@ -41,6 +42,8 @@ class Endings:
     ) -> None:
         self.dropped: collections.deque[SavedStorage] = collections.deque()
         """What waits for the lock; look here before calling `drain`."""
+        self.when_idle: Callable[[], None] | None = None
+        """Called whenever nothing is saved any more, with the lock held and in any thread."""
         self._lock = lock
         self._backend = backend
         self._edges = edges
@@ -117,6 +120,8 @@ class Endings:
     def _end(self, saved: SavedStorage) -> None:
         stats = self._account.stats
         stats.live_entries -= 1
+        if not stats.live_entries and self.when_idle is not None:
+            self.when_idle()
         group, groups = saved.group, self._groups
         group.alive -= 1
         if not group.alive and group is not groups.open:

@@ -33,7 +33,7 @@ from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStor
 from memo.swap.selection import STAYS, Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from memo.swap.backend import Backend
@@ -117,6 +117,10 @@ class Engine:
     def listen(self, tracer: Tracer | None) -> None:
         """From now on `tracer` is told what happens. Between steps only: what is saved already tells nobody else."""
         self._account.listen(tracer)
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Calls this whenever nothing is saved any more: in any thread, quickly, and without a word to the engine."""
+        self._endings.when_idle = call
 
     def reload_ahead(self, nbytes: int | None) -> None:
         """How much may be reloaded ahead of backward; None for one layer."""

@@ -182,6 +182,40 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
     manager.close()
 
 
+def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan() -> None:
+    """Training loops log the peak after each step and start it anew."""
+    model = fresh(4)
+    manager, engine, tokenwise = checked_manager(model, policy="eager")
+    peak = 0
+    memory = DeviceMemory(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
+    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    with manager:
+        loss = forward(model, 0)
+    peak = ROOM // 2  # in backward
+    loss.backward()
+    peak = 0  # by the program
+    saved = carrier.take_peak()
+    assert saved > 0
+    assert carrier.limits().others_bytes == ROOM // 2 - saved
+    assert carrier.limits().device_bytes == ROOM // 2 + saved
+    manager.close()
+
+
+def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
+    model = fresh(4)
+    manager, engine, tokenwise = paced_manager(model)
+    restarts = itertools.count()
+    memory = DeviceMemory(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: next(restarts) and None)
+    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+    train(model, lambda step: forward(model, step), manager, steps=5)
+    assert planning.use().phase == "settled"
+    before = next(restarts)
+    train(model, lambda step: forward(model, step), manager, steps=2)
+    assert next(restarts) == before + 1
+    manager.close()
+
+
 @pytest.mark.parametrize(("device", "host"), [(4.0, 0.05), (2.9, 0.15), (2.3, 1.5)])
 def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: float) -> None:
     """In layers: the safest setting alone moves an eighth of each of seven, which the first two hosts have no room for; with
