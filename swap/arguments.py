@@ -15,6 +15,7 @@ import torch
 
 from memo.errors import ModifiedAfterSave
 from memo.swap.capture import layer_input
+from memo.swap.saved import version_of
 from memo.swap.tokenrules import Unproven
 from memo.swap.tokens import Axis, Mark, Meaning, cut
 
@@ -79,12 +80,12 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor, tokens: int) -> None:
         self._tensor = tensor.detach()
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._requires_grad = tensor.requires_grad
         self._tokens = tokens
 
     def check(self) -> None:
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise ModifiedAfterSave(
                 f"an argument of shape {tuple(self._tensor.shape)} of a layer was changed in place before backward"
                 " recomputed the layer; use an out-of-place operation"

@@ -2,7 +2,7 @@
 
 A sharded tensor (DTensor) is its local part: its own storage is a fake that has no address. Never moved: parameters,
 their views and autocast's casts of them; the storages of a layer's other arguments and of the model's buffers; small
-storages; tensors of another device, sparse, quantised or conjugated tensors, those with a tangent and other subclasses.
+storages; tensors of another device, sparse, quantised or conjugated tensors, those with tangents and other subclasses.
 What does not move is kept by reference, so a wrong answer here costs memory and never a gradient.
 """
 
@@ -67,19 +67,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_hidden_state(tensor: torch.Tensor) -> bool:
     """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser, a
-    list of tensors under one, a tangent of forward-mode differentiation, zeros without memory."""
+    list of tensors under one, zeros without memory, maybe a tangent of forward-mode differentiation."""
     return (
         tensor.is_conj()
         or tensor.is_neg()
         or tensor.is_quantized
         or tensor.is_nested
         or tensor._is_zerotensor()
-        or _has_tangent(tensor)
+        or forward_ad._current_level >= 0
     )
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -49,6 +49,7 @@ __all__ = [
     "Sharded",
     "State",
     "content_of",
+    "version_of",
 ]
 
 # An attribute of an enumeration costs more to look up than all else in a transition.
@@ -90,6 +91,11 @@ def content_of(tensor: torch.Tensor) -> Content:
     if owner.numel() * owner.itemsize == owner.untyped_storage().nbytes():
         return version, None
     return version, (owner.storage_offset(), owner.size(), owner.stride())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A state of its version counter; one made in inference mode has none, and cannot be changed outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 _ids = itertools.count(1)

@@ -33,6 +33,7 @@ from memo.swap.origins import (
     operand_of,
     same_lengths,
 )
+from memo.swap.saved import version_of
 from memo.swap.tokenrules import tensors_in
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Script:
             origin = self._elsewhere(tensor)
             self._origins.put(storage, origin)
         if origin.states is not None:
-            origin.states.add((tensor._version, tensor.requires_grad))
+            origin.states.add((version_of(tensor), tensor.requires_grad))
         return operand_of(tensor, origin)
 
     def _elsewhere(self, tensor: torch.Tensor) -> Origin:
@@ -240,7 +241,7 @@ class Reading:
                 origin = UNKNOWN
             if origin is None:
                 raise Diverged(f"{what} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
-            if origin.states is not None and (tensor._version, tensor.requires_grad) not in origin.states:
+            if origin.states is not None and (version_of(tensor), tensor.requires_grad) not in origin.states:
                 raise Diverged(
                     f"{what} was given a tensor of shape {tuple(tensor.shape)} from outside the layer that has changed since"
                 )

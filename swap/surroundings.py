@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memo.errors import ModifiedAfterSave
 from memo.swap.capture import is_sharded
+from memo.swap.saved import version_of
 
 __all__ = ["ModuleState", "Precision", "RandomState", "drawn_by_python", "has_others"]
 
@@ -126,13 +127,13 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._tensors = [(tensor, tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+        self._tensors = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *module.buffers())]
         self._attributes = _attributes(module)
 
     def check(self, name: str) -> None:
         """Raises ModifiedAfterSave for what has changed."""
         for tensor, version in self._tensors:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise ModifiedAfterSave(
                     f"a parameter or buffer of {name} of shape {tuple(tensor.shape)} was changed in place before"
                     " backward recomputed the layer; step the optimizer after backward"
@@ -146,7 +147,7 @@ class ModuleState:
 
     def changed_tensor(self) -> torch.Tensor | None:
         """A parameter or buffer that was changed in place."""
-        return next((tensor for tensor, version in self._tensors if tensor._version != version), None)
+        return next((tensor for tensor, version in self._tensors if version_of(tensor) != version), None)
 
     def changed_attribute(self) -> str | None:
         """The first plain attribute that is another now."""

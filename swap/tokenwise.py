@@ -148,8 +148,8 @@ class TokenWise:
         """A layer's forward begins; `end` must follow."""
         if torch.compiler.is_compiling() or layer.name in self._unsuited:
             return
-        if forward_ad._current_level >= 0:  # where tangents are computed, torch rounds otherwise below a dispatch mode
-            return
+        if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # where tangents are computed, torch rounds otherwise below a dispatch mode; vmap's tensors have no bytes
         if self._open is not None:
             self._open.nested = True
             return

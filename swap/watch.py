@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import Arguments
 from memo.swap.belongings import Belongings
-from memo.swap.saved import content_of
+from memo.swap.saved import content_of, version_of
 from memo.swap.script import Script, Scripted
 from memo.swap.surroundings import ModuleState, Precision, RandomState, drawn_by_python
 from memo.swap.tokenrules import Unproven, tensors_in
@@ -62,7 +62,7 @@ class Watch:
         """It talks to other ranks, and a recompute does so again."""
         self.nested = False
         """Another managed layer ran within it."""
-        self._version = hidden._version
+        self._version = version_of(hidden)
 
     def __enter__(self) -> Watch:
         self.mode.__enter__()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class Watch:
         """Raises Unproven where the forward changed what a second one would start from."""
         if self.nested:
             raise Unproven("it contains another managed layer")
-        if self.hidden._version != self._version:
+        if version_of(self.hidden) != self._version:
             raise Unproven("it changes its input in place")
         changed = self.state.changed_tensor()
         if changed is not None:

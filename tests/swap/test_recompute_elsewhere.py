@@ -10,7 +10,7 @@ import torch
 from small_models import Stack, assert_equal, ids, plain, stack, train
 from strange_layers import Layer, PutsAside
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -161,6 +161,36 @@ def test_parameters_lent_for_one_call_move_nothing_apart(
     assert all(map(torch.equal, got, step(reference, contextlib.nullcontext())))
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
     assert manager.stats.bytes_recomputed > 0
+
+
+class MadeInInferenceMode(Layer):
+    """A table that has no version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.register_buffer("table", torch.ones(32))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.table).sin()
+
+
+@by_recompute
+def test_a_table_made_in_inference_mode(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    model = stack(make=MadeInInferenceMode)
+    manager = offload(model, **how)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=MadeInInferenceMode)))
+    assert manager.stats.bytes_recomputed > 0
+
+
+@by_recompute
+def test_layers_under_vmap_move_whole(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    def step(model: Stack) -> Callable[[int], torch.Tensor]:
+        batches = torch.stack([ids(0), ids(1)])
+        return lambda step: vmap(lambda batch: model(batch))(batches).sum()
+
+    model, reference = stack(make=Finds), stack(make=Finds)
+    assert_equal(train(model, step(model), offload(model, **how)), train(reference, step(reference)))
 
 
 @by_recompute
