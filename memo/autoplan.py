@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.errors import MemoError, PlanError
+from memo.errors import Infeasible, MemoError, PlanError
 from memo.findings import Findings, alone, least, worst
 from memo.managed import MEASURING, SAFEST, Setting
 from memo.measured import measured_hardware, measured_profile, scaled_profile
@@ -267,8 +267,10 @@ class AutoPlan:
             self._why_not = None
         except MemoError as error:
             regime.phase, regime.setting = _Phase.SETTLED, SAFEST
-            self._why_not = str(error)
-            self._warn("no-plan", f"no plan: {error}; every layer stays at the safest setting")
+            others = self._others_bytes if isinstance(error, Infeasible) else 0
+            beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
+            self._why_not = f"{error}{beside}"
+            self._warn("no-plan", f"no plan: {self._why_not}; every layer stays at the safest setting")
 
     def _plan(self, regime: _Regime) -> None:
         """Makes the plan of what is known, and has it tried.

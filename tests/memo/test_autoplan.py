@@ -38,6 +38,7 @@ class Machine:
         self.heard_by: Tracer | None = None
         self.idle = True
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
+        self.others_bytes = 0
         self.tokens = TOKENS
         self.slowness = 1.0
         self.peak = 0
@@ -70,7 +71,9 @@ class Machine:
         return self.spare
 
     def limits(self) -> Limits:
-        return Limits(device_bytes=self.device_bytes, others_bytes=0, host_bytes=self.host_bytes, disk_bytes=0)
+        return Limits(
+            device_bytes=self.device_bytes, others_bytes=self.others_bytes, host_bytes=self.host_bytes, disk_bytes=0
+        )
 
     def link(self) -> tuple[float, float, float] | None:
         return (1e7, 1e7, 2e7)
@@ -349,10 +352,11 @@ def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None
 
 def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> None:
     machine = Machine(device_bytes=1 << 10)
+    machine.others_bytes = 3 << 20  # a user's budget is for all of it
     auto = make(machine)
     for _ in range(3):
         step(auto, machine)
-    with pytest.warns(RuntimeWarning, match="no plan: .*every layer stays at the safest setting"):
+    with pytest.warns(RuntimeWarning, match="no plan: .*, beside 3 MiB for everything but saved tensors; every layer"):
         step(auto, machine)
     step(auto, machine)
     assert machine.used[-1] is SAFEST
