@@ -269,3 +269,20 @@ def test_what_a_layer_owes_the_device_is_carried_through_one_that_keeps_nothing(
     assert after.choose(800) is Tier.DEVICE
     between.keeps_instead(Tier.HOST, 400)
     assert between.unkept_nbytes == 0.0
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> None:
+    """Layers of two chunks are held for other times, also where one ran just after the other."""
+    halves = Placement(kept=0.5, host=0.5, nbytes=1000)
+    second = Placement(kept=0.5, host=0.5, nbytes=1000, begins=begins)
+    manager = managed(stack(), {0: halves, 1: second})
+    destinations = manager._engine._destinations
+    first = destinations.quota(0)
+    assert first is not None
+    assert first.choose(600) is Tier.HOST
+    after = destinations.quota(1)
+    assert after is not None
+    assert first.unkept_nbytes == 500.0
+    assert after.choose(900) is (Tier.HOST if begins else Tier.DEVICE)
+    manager.close()
