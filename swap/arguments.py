@@ -19,7 +19,15 @@ from memo.swap.saved import version_of
 from memo.swap.tokenrules import Unproven
 from memo.swap.tokens import Axis, Mark, Meaning, cut
 
-__all__ = ["Arguments", "argument_tensors", "check_arguments", "describe", "meaning_of_argument", "token_input"]
+__all__ = [
+    "Arguments",
+    "argument_tensors",
+    "but_for_sizes",
+    "check_arguments",
+    "describe",
+    "meaning_of_argument",
+    "token_input",
+]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -191,6 +199,14 @@ def describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, tuple(value.shape), value.stride(), value.requires_grad
     return value if isinstance(value, _PLAIN) else type(value)
+
+
+def but_for_sizes(described: Any) -> Any:
+    """What `describe` said of an argument at any length: of a tensor all but its shape and strides."""
+    if type(described) is not tuple:
+        return described
+    kind, dtype, shape, _, requires_grad = described
+    return kind, dtype, len(shape), requires_grad
 
 
 def check_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:

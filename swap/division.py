@@ -51,6 +51,12 @@ class Division:
         return self.form if self.left_out is None else self.left_out
 
     @property
+    def steps(self) -> tuple[Any, ...]:
+        """What its recompute does, at whatever length."""
+        spans = ((call.span.level, *(want.position for want in call.span.wanted)) for call in self.calls)
+        return (self.operators, self.treatments, self.left_out, *spans)
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """What a trial of it proves something about."""
         spans = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -59,6 +60,16 @@ class Costs:
         """A recompute of some tokens has ended. The shortest counts: others waited for a copy, or ran for the first time."""
         each = seconds / tokens
         self._seconds_per_token[level] = min(each, self._seconds_per_token.get(level, each))
+
+    @property
+    def seconds_per_token(self) -> dict[Level, float]:
+        """Of the levels that have run at this length."""
+        return dict(self._seconds_per_token)
+
+    def took(self, seconds_per_token: Mapping[Level, float]) -> None:
+        """A layer like this one took so long for it at this length."""
+        for level, seconds in seconds_per_token.items():
+            self._seconds_per_token.setdefault(level, seconds)
 
     def snapshot(self) -> LayerCosts | None:
         """None before the first forward at the end of which they could be counted."""

@@ -112,6 +112,18 @@ class Ranks:
         """Whether the layer is known to talk to other ranks."""
         return bool(self._groups.get(layer))
 
+    def partners(self, layer: str) -> tuple[str, ...]:
+        """Names of the groups that the layer talks to."""
+        return tuple(group.group_name for group in self._groups.get(layer, ()))
+
+    def say_the_same(self, layer: str, value: object) -> bool:
+        """Whether all ranks that the layer talks to do. A collective call."""
+        same = True
+        for group in self._groups.get(layer, ()):
+            answers = everyones((value, same), group)
+            same = all(answer == (value, True) for answer in answers)
+        return same
+
     def agree(self, told: Callable[[str], str]) -> set[str]:
         """Before a forward's first layer that talks: whether all ranks were told the same of each. A collective call.
 

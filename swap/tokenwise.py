@@ -5,7 +5,8 @@ numbers determine, the first tokens move (levels), and backward computes the res
 which never repeats attention. Two checks stand before a layer is treated so, and both must pass:
 
     proof     the token axis, carried through every operator of the call, reaches each saved tensor (noting, division)
-    trial     at the first call of a kind the recompute runs at once, and what it gives is compared with what was saved
+    trial     the recompute runs at once, and what it gives is compared with what was saved; which calls need one is
+              the subject of memo.swap.trials
 
 A layer that fails moves whole tensors, which is always right, or runs again whole where that is wanted and passes the
 trial; it says so once, with the reason, and the report lists it.
@@ -21,20 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.modules.module as torch_modules
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
 from memo.errors import SwapError
-from memo.swap.arguments import argument_tensors, check_arguments, describe, token_input
+from memo.swap.arguments import argument_tensors, check_arguments, token_input
 from memo.swap.aside import Aside
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
 from memo.swap.noting import Noting
 from memo.swap.ranks import Hearing, Ranks
+from memo.swap.recent import Recent
 from memo.swap.script import Script
-from memo.swap.surroundings import Precision, has_others
-from memo.swap.tokenrules import Unproven, tensors_in
+from memo.swap.surroundings import has_others
+from memo.swap.tokenrules import Unproven
 from memo.swap.trial import try_out
+from memo.swap.trials import Kind, Shown, Trials
 from memo.swap.watch import Watch
 from memo.swap.wholelayer import repeat_whole
 
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["TokenWise"]
 
 _Parts = dict["SavedStorage", "Partial"]
+
+MOST_WARNED = 256
+"""Reasons that are remembered as told: some name shapes, which may be ever new."""
 
 
 class TokenWise:
@@ -83,12 +88,10 @@ class TokenWise:
         self._unsuited: set[str] = set()
         self._own: dict[str, list[torch.Tensor]] = {}
         """Each layer's parameters when the forwards began."""
-        self._verdicts: dict[tuple[Any, ...], str] = {}  # kinds of calls that must not be treated so, and why
-        self._trials: dict[tuple[Any, ...], float] = {}  # kinds of calls that were tried out, and what was found
-        self._kinds_tried: set[tuple[Any, ...]] = set()
-        self._warned: set[str] = set()
+        self._warned: Recent[str, bool] = Recent(MOST_WARNED)
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
+        self._trials = Trials(self._ranks)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -178,15 +181,16 @@ class TokenWise:
         if has_others(layer.module, self._own[layer.name]):
             self._refuse(layer.name, "it is called with other parameters than its own, as functional_call does")
             return None
-        kind = _kind(layer, args, kwargs)
-        divides = divides and kind not in self._verdicts
-        repeats = repeats and (Level.NOTHING, *kind) not in self._verdicts
+        kind = Kind.of(layer, args, kwargs)
+        divides = divides and self._trials.refusal(kind) is None
+        repeats = repeats and self._trials.refusal(kind.repeated) is None
         if not divides and not repeats:
             return None
         try:
             hidden = check_arguments(args, kwargs)
         except Unproven as unproven:
-            self._verdicts[kind] = self._verdicts[Level.NOTHING, *kind] = str(unproven)
+            self._trials.refuse(kind, str(unproven))
+            self._trials.refuse(kind.repeated, str(unproven))
             self._refuse(layer.name, str(unproven))
             return None
         script = Script(argument_tensors(args, kwargs))
@@ -209,7 +213,7 @@ class TokenWise:
     def _noting(
         self,
         layer: Layer,
-        kind: tuple[Any, ...],
+        kind: Kind,
         setting: Setting,
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -220,7 +224,7 @@ class TokenWise:
         try:
             hidden = token_input(args, kwargs)
         except Unproven as unproven:
-            self._verdicts[kind] = str(unproven)
+            self._trials.refuse(kind, str(unproven))
             self._refuse(layer.name, str(unproven))
             return None
         tokens = hidden.size(-2)
@@ -292,11 +296,11 @@ class TokenWise:
         if watch.noting is not None:
             attempt = functools.partial(divide, watch, output, self._engine, self._cost(name))
             try:
-                return self._tried(watch.kind, attempt, name)
+                return self._tried(watch.kind, attempt, watch.layer)
             except Unproven as unproven:
-                self._verdicts[watch.kind] = str(unproven)
+                self._trials.refuse(watch.kind, str(unproven))
         setting = self._setting(name)
-        why = "as chosen" if setting is Level.NOTHING else self._verdicts.get(watch.kind)
+        why = "as chosen" if setting is Level.NOTHING else self._trials.refusal(watch.kind)
         if why is None or _moves_all(setting):
             return {}
         if watch.saves is not None and (setting is Level.NOTHING or self._fallback is Level.NOTHING):
@@ -309,12 +313,12 @@ class TokenWise:
 
     def _repeat(self, watch: Watch, output: Any, why: str) -> _Parts | None:
         """Lets the layer run again whole; None where it must not."""
-        name, kind = watch.layer.name, (Level.NOTHING, *watch.kind)
+        name, kind = watch.layer.name, watch.kind.repeated
         attempt = functools.partial(repeat_whole, watch, output, self._engine, self._cost(name))
         try:
-            parts = self._tried(kind, attempt, name)
+            parts = self._tried(kind, attempt, watch.layer)
         except Unproven as unproven:
-            self._verdicts[kind] = str(unproven)
+            self._trials.refuse(kind, str(unproven))
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
             return None
         if parts:
@@ -326,8 +330,8 @@ class TokenWise:
                 self._warn(why, f"{name} runs again whole in backward, attention too: {why}")
         return parts
 
-    def _tried(self, kind: tuple[Any, ...], attempt: Callable[[], Division | None], name: str) -> _Parts:
-        """What is computed again, after a trial of this kind of call.
+    def _tried(self, kind: Kind, attempt: Callable[[], Division | None], layer: Layer) -> _Parts:
+        """What is computed again, after a trial where one is needed.
 
         Raises:
             Unproven: it must not be; on every rank that the layer talks to, or on none.
@@ -338,34 +342,34 @@ class TokenWise:
             division = attempt()
         except Unproven as unproven:
             reason = str(unproven)
-        form = None if division is None else division.form
-        if reason is not None and self._ranks.talks(name) and kind in self._kinds_tried:
+        if reason is not None and self._ranks.talks(layer.name) and self._trials.were_of(kind):
             raise SwapError(
-                f"{name} was to be recomputed together with other ranks, and now must not be: {reason}; exclude it with"
-                f" alpha=1"
+                f"{layer.name} was to be recomputed together with other ranks, and now must not be: {reason}; exclude it"
+                f" with alpha=1"
             )
-        trial = (*kind, form)
-        if reason is not None or trial not in self._trials:
-            _require(self._ranks.refusal(name, reason, None if division is None else division.course))
-            worst = 0.0
-            if division is not None:
-                worst, reason = self._try_out(division)
-                _require(self._ranks.refusal(name, reason))
-            self._trials[trial] = worst
-            self._kinds_tried.add(kind)
+        shown = None if reason is not None else self._trials.find(kind, division)
+        if shown is None:
+            _require(self._ranks.refusal(layer.name, reason, None if division is None else division.course))
+            shown = self._try_out(division, layer.name)
+            self._trials.add(kind, division, layer.module, shown)
         if division is None:
             return {}
-        if kind[0] is not Level.NOTHING:
-            self.deviation[name] = max(self._trials[trial], self.deviation.get(name, 0.0))
-            self.worst_deviation = max(self.worst_deviation, self._trials[trial])
+        self._cost(layer.name).took(shown.seconds_per_token)
+        if not kind.is_whole:
+            self.deviation[layer.name] = max(shown.deviation, self.deviation.get(layer.name, 0.0))
+            self.worst_deviation = max(self.worst_deviation, shown.deviation)
         return division.parts
 
-    def _try_out(self, division: Division) -> tuple[float, str | None]:
-        """The largest difference, or why it failed."""
-        try:
-            return try_out(division, self._engine.backend.device), None
-        except Unproven as unproven:
-            return 0.0, str(unproven)
+    def _try_out(self, division: Division | None, name: str) -> Shown:
+        """Raises Unproven on every rank that the layer talks to, or on none."""
+        worst, reason = 0.0, None
+        if division is not None:
+            try:
+                worst = try_out(division, self._engine.backend.device)
+            except Unproven as unproven:
+                reason = str(unproven)
+            _require(self._ranks.refusal(name, reason))
+        return Shown(deviation=worst, seconds_per_token=self._cost(name).seconds_per_token)
 
     def _told(self, name: str) -> str:
         """All that this rank was told to do with a layer."""
@@ -386,7 +390,7 @@ class TokenWise:
 
     def _warn(self, reason: str, message: str) -> None:
         if reason not in self._warned:
-            self._warned.add(reason)
+            self._warned[reason] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
@@ -397,13 +401,6 @@ def _require(reason: str | None) -> None:
 
 def _moves_all(setting: Setting) -> bool:
     return isinstance(setting, TokenLevels) and setting.repeats_nothing
-
-
-def _kind(layer: Layer, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Calls of one kind are treated alike: same layer, same mode, same arguments but for the tensors' content."""
-    device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
-    described = tuple(describe(value) for value in tree_leaves((tuple(args), kwargs)))
-    return layer.name, layer.module.training, Precision.now(device), described
 
 
 def _unsuited(module: torch.nn.Module) -> str | None:

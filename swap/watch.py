@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memo.swap.layers import Layer
     from memo.swap.noting import Noting
     from memo.swap.saved import Content, Group
+    from memo.swap.trials import Kind
 
 __all__ = ["Watch"]
 
@@ -36,7 +37,7 @@ class Watch:
         kwargs: dict[str, Any],
         *,
         hidden: torch.Tensor,
-        kind: tuple[Any, ...],
+        kind: Kind,
         noting: Noting | None,
         script: Script,
         whole: bool,
