@@ -1,8 +1,8 @@
 """Decides at run time what becomes of each layer's tensors: measure one step, plan, check, run, compare, plan again.
 
-Owns the choice of a plan for each signature (batch, length) and when it changes. It moves no byte: placements go to the
-engine, levels to the token-wise treatment. A plan is in force between two steps only; one that did not pass the checker
-and the simulator never is.
+Owns the making of plans and when they change; which shape of batch has which is memo.regimes. It moves no byte: placements
+go to the engine, levels to the token-wise treatment. A plan is in force between two steps only; one that did not pass the
+checker and the simulator never is.
 
     step       1         2        3          4       5               6 ...
     setting    safest    mixed    mixed      plan    plan            plan
@@ -13,13 +13,15 @@ The safest setting moves attention's results and recomputes the rest, so that wh
 where the plan would not: what the tiers have no room for stays on the device, as a plan would have to have it. The mixed one
 has tokens at each level of recompute, to time them, as many as the safest one showed to have room. A setting's first step
 is not measured: kernels are being chosen, and each layer's recompute is being tried out.
+
+A shape that comes later is planned before its first step, of what the nearest one showed: layers' bytes and what else the
+device holds beyond its rest grow with the tokens. A step that took more than the device's budget all the same is told, and
+its plan made again with that much less.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,14 @@ import torch
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.findings import Findings, alone, least, worst
 from memo.managed import MEASURING, SAFEST, Setting
-from memo.measured import measured_hardware, measured_profile, scaled_profile
+from memo.measured import measured_hardware, measured_profile, scaled_profile, seconds_of
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline
 from memo.mip.profile import Signature
 from memo.plan_use import PlanUse
+from memo.regimes import Phase, Regime, Regimes, growth, joint
 from memo.step_figures import StepFigures
 from memo.swap.capture import layer_input
+from memo.swap.recent import Recent
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -50,52 +54,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoPlan"]
 
-MAX_PLANS = 32
-"""Signatures whose plans are kept; the one not used for longest goes."""
 TOLERANCE = 0.05
 """How far a measurement may be from its prediction."""
 MAX_CORRECTIONS = 3
-
-
-class _Phase(enum.Enum):
-    WARM_UP = enum.auto()
-    MIXED = enum.auto()
-    PROFILING = enum.auto()
-    PLANNED = enum.auto()
-    """The plan's first step."""
-    COMPARING = enum.auto()
-    SETTLED = enum.auto()
-
-    @property
-    def measures(self) -> bool:
-        return self in (_Phase.PROFILING, _Phase.COMPARING)
-
-
-@dataclasses.dataclass(slots=True)
-class _Regime:
-    """One signature's state."""
-
-    phase: _Phase = _Phase.WARM_UP
-    setting: ActivationPlan | Setting = MEASURING
-    profile: Profile | None = None
-    corrections: int = 0
-    calls: int = 1
-    """How often a step runs each layer: its microbatches."""
-    margin_bytes: int = 0
-    """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
-    step_off: float | None = None
-    peak_off: float | None = None
-    measured_s: float | None = None
-    measured_peak_bytes: int | None = None
-
-    @property
-    def plan(self) -> ActivationPlan | None:
-        return None if isinstance(self.setting, Setting) else self.setting
-
-    def planned(self, plan: ActivationPlan) -> None:
-        """Another plan is to be tried, unless it does nothing at all."""
-        self.setting = plan
-        self.phase = _Phase.PLANNED if plan.declined is None else _Phase.SETTLED
+MOST_WARNED = 64
 
 
 class AutoPlan:
@@ -123,8 +85,10 @@ class AutoPlan:
         self._turns = turns
         self._figures = StepFigures(beyond)
         self._model = model
-        self._regimes: collections.OrderedDict[Signature, _Regime] = collections.OrderedDict()
-        self._signature: Signature | None = None
+        self._regimes = Regimes()
+        self._shape: Signature | None = None  # of the step under way
+        self._watches = False  # its shape is not that of the step before: does it keep the budget?
+        self._measured: Signature | None = None  # of the one whose device memory was looked at last
         self._listening = False
         self._in_force: ActivationPlan | Setting = MEASURING
         self._forwards = 0  # since the last time that nothing was alive
@@ -133,25 +97,25 @@ class AutoPlan:
         self._others_bytes = 0
         self._hardware: Hardware | None = None
         self._why_not: str | None = None
-        self._warned: set[str] = set()
+        self._warned: Recent[str, bool] = Recent(MOST_WARNED)
         managed.use(MEASURING)
 
     @property
     def plan(self) -> ActivationPlan | None:
         """In force now; None while the safest setting is."""
-        regime = self._regime
+        regime = self._regimes.current
         return None if regime is None else regime.plan
 
     def use(self) -> PlanUse:
         """For a report."""
-        regime = self._regime or _Regime()
+        regime = self._regimes.current or Regime()
         return PlanUse(
             phase=regime.phase.name.lower().replace("_", " "),
-            signature=self._signature,
+            signature=self._regimes.signature,
             plan=regime.plan,
             measured_s=regime.measured_s,
             measured_peak_bytes=regime.measured_peak_bytes,
-            plans=sum(known.plan is not None for known in self._regimes.values()),
+            plans=self._regimes.plans,
             planning_s=self._planning_s,
             why_not=self._why_not,
             others_bytes=self._others_bytes,
@@ -159,66 +123,78 @@ class AutoPlan:
 
     def before_forward(self) -> None:
         """A forward is about to begin. Where nothing is alive, the step before it is over and can be judged."""
-        if not all(self._everyones(self._managed.idle)):
+        idle = self._managed.idle
+        said = self._everyones((idle, self._managed.excess_bytes() if idle and self._judges else 0))
+        if not all(theirs for theirs, _ in said):
             self._forwards += 1
             return
-        regime = self._regime
+        regime = self._regimes.current
         if regime is not None and self._trained:
-            self._conclude(regime)
+            self._conclude(regime, excess=max(excess for _, excess in said))
         self._forwards, self._trained = 1, False
         if self._listening:
             self._figures.restart()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A layer is about to run: what a forward's first one is given is the signature. A decoder may have other tokens."""
+        """A layer is about to run: what a forward's first one is given is the signature. A decoder may have other tokens.
+
+        Ranks that carry out one plan may have batches of other shapes: it is made for the largest of each dimension.
+        """
         if self._forwards != 1 or self._trained:
             return  # what is in force stays until all of these have been backwarded
         hidden = layer_input(args, kwargs)
         if hidden is None or not torch.is_grad_enabled():
             return
         self._trained = True
-        signature = _signature(self._model, hidden)
-        if signature == self._signature:
+        shape = joint(self._everyones(_signature(self._model, hidden)))
+        if shape == self._shape:
             return
-        self._signature = signature
-        regime = self._regimes.get(signature)
+        self._shape = shape
+        regime = self._regimes.find(shape)
         if regime is None:
-            regime = self._regimes[signature] = self._new(signature)
-            if len(self._regimes) > MAX_PLANS:
-                self._regimes.popitem(last=False)
-        self._regimes.move_to_end(signature)
-        if regime.phase is not _Phase.SETTLED:
-            self._managed.restart_peaks()
+            signature = self._regimes.new_signature(shape)
+            regime = self._new(signature)
+            self._regimes.add(signature, regime)
+        self._watches = True
+        self._managed.restart_peaks()
         self._enter(regime)
 
     # One step's end.
 
     @property
-    def _regime(self) -> _Regime | None:
-        return None if self._signature is None else self._regimes.get(self._signature)
+    def _judges(self) -> bool:
+        """Whether the step under way is looked at when it is over. The others leave torch's statistics to the program."""
+        regime = self._regimes.current
+        return self._watches or regime is None or regime.phase is not Phase.SETTLED
 
-    def _conclude(self, regime: _Regime) -> None:
-        if regime.phase is _Phase.SETTLED:
-            return  # and leaves the peaks of torch's memory statistics to the program
-        peak = self._managed.take_peak()
-        if regime.phase is _Phase.WARM_UP:
+    def _conclude(self, regime: Regime, *, excess: int) -> None:
+        if not self._judges:
+            return
+        peak, trials = self._managed.take_peak(), self._managed.take_trials()
+        self._measured, self._watches = self._shape, False
+        if excess:
+            self._tell_excess(excess)
+        if excess and regime.plan is not None:
+            self._keep_less(regime, max(self._everyones(peak)))
+        elif regime.phase is Phase.WARM_UP:
             share = min(self._everyones(self._managed.spare_share(peak, max(self._forwards, self._held or 1))))
-            regime.phase, regime.setting = _Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
-        elif regime.phase is _Phase.MIXED:
-            regime.phase = _Phase.PROFILING
-        elif regime.phase is _Phase.PLANNED:
-            regime.phase = _Phase.COMPARING
+            regime.phase, regime.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
+        elif regime.phase is Phase.MIXED:
+            regime.phase = Phase.PROFILING
+        elif regime.phase is Phase.PLANNED:
+            regime.phase = Phase.COMPARING
         elif regime.phase.measures:
-            found = worst(self._everyones(self._found(peak, looks_at_links=regime.phase is _Phase.PROFILING)))
-            if regime.phase is _Phase.PROFILING:
+            looks_at_links = regime.phase is Phase.PROFILING
+            found = worst(self._everyones(self._found(peak, trials=trials, looks_at_links=looks_at_links)))
+            if regime.phase is Phase.PROFILING:
                 self._profile(regime, found)
             else:
                 self._compare(regime, found)
         self._enter(regime)
 
-    def _found(self, peak: int, *, looks_at_links: bool) -> Findings:
+    def _found(self, peak: int, *, trials: int, looks_at_links: bool) -> Findings:
         """Of the step that is over, on this rank."""
-        assert self._signature is not None
+        assert self._shape is not None
         self._managed.finish()
         times = self._figures.times()
         if times is None:
@@ -226,7 +202,7 @@ class AutoPlan:
         if len(times.layers) < self._managed.n_layers:
             return Findings(problem="some layers did not run in the step that was measured")
         try:
-            profile = measured_profile(times, self._managed.costs(), self._signature, mlp_tiles=self._managed.mlp_tiles)
+            profile = measured_profile(times, self._managed.costs(), self._shape, mlp_tiles=self._managed.mlp_tiles)
         except MemoError as error:
             return Findings(problem=str(error))
         return Findings(
@@ -235,6 +211,7 @@ class AutoPlan:
             calls=max(layer.calls for layer in times.layers.values()),
             measured_s=times.span_ns / 1e9,
             peak_bytes=peak,
+            trials=trials,
         )
 
     def _machine(self, times: StepTimes) -> Hardware:
@@ -246,18 +223,19 @@ class AutoPlan:
             link=self._managed.link(),
         )
 
-    def _enter(self, regime: _Regime) -> None:
-        """The regime's setting comes into force."""
-        if regime.setting is not self._in_force:
+    def _enter(self, regime: Regime) -> None:
+        """The regime's setting comes into force; one that is a bound and no plan, anew at each length."""
+        grown = self._growth(self._shape)
+        if regime.setting is not self._in_force or (isinstance(regime.setting, Setting) and grown != 1.0):
             self._in_force = regime.setting
-            self._managed.use(regime.setting)
+            self._managed.use(regime.setting, growth=grown)
         if regime.phase.measures:
             self._figures.restart()
         if regime.phase.measures != self._listening:
             self._listening = regime.phase.measures
             self._managed.listen(self._figures if self._listening else None)
 
-    def _profile(self, regime: _Regime, found: Findings) -> None:
+    def _profile(self, regime: Regime, found: Findings) -> None:
         try:
             if found.profile is None:
                 raise PlanError(str(found.problem))
@@ -266,13 +244,13 @@ class AutoPlan:
             self._plan(regime)
             self._why_not = None
         except MemoError as error:
-            regime.phase, regime.setting = _Phase.SETTLED, SAFEST
+            regime.phase, regime.setting = Phase.SETTLED, SAFEST
             others = self._others_bytes if isinstance(error, Infeasible) else 0
             beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
             self._why_not = f"{error}{beside}"
             self._warn("no-plan", f"no plan: {self._why_not}; every layer stays at the safest setting")
 
-    def _plan(self, regime: _Regime) -> None:
+    def _plan(self, regime: Regime) -> None:
         """Makes the plan of what is known, and has it tried.
 
         Raises:
@@ -281,7 +259,7 @@ class AutoPlan:
         assert regime.profile is not None
         assert self._hardware is not None
         begin = time.perf_counter()
-        limits = least(self._everyones(self._managed.limits()))
+        limits = least(self._everyones(self._managed.limits(self._growth(regime.profile.signature))))
         self._others_bytes = limits.others_bytes
         problem = ActivationProblem(
             profile=regime.profile,
@@ -311,62 +289,89 @@ class AutoPlan:
         except MemoError as error:
             return error
 
-    def _new(self, signature: Signature) -> _Regime:
+    def _growth(self, shape: Signature | None) -> float:
+        """How many times as many tokens this shape has as the step whose device memory is known."""
+        return 1.0 if shape is None or self._measured is None else growth(self._measured, shape)
+
+    def _new(self, signature: Signature) -> Regime:
         """Another batch or length: planned at once from what is known of another one, else measured first."""
-        known = next((regime for regime in reversed(self._regimes.values()) if regime.profile), None)
+        known = self._regimes.nearest(signature)
         if known is not None and known.profile is not None:
             try:
-                regime = _Regime(profile=scaled_profile(known.profile, signature), calls=known.calls)
+                regime = Regime(profile=scaled_profile(known.profile, signature), calls=known.calls)
                 self._plan(regime)
                 return regime
             except MemoError:
                 pass  # measured like the first one
-        return _Regime()
+        return Regime()
 
-    def _compare(self, regime: _Regime, found: Findings) -> None:
+    def _compare(self, regime: Regime, found: Findings) -> None:
         """Predicted against measured; what is off is measured into the profile, and the plan made again."""
         assert regime.plan is not None
         assert regime.profile is not None
         if found.profile is None:
-            regime.phase = _Phase.SETTLED
+            regime.phase = Phase.SETTLED
             return
-        predicted, peak = regime.plan.stages[0], found.peak_bytes
-        regime.measured_peak_bytes = peak
-        if found.calls == 1:  # the time of several microbatches is the pipeline's, bubbles included
+        predicted, profile = regime.plan.stages[0], scaled_profile(found.profile, regime.profile.signature)
+        fewer = seconds_of(found.profile) / seconds_of(profile)  # than the plan is for, the step may have had of tokens
+        # The time of several microbatches is the pipeline's, bubbles included; and a trial is none of the plan's.
+        is_timed = found.calls == 1 and not found.trials
+        if is_timed:
             regime.measured_s = found.measured_s
-            regime.step_off = found.measured_s / predicted.microbatch_s - 1
+            regime.step_off = found.measured_s / (predicted.microbatch_s * fewer) - 1
+        regime.measured_peak_bytes = peak = found.peak_bytes
         regime.peak_off = peak / predicted.peak_device_bytes - 1 if predicted.peak_device_bytes else 0.0
-        over = peak > least(self._everyones(self._managed.limits())).device_bytes
-        if over:
-            regime.margin_bytes = max(regime.margin_bytes, peak - predicted.peak_device_bytes)
-        if abs(regime.step_off or 0.0) <= TOLERANCE and regime.peak_off <= TOLERANCE and not over:
-            regime.phase = _Phase.SETTLED
-            return
-        if regime.corrections == MAX_CORRECTIONS:
-            regime.phase = _Phase.SETTLED
+        if abs(regime.step_off or 0.0) <= TOLERANCE and regime.peak_off <= TOLERANCE:
+            regime.phase = Phase.SETTLED
+        elif regime.corrections == MAX_CORRECTIONS:
             self._warn_off(predicted, regime)
-            return
+            regime.phase = Phase.SETTLED
+        else:
+            self._correct(regime, _corrected(regime.profile, profile) if is_timed else regime.profile)
+
+    def _keep_less(self, regime: Regime, peak: int) -> None:
+        """After a step that took more than the budget; `peak` is that of its saved tensors, on the worst of the ranks.
+
+        What it took besides is known by now, and left free by the next plan.
+        """
+        assert regime.plan is not None
+        assert regime.profile is not None
+        regime.margin_bytes = max(regime.margin_bytes, peak - regime.plan.stages[0].peak_device_bytes)
+        if regime.corrections < MAX_CORRECTIONS:
+            self._correct(regime, regime.profile)
+
+    def _correct(self, regime: Regime, profile: Profile) -> None:
+        """Plans again, of what is known now."""
         regime.corrections += 1
         try:
-            regime.profile = _corrected(regime.profile, found.profile)
+            regime.profile = profile
             self._plan(regime)
         except MemoError as error:
-            regime.phase = _Phase.SETTLED
+            regime.phase = Phase.SETTLED
             self._warn("no-plan", f"the plan stays as it is: {error}")
 
-    def _warn_off(self, predicted: StagePrediction, regime: _Regime) -> None:
-        assert self._signature is not None
+    def _warn_off(self, predicted: StagePrediction, regime: Regime) -> None:
+        signature = self._regimes.signature
+        assert signature is not None
         measured = "" if regime.measured_s is None else f"{format_duration(regime.measured_s)} and "
         self._warn(
-            f"off {self._signature}",
-            f"the plan for {self._signature.batch} x {self._signature.tokens} tokens predicts "
+            f"off {signature}",
+            f"the plan for {signature.batch} x {signature.tokens} tokens predicts "
             f"{format_duration(predicted.microbatch_s)} and {format_bytes(predicted.peak_device_bytes)} of activations; "
             f"measured {measured}{format_bytes(regime.measured_peak_bytes or 0)}",
         )
 
+    def _tell_excess(self, excess: int) -> None:
+        assert self._shape is not None
+        self._warn(
+            "excess",
+            f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} of device memory more "
+            f"than its budget",
+        )
+
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:
-            self._warned.add(cause)
+            self._warned[cause] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

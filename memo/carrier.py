@@ -53,6 +53,7 @@ class Carrier:
         *,
         tracer: Tracer | None,
         link: Callable[[], tuple[float, float, float] | None] = lambda: None,
+        gradients_to_come: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
         self._tokenwise = tokenwise
@@ -60,7 +61,10 @@ class Carrier:
         self._memory = memory
         self._tracer = tracer
         self._link = link
+        self._gradients_to_come = gradients_to_come
         self._others_bytes = 0
+        self._resting_bytes = 0  # of these, what does not grow with the tokens
+        self._trials = 0
         self._highest_bytes = 0
         engine.when_idle(self._when_idle)
         self.restart_peaks()
@@ -81,12 +85,12 @@ class Carrier:
             torch.cuda.synchronize(self._engine.backend.device)
         self._engine.end_step()
 
-    def use(self, setting: ActivationPlan | Setting) -> None:
+    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         """From the next layer call on."""
         if isinstance(setting, Setting):
             levels = TokenLevels(matmuls=setting.matmuls, attention=1.0 - setting.matmuls)
             self._expect({})
-            self._engine.place({}, rest_bytes=self.limits().device_bytes if setting.rest_stays else 0)
+            self._engine.place({}, rest_bytes=self.limits(growth).device_bytes if setting.rest_stays else 0)
             self._tokenwise.choose(dict.fromkeys((layer.name for layer in self._layers), levels))
         else:
             placements, chosen = settings_of(setting, self._layers)
@@ -129,13 +133,18 @@ class Carrier:
         """By layer name."""
         return {costs.layer: costs for costs in self._tokenwise.costs()}
 
-    def limits(self) -> Limits:
-        """Device memory that the last step used for other things is not for saved tensors."""
+    def limits(self, growth: float = 1.0) -> Limits:
+        """Device memory that the last step used for other things is not for saved tensors.
+
+        What of it was there at rest, and gradients, stay what they are in a longer step; the rest is taken to grow with the
+        tokens, as logits and what a layer computes with do. A shorter step is believed to need no less.
+        """
         budgets = {tier.name: tier.budget for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
+        others = self._others_bytes + round((self._others_bytes - self._resting_bytes) * max(0.0, growth - 1.0))
         return Limits(
-            device_bytes=max(0, self._memory.total_bytes - self._others_bytes),
-            others_bytes=self._others_bytes,
+            device_bytes=max(0, self._memory.total_bytes - others),
+            others_bytes=others,
             host_bytes=budgets.get(Tier.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
@@ -143,6 +152,16 @@ class Carrier:
     def link(self) -> tuple[float, float, float] | None:
         """Measured at the first call, with nothing else on it."""
         return self._link()
+
+    def excess_bytes(self) -> int:
+        """0 where all was within it."""
+        self._note_peak()
+        return max(0, max(self._highest_bytes, self._engine.stats.recent_peak_bytes) - self._memory.total_bytes)
+
+    def take_trials(self) -> int:
+        """Of all layers."""
+        before, self._trials = self._trials, self._tokenwise.trials_run
+        return self._trials - before
 
     def take_peak(self) -> int:
         """Also notes how much device memory the step used beside saved tensors.
@@ -153,6 +172,7 @@ class Carrier:
         self._note_peak()
         highest, peak = self._highest_bytes, self._engine.stats.recent_peak_bytes
         self._others_bytes = max(0, highest - peak)
+        self._resting_bytes = min(self._others_bytes, self._memory.now_bytes() + self._gradients_to_come())
         self.restart_peaks()
         return peak
 

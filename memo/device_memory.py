@@ -7,15 +7,16 @@ process's resident set.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from memo.allocation import memory_stats, restart_peaks
-from memo.gpt.process_memory import peak_rss_bytes
+from memo.gpt.process_memory import peak_rss_bytes, rss_bytes
 from memo.node import available_host_bytes
+from memo.swap.capture import local_part
 
-__all__ = ["DeviceMemory", "device_memory"]
+__all__ = ["DeviceMemory", "device_memory", "gradients_to_come"]
 
 USABLE = 0.94
 """Of a GPU's memory: the context, libraries' workspaces and what an allocator cannot fill take the rest."""
@@ -32,6 +33,8 @@ class DeviceMemory:
     peak_bytes: Callable[[], int]
     """The most that was in use since the last `restart`."""
     restart: Callable[[], None]
+    now_bytes: Callable[[], int] = lambda: 0
+    """In use at this moment."""
 
 
 def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
@@ -43,12 +46,20 @@ def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
             # torch.cuda's own functions raise where another allocator than torch's serves the device.
             peak_bytes=lambda: memory_stats(device).peak_allocated_bytes,
             restart=lambda: restart_peaks(device),
+            now_bytes=lambda: memory_stats(device).allocated_bytes,
         )
     return DeviceMemory(
         total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
         peak_bytes=peak_rss_bytes,
         restart=_forget_peak_rss,
+        now_bytes=rss_bytes,
     )
+
+
+def gradients_to_come(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes that the gradients will take which are not there now."""
+    missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    return sum(local_part(parameter.detach()).nbytes for parameter in missing)
 
 
 def _forget_peak_rss() -> None:

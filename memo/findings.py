@@ -59,6 +59,8 @@ class Findings:
     """From the first forward to the end of the last backward."""
     peak_bytes: int = 0
     """Of saved tensors on the device."""
+    trials: int = 0
+    """Recomputes that were tried out in the step: its time is not that of one without."""
     problem: str | None = None
 
 
@@ -73,6 +75,7 @@ def worst(found: Sequence[Findings]) -> Findings:
         calls=max(one.calls for one in found),
         measured_s=max(one.measured_s for one in found),
         peak_bytes=max(one.peak_bytes for one in found),
+        trials=max(one.trials for one in found),
     )
 
 

@@ -64,8 +64,8 @@ class Managed(Protocol):
     def finish(self) -> None:
         """Everything of the last step has happened and been told."""
 
-    def use(self, setting: ActivationPlan | Setting) -> None:
-        """Brings a plan into force, or one of the settings before it."""
+    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+        """Brings a plan into force, or one of the settings before it; for `growth` times the last step's tokens."""
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
         """The share of tokens, a half at most, whose matrix products there is room for beside what the last step held.
@@ -76,14 +76,20 @@ class Managed(Protocol):
     def costs(self) -> Mapping[str, LayerCosts]:
         """Of the layers that can be treated token by token, by name."""
 
-    def limits(self) -> Limits:
-        """What a plan may use, as things are now."""
+    def limits(self, growth: float = 1.0) -> Limits:
+        """What a plan may use of a step with `growth` times the tokens of the last one."""
 
     def link(self) -> tuple[float, float, float] | None:
         """Bytes per second out, in and both ways of a link that was measured on its own."""
 
+    def excess_bytes(self) -> int:
+        """By how much the device was above its budget since the last `take_peak`."""
+
     def take_peak(self) -> int:
         """The most bytes of saved tensors that the device had at once since the last call."""
+
+    def take_trials(self) -> int:
+        """How many recomputes were tried out since the last call."""
 
     def restart_peaks(self) -> None:
         """The next `take_peak` is to tell of what comes after this alone."""

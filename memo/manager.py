@@ -21,7 +21,7 @@ from memo.allocation import model_steps
 from memo.arguments import require_kinds
 from memo.autoplan import AutoPlan
 from memo.carrier import Carrier
-from memo.device_memory import device_memory
+from memo.device_memory import device_memory, gradients_to_come
 from memo.errors import MemoError, UsageError
 from memo.findings import alone
 from memo.mip.activation_stages import needs
@@ -167,7 +167,15 @@ def offload(
         undo.callback(manager.close)  # what the model's layers cannot follow leaves no file and no buffer behind
         if levels is not None:
             manager.choose_levels(levels)
-        carrier = Carrier(engine, tokenwise, found, memory, tracer=recorder, link=functools.partial(link_rates, where))
+        carrier = Carrier(
+            engine,
+            tokenwise,
+            found,
+            memory,
+            tracer=recorder,
+            link=functools.partial(link_rates, where),
+            gradients_to_come=lambda: gradients_to_come(model.parameters()),
+        )
         if automatic:
             planning = AutoPlan(
                 carrier,

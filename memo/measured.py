@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memo.step_figures import LayerTimes, StepTimes
     from memo.swap.levels import LayerCosts
 
-__all__ = ["measured_hardware", "measured_profile", "scaled_profile"]
+__all__ = ["measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 
 # A lane that nobody measured because nothing crosses it: never what a plan waits for.
 _NO_BOUND = 1e15
@@ -114,6 +114,12 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
         embedding=end(profile.embedding),
         head=end(profile.head),
     )
+
+
+def seconds_of(profile: Profile) -> float:
+    """All of its layers' forwards and backwards, and both ends."""
+    layers = sum(layer.forward_s + layer.backward_s for layer in profile.layer_profiles())
+    return layers + profile.embedding.forward_s + profile.head.forward_s
 
 
 def measured_hardware(

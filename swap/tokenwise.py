@@ -79,6 +79,7 @@ class TokenWise:
         """Divided layers, and the largest difference their trial found (0: equal bit for bit), in units of its bound."""
         self.worst_deviation = 0.0
         """Of all trials that let a layer be divided, also those of lengths and settings that are no more."""
+        self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._fallback = fallback
@@ -364,6 +365,7 @@ class TokenWise:
         """Raises Unproven on every rank that the layer talks to, or on none."""
         worst, reason = 0.0, None
         if division is not None:
+            self.trials_run += 1
             try:
                 worst = try_out(division, self._engine.backend.device)
             except Unproven as unproven:

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-__all__ = ["peak_rss_bytes", "return_freed_memory", "total_bytes"]
+__all__ = ["peak_rss_bytes", "return_freed_memory", "rss_bytes", "total_bytes"]
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -25,15 +25,26 @@ def peak_rss_bytes() -> int:
 
     Linux's VmHWM belongs to this program alone; getrusage's figure also remembers the process that started it.
     """
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
+    peak = _status("VmHWM:")
+    if peak is not None:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB
+
+
+def rss_bytes() -> int:
+    """The resident set now; its peak where the system does not tell."""
+    now = _status("VmRSS:")
+    return peak_rss_bytes() if now is None else now
+
+
+def _status(name: str) -> int | None:
+    """A figure that Linux keeps of this process."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return next((int(line.split()[1]) << 10 for line in status if line.startswith(name)), None)
+    except OSError:
+        return None
 
 
 def total_bytes() -> int:

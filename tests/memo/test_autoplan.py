@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import random
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -45,14 +46,18 @@ class Machine:
         self.whole: set[str] = set()  # layers that cannot repeat a part of their tokens
         self.mute = False
         self.spare = 0.5
+        self.growths: list[float] = []  # that each of `used` was for
+        self.transient_bytes = 0  # of the last step
+        self.trials = 0  # in each step
 
     def listen(self, tracer: Tracer | None) -> None:
         self.heard_by = tracer
 
     def finish(self) -> None: ...
 
-    def use(self, setting: ActivationPlan | Setting) -> None:
+    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         self.used.append(setting)
+        self.growths.append(growth)
 
     def costs(self) -> Mapping[str, LayerCosts]:
         return {name: self._costs(name) for name in LAYERS if name not in self.whole}
@@ -70,10 +75,20 @@ class Machine:
     def spare_share(self, peak_bytes: int, calls: int) -> float:
         return self.spare
 
-    def limits(self) -> Limits:
+    def limits(self, growth: float = 1.0) -> Limits:
+        transient = round(self.transient_bytes * max(1.0, growth))
         return Limits(
-            device_bytes=self.device_bytes, others_bytes=self.others_bytes, host_bytes=self.host_bytes, disk_bytes=0
+            device_bytes=max(0, self.device_bytes - transient),
+            others_bytes=self.others_bytes + transient,
+            host_bytes=self.host_bytes,
+            disk_bytes=0,
         )
+
+    def excess_bytes(self) -> int:
+        return max(0, self.peak + self.transient_bytes - self.device_bytes)
+
+    def take_trials(self) -> int:
+        return self.trials
 
     def link(self) -> tuple[float, float, float] | None:
         return (1e7, 1e7, 2e7)
@@ -177,6 +192,82 @@ def test_another_length_is_planned_at_once_and_remembered() -> None:
     assert auto.plan is first
     assert machine.used[-1] is first
     assert auto.use().plans == 2
+
+
+def test_lengths_that_never_come_again_are_measured_as_one_and_share_plans() -> None:
+    machine = tight(30)
+    auto = make(machine)
+    drawn = random.Random(3)
+    lengths = drawn.sample(range(TOKENS, 3 * TOKENS), 2 * TOKENS)
+    for number, length in enumerate(lengths):
+        step(auto, machine, tokens=length)
+        if number < 3:
+            assert auto.plan is None
+            assert machine.used[-1] == (MEASURING if number == 0 else MIXED)
+        else:
+            assert auto.plan is not None
+            made_for = auto.plan.problem.profile.signature.tokens
+            assert length <= made_for <= 1.25 * length, "never for fewer tokens, nor for many more"
+    assert auto.use().plans <= 14, "at most eight an octave, and the first"
+
+
+def test_the_plan_of_a_longer_step_leaves_room_for_what_else_grows() -> None:
+    machine = tight(9)
+    auto = make(machine)
+    for _ in range(6):
+        machine.transient_bytes = machine.device_bytes // 10
+        step(auto, machine)
+    step(auto, machine, tokens=2 * TOKENS)
+    plan = auto.plan
+    assert plan is not None
+    assert plan.problem.budgets.device_bytes == machine.device_bytes - 2 * machine.transient_bytes
+    assert machine.growths[-1] == 2.0
+
+
+def test_a_longer_step_before_there_is_a_plan_is_bounded_anew() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    step(auto, machine, tokens=2 * TOKENS)
+    step(auto, machine, tokens=4 * TOKENS)
+    assert machine.used == [MEASURING, MIXED, MIXED, MIXED]
+    assert machine.growths == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_step_above_the_budget_is_told_and_planned_anew_though_all_was_settled() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(6):
+        step(auto, machine)
+    first = auto.plan
+    assert first is not None
+    assert auto.use().phase == "settled"
+    step(auto, machine, tokens=60)
+    assert auto.plan is first
+    machine.transient_bytes = taken = machine.device_bytes // 4
+    with pytest.warns(RuntimeWarning, match=r"a step of 2 x 60 tokens took .* of device memory more than its budget"):
+        step(auto, machine)
+    second = auto.plan
+    assert second is not None
+    assert second.stages[0].peak_device_bytes <= machine.device_bytes - taken
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(4):
+            step(auto, machine)
+    assert auto.use().phase == "settled"
+
+
+def test_the_time_of_a_step_with_a_trial_is_compared_with_nothing() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    machine.slowness, machine.trials = 1.5, 1
+    before = auto.plan
+    for _ in range(4):
+        step(auto, machine)
+    assert auto.plan is before
+    assert auto.use().phase == "settled"
 
 
 def test_evaluation_is_no_step() -> None:
@@ -327,6 +418,27 @@ def test_ranks_of_a_group_carry_out_one_plan_made_for_the_worst_of_them() -> Non
     assert autos[0].use().phase == autos[1].use().phase
 
 
+def test_ranks_of_a_group_with_other_lengths_share_a_plan_for_the_longest() -> None:
+    """Each has another length, of which only one is new at a time: nobody waits for anybody."""
+    machines = [tight(12), tight(12)]
+    group = Together(2)
+    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+    lengths = [[64, 64, 64, 64, 64, 100, 64, 64], [50, 64, 50, 64, 90, 64, 64, 128]]
+
+    def run(rank: int) -> list[ActivationPlan | None]:
+        plans = []
+        for length in lengths[rank]:
+            step(autos[rank], machines[rank], tokens=length)
+            plans.append(autos[rank].plan)
+        return plans
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+    made_for = [None if plan is None else plan.problem.profile.signature.tokens for plan in first]
+    assert made_for == [None, None, None, 64, 96, 104, 64, 128]
+
+
 def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
     """One rank's second half of the layers is not proven token-wise: no rank recomputes there."""
     able, unable = tight(4.5), tight(4.5)
@@ -371,7 +483,7 @@ def test_replanning_is_quick(record_property: Any) -> None:
     for _ in range(4):
         step(auto, machine)
     before = auto.use().planning_s
-    for length in (65, 66, 67, 68):
+    for length in (72, 80, 88, 96):
         step(auto, machine, tokens=length)
     record_property("replan_ms", (auto.use().planning_s - before) / 4 * 1e3)
     assert auto.use().plans == 5
