@@ -8,6 +8,7 @@ second run might change ends the attempt (`Unproven`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from memo.errors import ModifiedAfterSave
 from memo.swap.capture import layer_input
 from memo.swap.saved import version_of
+from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Unproven
-from memo.swap.tokens import Axis, Mark, Meaning, cut
+from memo.swap.tokens import cut
 
 __all__ = [
     "Arguments",
@@ -25,7 +27,6 @@ __all__ = [
     "but_for_sizes",
     "check_arguments",
     "describe",
-    "meaning_of_argument",
     "token_input",
 ]
 
@@ -33,17 +34,24 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 
 class Arguments:
-    """The arguments of one layer call; `hidden` among them is its input. Holds no reference to that one."""
+    """The arguments of one layer call; `hidden` among them is its input. Holds no reference to that one.
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor) -> None:
-        tokens = hidden.size(-2) if hidden.ndim > 1 else 0
+    `dims` says which of their dimensions run over the tokens.
+    """
+
+    def __init__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor, dims: TokenDims | None = None
+    ) -> None:
+        known = dims or TokenDims(hidden.size(-2) if hidden.ndim > 1 else 0)
+        positions = itertools.count()
 
         def hold(value: Any) -> Any:
+            position = next(positions) if isinstance(value, torch.Tensor) else -1
             if value is hidden:
                 return _HIDDEN
             if _is_cache(value):
                 return _Cache(type(value))
-            return _Held(value, tokens) if isinstance(value, torch.Tensor) else value
+            return _Held(value, position, known) if isinstance(value, torch.Tensor) else value
 
         self._held = _map((tuple(args), kwargs), hold)
         self._joined: tuple[int, ...] = ()
@@ -84,13 +92,14 @@ class Arguments:
 class _Held:
     """A tensor that the layer was given."""
 
-    __slots__ = ("_requires_grad", "_tensor", "_tokens", "_version")
+    __slots__ = ("_dims", "_position", "_requires_grad", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, tokens: int) -> None:
+    def __init__(self, tensor: torch.Tensor, position: int, dims: TokenDims) -> None:
         self._tensor = tensor.detach()
         self._version = version_of(tensor)
         self._requires_grad = tensor.requires_grad
-        self._tokens = tokens
+        self._position = position
+        self._dims = dims
 
     def check(self) -> None:
         if version_of(self._tensor) != self._version:
@@ -106,30 +115,14 @@ class _Held:
     def cut(self, first: int, stop: int, joined: Sequence[int]) -> torch.Tensor:
         self.check()
         part = self._tensor
-        axes = _axes(part, self._tokens, joined)
+        axes = self._dims.axes(self._position, part, joined)
         for axis in axes:
             if len(axes) > 1 and axis.outer == 1:
                 # A mask over pairs of tokens, which only attention sees, and attention is not computed again.
                 part = part.narrow(axis.dim, first, stop - first)
             else:
-                part = cut(part, axis, first, stop, self._tokens)
+                part = cut(part, axis, first, stop, self._dims.tokens)
         return part.detach().requires_grad_(self._requires_grad)
-
-
-def meaning_of_argument(tensor: torch.Tensor, tokens: int, *joined: int) -> Meaning:
-    """An argument runs over the tokens where exactly one dimension is as long; with more (a mask) nothing is known.
-
-    `joined` are numbers of shards: as long as the tokens of so many ranks together, rank after rank, is long enough too.
-    """
-    axes = _axes(tensor, tokens, joined)
-    if len(axes) > 1:
-        return Mark.MIXED
-    return axes[0] if axes else Mark.SAME
-
-
-def _axes(tensor: torch.Tensor, tokens: int, joined: Sequence[int]) -> list[Axis]:
-    outer = {count * tokens: count for count in (*joined, 1)}
-    return [Axis(dim=dim, outer=outer[size]) for dim, size in enumerate(tensor.size()) if size in outer]
 
 
 _HIDDEN = object()

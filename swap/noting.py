@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
-from memo.swap.arguments import argument_tensors, meaning_of_argument
+from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import written
 from memo.swap.capture import has_hidden_state
@@ -26,6 +26,7 @@ from memo.swap.origins import made_by_compiler
 from memo.swap.results import Reader, Result, is_product
 from memo.swap.saved import Content, content_of
 from memo.swap.script import Script
+from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
 
@@ -51,6 +52,7 @@ class Noting(SleepingMode):
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
+        dims: TokenDims,
         ends: tuple[int, int],
         script: Script,
     ) -> None:
@@ -63,6 +65,7 @@ class Noting(SleepingMode):
         self.ends = ends
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
+        self._dims = dims
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -71,9 +74,9 @@ class Noting(SleepingMode):
         self.joined: set[int] = set()
         """How many shards of tokens lie one after the other in what the layer gathers from other ranks."""
         self._arguments = argument_tensors(args, kwargs)
-        for tensor in self._arguments:
+        for position, tensor in enumerate(self._arguments):
             self._inputs.add(tensor.untyped_storage())
-            self.tokens.put(tensor, meaning_of_argument(tensor, self.tokens.tokens))
+            self.tokens.put(tensor, dims.meaning(position, tensor))
         self.tokens.put(hidden, Axis(dim=hidden.ndim - 2))
         self._mixed_by: str | None = None
 
@@ -261,9 +264,9 @@ class Noting(SleepingMode):
         if shards == 1 or shards in self.joined:
             return
         self.joined.add(shards)
-        for tensor in self._arguments:
+        for position, tensor in enumerate(self._arguments):
             if self.tokens.of(tensor) is Mark.SAME:
-                self.tokens.put(tensor, meaning_of_argument(tensor, self.tokens.tokens, shards))
+                self.tokens.put(tensor, self._dims.meaning(position, tensor, (shards,)))
 
     def save(self, tensor: torch.Tensor) -> None:
         """Autograd saves `tensor`."""
@@ -299,12 +302,13 @@ def _is_understood(tensor: torch.Tensor) -> bool:
 
 
 def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:
-    """Where the user said, or the one dimension as long as the tokens; None for a result that is about all of them."""
+    """Where the user said, or the dimension as long as the tokens, of several the last but one, where tokens usually are;
+    None for a result that is about all of them."""
     if token_dim is not None:
         dim = token_dim % max(result.ndim, 1)
         fits = dim < result.ndim and result.size(dim) % tokens == 0
         return Axis(dim=dim, outer=result.size(dim) // tokens) if fits else None
     dims = [dim for dim, size in enumerate(result.size()) if size == tokens]
-    if len(dims) > 1:
+    if len(dims) > 1 and result.ndim - 2 not in dims:
         raise Unproven("a memoized function's result has several dimensions as long as the tokens; give token_dim")
-    return Axis(dim=dims[0]) if dims else None
+    return Axis(dim=result.ndim - 2 if len(dims) > 1 else dims[0]) if dims else None

@@ -34,6 +34,7 @@ from memo.swap.ranks import Hearing, Ranks
 from memo.swap.recent import Recent
 from memo.swap.script import Script
 from memo.swap.surroundings import has_others
+from memo.swap.tokendims import Shapes, TokenDims
 from memo.swap.tokenrules import Unproven
 from memo.swap.trial import try_out
 from memo.swap.trials import Kind, Shown, Trials
@@ -50,6 +51,8 @@ __all__ = ["TokenWise"]
 
 _Parts = dict["SavedStorage", "Partial"]
 
+MOST_READ_ANEW = 256
+"""Kinds of calls."""
 MOST_WARNED = 256
 """Reasons that are remembered as told: some name shapes, which may be ever new."""
 
@@ -93,6 +96,8 @@ class TokenWise:
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
         self._trials = Trials(self._ranks)
+        self._shapes = Shapes()
+        self._other_reading: Recent[Kind, bool] = Recent(MOST_READ_ANEW)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -183,6 +188,8 @@ class TokenWise:
             self._refuse(layer.name, "it is called with other parameters than its own, as functional_call does")
             return None
         kind = Kind.of(layer, args, kwargs)
+        if kind in self._other_reading:
+            kind = kind.without_pairs
         divides = divides and self._trials.refusal(kind) is None
         repeats = repeats and self._trials.refusal(kind.repeated) is None
         if not divides and not repeats:
@@ -194,8 +201,11 @@ class TokenWise:
             self._trials.refuse(kind.repeated, str(unproven))
             self._refuse(layer.name, str(unproven))
             return None
-        script = Script(argument_tensors(args, kwargs))
-        noting = self._noting(layer, kind, setting, args, kwargs, script=script) if divides else None
+        tensors = argument_tensors(args, kwargs)
+        tokens = hidden.size(-2) if hidden.ndim > 1 else 0
+        dims = TokenDims(tokens, before=self._shapes.before(layer.name, tokens, tensors), no_pairs=kind.no_pairs)
+        script = Script(tensors)
+        noting = self._noting(layer, kind, setting, args, kwargs, dims=dims, script=script) if divides else None
         if noting is None and not repeats:
             return None
         return Watch(
@@ -205,6 +215,7 @@ class TokenWise:
             kwargs,
             hidden=hidden,
             kind=kind,
+            dims=dims,
             noting=noting,
             script=script,
             whole=repeats,
@@ -219,6 +230,7 @@ class TokenWise:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
+        dims: TokenDims,
         script: Script,
     ) -> Noting | None:
         assert isinstance(setting, TokenLevels)
@@ -230,7 +242,7 @@ class TokenWise:
             return None
         tokens = hidden.size(-2)
         ends = setting.ends(tokens)
-        return Noting(hidden, args, kwargs, ends=ends, script=script) if ends[0] < tokens else None
+        return Noting(hidden, args, kwargs, dims=dims, ends=ends, script=script) if ends[0] < tokens else None
 
     def end(self, group: Group, output: Any) -> None:
         """The layer's forward has ended; what it saved may move now."""
@@ -299,6 +311,9 @@ class TokenWise:
             try:
                 return self._tried(watch.kind, attempt, watch.layer)
             except Unproven as unproven:
+                if watch.dims.guessed_pairs and not watch.kind.no_pairs:
+                    self._other_reading[watch.kind] = True
+                    return {}  # whole this once
                 self._trials.refuse(watch.kind, str(unproven))
         setting = self._setting(name)
         why = "as chosen" if setting is Level.NOTHING else self._trials.refusal(watch.kind)

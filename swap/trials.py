@@ -54,6 +54,8 @@ class Kind:
     call: tuple[Any, ...]
     is_whole: bool = False
     """It is to run again whole, not in part."""
+    no_pairs: bool = False
+    """What could be a mask over pairs of tokens is none (tokendims)."""
 
     @classmethod
     def of(cls, layer: Layer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
@@ -66,11 +68,21 @@ class Kind:
         """The same call, to run again whole."""
         return dataclasses.replace(self, is_whole=True)
 
+    @property
+    def without_pairs(self) -> Kind:
+        """The same call, with its arguments read in another way."""
+        return dataclasses.replace(self, no_pairs=True)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of whatever layer."""
+        return (self.is_whole, self.no_pairs, self.call)
+
     def course(self, division: Division | None) -> _Course:
         """What it does whatever its sizes are."""
         training, precision, described = self.call
         done = None if division is None else division.steps
-        return (self.is_whole, training, precision, tuple(map(but_for_sizes, described)), done)
+        return (self.is_whole, self.no_pairs, training, precision, tuple(map(but_for_sizes, described)), done)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +136,7 @@ class Trials:
     def were_of(self, kind: Kind) -> bool:
         """Whether a call of this kind would need no trial if it divides as before."""
         alike = self._classes.get(kind.layer)
-        return alike is not None and (kind.is_whole, kind.call) in alike.calls
+        return alike is not None and kind.key in alike.calls
 
     def add(self, kind: Kind, division: Division | None, module: torch.nn.Module, shown: Shown) -> None:
         """A trial has passed. The first one of a layer is a collective call."""
@@ -132,7 +144,7 @@ class Trials:
             self._assign(kind.layer, module)
         alike = self._classes[kind.layer]
         self._courses[kind.layer][kind.course(division)] = True
-        alike.calls[kind.is_whole, kind.call] = True
+        alike.calls[kind.key] = True
         form = _form(kind, division)
         before = alike.shown.get(form)
         alike.shown[form] = shown if before is None or before.deviation < shown.deviation else before
@@ -147,7 +159,7 @@ class Trials:
 
 
 def _form(kind: Kind, division: Division | None) -> tuple[Any, ...]:
-    return (kind.is_whole, kind.call, None if division is None else division.form)
+    return (kind.key, None if division is None else division.form)
 
 
 def _class_of(module: torch.nn.Module) -> object:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memo.swap.layers import Layer
     from memo.swap.noting import Noting
     from memo.swap.saved import Content, Group
+    from memo.swap.tokendims import TokenDims
     from memo.swap.trials import Kind
 
 __all__ = ["Watch"]
@@ -38,6 +39,7 @@ class Watch:
         *,
         hidden: torch.Tensor,
         kind: Kind,
+        dims: TokenDims,
         noting: Noting | None,
         script: Script,
         whole: bool,
@@ -48,6 +50,7 @@ class Watch:
         self.hidden = hidden
         self.tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         self.kind = kind
+        self.dims = dims
         self.noting = noting
         self.script = script
         self.mode: SleepingMode = Scripted(script) if noting is None else noting
@@ -58,7 +61,7 @@ class Watch:
         self._belongings = Belongings(layer.module)
         self._drawn = drawn_by_python()
         self.precision = Precision.now(hidden.device.type)
-        self.arguments = Arguments(args, kwargs, hidden)
+        self.arguments = Arguments(args, kwargs, hidden, dims)
         self.together = False
         """It talks to other ranks, and a recompute does so again."""
         self.nested = False
