@@ -191,8 +191,10 @@ class Noting(SleepingMode):
     def _attention(self, call: Call) -> None:
         tensors, results = call.given, tensors_in(call.out)
         axis = call.meaning(tensors[0])
+        if axis is Mark.MIXED:
+            raise Unproven(f"{self.mixes} before they come to attention")
         if not isinstance(axis, Axis) or results[0].size(axis.dim) != axis.length(self.tokens.tokens):
-            raise Unproven(f"{call.func.overloadpacket} is given queries that do not run over the tokens")
+            raise Unproven(f"{call.func.overloadpacket} is given queries that do not run over the layer's tokens")
         self.answers.append(AttentionAnswer(call.func, call.out, axis))
         for tensor in (*tensors[3:], *results):
             self.whole.add(tensor.untyped_storage())

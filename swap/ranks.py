@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.swap.capture import is_sharded
 from memo.swap.tokenrules import tensors_in
 
-__all__ = ["Hearing", "Ranks", "everyones"]
+__all__ = ["Hearing", "Ranks", "all_say", "everyones"]
 
 _T = TypeVar("_T")
 _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
@@ -37,6 +37,17 @@ def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     return cast("list[_T]", said)
 
 
+def all_say(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank says what reads the same, by one number of each. A collective call."""
+    if _is_played(group):
+        return True
+    digest = _digest(value)
+    bounds = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+    least, most = bounds.tolist()
+    return bool(least == -most)
+
+
 def _is_played(group: dist.ProcessGroup | None) -> bool:
     """Whether this rank plays its part alone: what the collectives of torch's fake group give means nothing."""
     return bool(dist.get_backend(group) == "fake")
@@ -45,9 +56,11 @@ def _is_played(group: dist.ProcessGroup | None) -> bool:
 class Hearing(TorchDispatchMode):
     """Notes the groups that a layer's forward talks to, by whatever way: torch's collectives, or sharded tensors."""
 
-    def __init__(self, layer: str) -> None:
+    def __init__(self, layer: str, given: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
+        self.given = given
+        """The shape of its input."""
         self.groups: dict[str, dist.ProcessGroup] = {}
 
     def __torch_dispatch__(
@@ -97,16 +110,16 @@ class Ranks:
         """Whether there is anybody to talk to."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    def listen(self, layer: str) -> Hearing | None:
+    def listen(self, layer: str, given: str) -> Hearing | None:
         """To put around the layer's forward; None where everything is known."""
-        return Hearing(layer) if layer not in self._groups and self.several else None
+        return Hearing(layer, given) if layer not in self._groups and self.several else None
 
     def heard(self, hearing: Hearing, told: str) -> None:
         """A layer's first forward has ended; `told` is what this rank was told to do with it. A collective call."""
         layer = hearing.layer
         self._groups[layer] = tuple(hearing.groups.values())
         for group in self._groups[layer]:
-            self._compare({layer: (told, self.disagreed.get(layer))}, group)
+            self._compare({layer: (told, self.disagreed.get(layer))}, hearing.given, group)
 
     def talks(self, layer: str) -> bool:
         """Whether the layer is known to talk to other ranks."""
@@ -124,8 +137,9 @@ class Ranks:
             same = all(answer == (value, True) for answer in answers)
         return same
 
-    def agree(self, told: Callable[[str], str]) -> set[str]:
-        """Before a forward's first layer that talks: whether all ranks were told the same of each. A collective call.
+    def agree(self, told: Callable[[str], str], given: str) -> set[str]:
+        """Before a forward's first layer that talks: whether all ranks were told the same of each, and given inputs of the
+        same shape. A collective call.
 
         Returns the layers of which they are told the same again.
         """
@@ -141,8 +155,8 @@ class Ranks:
                 for layer, groups_ in self._groups.items()
                 if group in groups_
             }
-            if not self._is_same(ours, group):
-                self._compare(ours, group)
+            if not all_say((sorted(ours.items()), given), group, self._device):
+                self._compare(ours, given, group)
         return before - set(self.disagreed)
 
     def refusal(self, layer: str, reason: str | None, form: object = None) -> str | None:
@@ -173,31 +187,26 @@ class Ranks:
             dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
         return bool(have)
 
-    def _is_same(self, told: _Told, group: dist.ProcessGroup) -> bool:
-        """One number each, since this is asked before each forward."""
-        if _is_played(group):
-            return True
-        digest = _digest(sorted(told.items()))
-        bounds = torch.tensor([digest, -digest], device=self._device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
-        least, most = bounds.tolist()
-        return bool(least == -most)
-
-    def _compare(self, ours: _Told, group: dist.ProcessGroup) -> None:
-        """Names the layers that ranks of the group were told different things about, or other groups of theirs were."""
-        answers = everyones(dict(ours), group)
+    def _compare(self, ours: _Told, given: str, group: dist.ProcessGroup) -> None:
+        """Names the layers that ranks of the group were told different things about, or other groups of theirs were; with
+        inputs of different shapes that is every layer."""
+        answers = everyones((dict(ours), given), group)
         ranks = dist.get_process_group_ranks(group)
+        shapes = _difference([shape for _, shape in answers], ranks, "was given", "give all batches of one shape")
         for layer in ours:
-            said = [theirs[layer] for theirs in answers]
+            said = [theirs[layer] for theirs, _ in answers]
             reason = next((theirs for _, theirs in said if theirs is not None), None)
-            other = next((rank for rank, (told, _) in zip(ranks, said, strict=True) if told != said[0][0]), None)
-            if reason is None and other is not None:
-                reason = (
-                    f"rank {ranks[0]} was told {said[0][0]} and rank {other} {said[ranks.index(other)][0]}, and they"
-                    f" compute it together; tell all the same"
-                )
+            reason = reason or _difference([told for told, _ in said], ranks, "was told", "tell all the same") or shapes
             if reason is not None:
                 self.disagreed[layer] = reason
+
+
+def _difference(said: Sequence[str], ranks: Sequence[int], how: str, what_to_do: str) -> str | None:
+    """The first rank that says something else, against the first of all."""
+    other = next((number for number, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is None:
+        return None
+    return f"rank {ranks[0]} {how} {said[0]} and rank {ranks[other]} {said[other]}, and they compute it together; {what_to_do}"
 
 
 def _digest(value: object) -> int:

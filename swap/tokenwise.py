@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from memo.errors import SwapError
 from memo.swap.arguments import argument_tensors, check_arguments, token_input
 from memo.swap.aside import Aside
+from memo.swap.capture import layer_input
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
@@ -164,9 +165,9 @@ class TokenWise:
             return
         if torch.is_grad_enabled() and self._hearing is None:
             if self._ranks.talks(layer.name):
-                for other in self._ranks.agree(self._told):
+                for other in self._ranks.agree(self._told, _shape_of_input(args, kwargs)):
                     self.refused.pop(other, None)
-            self._hearing = self._ranks.listen(layer.name)
+            self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
             if self._hearing is not None:
                 self._hearing.__enter__()  # type: ignore[no-untyped-call]
             self._open = self._watch(layer, group, args, kwargs)
@@ -414,6 +415,11 @@ class TokenWise:
 def _require(reason: str | None) -> None:
     if reason is not None:
         raise Unproven(reason)
+
+
+def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    hidden = layer_input(args, kwargs)
+    return "no tensor" if hidden is None else str(tuple(hidden.shape))
 
 
 def _moves_all(setting: Setting) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from memo.errors import ExitCode
+from memo.errors import ExitCode, UsageError
 from memo.trace.words import printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
 
@@ -43,6 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     from memo.doctor import examine
 
+    if "" in (args.disk_dir or []):
+        raise UsageError("--disk-dir: an empty name is no directory; leave it out for the current one")
     directories = [Path(name) for name in args.disk_dir or ["."]]
     if args.seconds is None:
         seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.swap.ranks import everyones
+from memo.swap.ranks import all_say, everyones
 
-__all__ = ["agree", "everyones", "require_equal"]
+__all__ = ["agree", "everyones", "require_equal", "require_same_shape"]
 
 _T = TypeVar("_T")
 
@@ -22,6 +23,16 @@ _T = TypeVar("_T")
 def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     """What the group's first rank said."""
     return everyones(value, group)[0]
+
+
+def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raises UsageError on every rank, in one line, where ranks were given batches of different shapes.
+
+    Asked before each forward, and of the device: what a collective makes of tensors of different sizes is anybody's guess.
+    """
+    shape = tuple(tensor.shape)
+    if not all_say(shape, group, tensor.device):
+        require_equal(shape, group, what="the batch of ranks that compute each layer together")
 
 
 def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:

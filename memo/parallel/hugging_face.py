@@ -22,10 +22,12 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
+from memo.parallel.agreement import require_same_shape
 from memo.parallel.alike import note_group
 from memo.parallel.collectives import join, split
 from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.vocabulary_rows import RowsOfVocabulary, check_rows
+from memo.swap.capture import layer_input
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -98,7 +100,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
         UsageError: a model of another family, or heads or widths that do not divide, or fewer words than ranks, or GPT-2 on
             a torch before 2.13; the model is then unchanged.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise UsageError(f"mesh: {mesh!r} is no DeviceMesh; give one, as init_device_mesh makes it")
     if mesh.ndim > 1:
+        if "tp" not in (mesh.mesh_dim_names or ()):
+            raise UsageError(f"mesh: of its dimensions {mesh.mesh_dim_names} none is named 'tp'")
         mesh = mesh["tp"]
     layers = [module for module in model.modules() if type(module).__name__ in FAMILIES]
     if not layers:
@@ -116,6 +122,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     _replicate_others(model, mesh)
     group = mesh.get_group()
     note_group(model, group)
+    first = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else layers[0]
+    first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
     if sequence_parallel:
         layers[0].register_forward_pre_hook(lambda _, args, kwargs: _take_part(args, kwargs, group), with_kwargs=True)
         layers[-1].register_forward_hook(lambda _, __, output: _give_whole(output, group))
@@ -200,6 +208,12 @@ def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, former in own.items():
             now = made.setdefault(former, module._parameters[name])  # type: ignore[arg-type]
             module._parameters[name] = now
+
+
+def _require_same(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> None:
+    given = layer_input(args, kwargs)
+    if given is not None:
+        require_same_shape(given, group)
 
 
 def _take_part(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Any:

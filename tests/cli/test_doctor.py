@@ -128,6 +128,11 @@ def test_a_duration_that_means_nothing_is_a_usage_error(capsys: pytest.CaptureFi
     assert main(["doctor", "--seconds", "soon"]) == ExitCode.USAGE
 
 
+def test_an_empty_directory_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--disk-dir", ""]) == ExitCode.USAGE
+    assert "--disk-dir: an empty name is no directory" in capsys.readouterr().err
+
+
 def test_the_default_stays_within_half_a_minute_for_any_number_of_disks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
