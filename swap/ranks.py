@@ -206,7 +206,8 @@ def _difference(said: Sequence[str], ranks: Sequence[int], how: str, what_to_do:
     other = next((number for number, theirs in enumerate(said) if theirs != said[0]), None)
     if other is None:
         return None
-    return f"rank {ranks[0]} {how} {said[0]} and rank {ranks[other]} {said[other]}, and they compute it together; {what_to_do}"
+    others = f"rank {ranks[other]} {said[other]}"
+    return f"rank {ranks[0]} {how} {said[0]} and {others}, and they compute it together; {what_to_do}"
 
 
 def _digest(value: object) -> int:

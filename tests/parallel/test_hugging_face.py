@@ -108,6 +108,11 @@ def test_a_model_without_a_plan_is_refused(mesh: DeviceMesh) -> None:
         memo.parallelize(model, mesh)
 
 
+def test_what_is_no_mesh_is_refused() -> None:
+    with pytest.raises(UsageError, match="mesh: None is no DeviceMesh"):
+        memo.parallelize(llama(), None)  # type: ignore[arg-type]
+
+
 def test_a_sequence_that_does_not_divide_is_refused(mesh: DeviceMesh) -> None:
     model = memo.parallelize(llama(), mesh)
     with pytest.raises(UsageError, match="a sequence of 30 tokens does not divide over 4 ranks"):
