@@ -144,7 +144,8 @@ class Regimes:
     def _moved(self, shape: Signature) -> Signature | None:
         """What is being measured goes on at the next shape: one that never comes again would be measured for ever."""
         regime = self.current
-        if regime is None or not regime.phase.precedes_plan:
+        profiled = any(known.profile is not None for known in self._known.values())  # then others are planned at once
+        if regime is None or profiled or not regime.phase.precedes_plan:
             return None
         assert self.signature is not None
         del self._known[self.signature]

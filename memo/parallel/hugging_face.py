@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     _replicate_others(model, mesh)
     group = mesh.get_group()
     note_group(model, group)
-    first = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else layers[0]
+    first = cast("nn.Module", model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else layers[0])  # type: ignore[operator]
     first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
     if sequence_parallel:
         layers[0].register_forward_pre_hook(lambda _, args, kwargs: _take_part(args, kwargs, group), with_kwargs=True)

@@ -66,6 +66,14 @@ def test_what_is_measured_goes_on_at_the_next_shape_and_what_failed_does_not() -
     assert regimes.find(shape(100)) is None
 
 
+def test_what_could_not_be_planned_is_measured_at_its_own_shape(plan: ActivationPlan) -> None:
+    regimes = Regimes()
+    regimes.add(shape(100), Regime(phase=Phase.SETTLED, setting=plan, profile=plan.problem.profile))
+    regimes.add(shape(1000), tight := Regime())
+    assert regimes.find(shape(500)) is None
+    assert regimes.find(shape(1000)) is tight
+
+
 def test_the_least_used_plan_goes(plan: ActivationPlan) -> None:
     regimes = Regimes()
     for power in range(MAX_PLANS):

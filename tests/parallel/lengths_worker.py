@@ -36,7 +36,7 @@ PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
 """Of each data-parallel rank, by step."""
 SPLIT: dict[str, Any] = {"alpha": 0.25, "host": "16MiB", "min_bytes": 256}
-AUTO: dict[str, Any] = {"device": "480KiB", "host": "16MiB", "min_bytes": 256}
+AUTO: dict[str, Any] = {"device": "640KiB", "host": "16MiB", "min_bytes": 256}
 """So little that a plan has to move and to recompute."""
 
 Steps = list[list[torch.Tensor]]
