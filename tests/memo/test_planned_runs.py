@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,34 @@ def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
     before = next(restarts)
     train(model, lambda step: forward(model, step), manager, steps=2)
     assert next(restarts) == before + 1
+    manager.close()
+
+
+def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
+    """The longest of them, too, which come when shorter ones have been measured."""
+    model, reference = fresh(8), fresh(8)
+    manager, engine, tokenwise = paced_manager(model)
+    memory = DeviceMemory(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+
+    def cut(module: torch.nn.Module, step: int) -> torch.Tensor:
+        tokens = token_ids(step, 2)[:, : 25 + 7 * step % 40]
+        loss: torch.Tensor = module(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    steps = 14
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = train(model, lambda step: cut(model, step), manager, steps=steps)
+    assert_equal(got, train(reference, lambda step: cut(reference, step), steps=steps))
+    assert manager.plan is not None, planning.use().why_not
+    assert 2 <= planning.use().plans < steps - 3
+    over = engine.stats.peak_device_bytes > memory.total_bytes
+    assert over == any("more than its budget" in str(one.message) for one in told), "never without a word"
+    assert engine.stats.peak_device_bytes <= 1.1 * memory.total_bytes, (
+        "whole storages are kept where fractions were planned"
+    )
     manager.close()
 
 
