@@ -120,11 +120,19 @@ class Carrier:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Half of the tokens, or as many as there is room for."""
-        wanted = calls * sum(
-            known.tokens * known.bytes_per_token.get(Level.MATMULS, 0.0) for known in self.costs().values()
-        )
+        """Half of the tokens, or as many as there is room for; none where the device has none for one more layer's products.
+
+        They stand whole in the layer that comes back while another one's backward runs, be it for ever so few tokens.
+        """
+        products = [
+            known.tokens
+            * (known.bytes_per_token.get(Level.MATMULS, 0.0) + known.beside_per_token.get(Level.MATMULS, 0.0))
+            for known in self.costs().values()
+        ]
+        wanted = calls * sum(products)
         room = max(0, self.limits().device_bytes - peak_bytes)
+        if room < max(products, default=0.0):
+            return 0.0
         for tier in self._engine.tiers:
             room += UNBOUNDED_DISK if tier.budget is None else max(0, tier.budget - tier.peak)
         return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED

@@ -37,7 +37,8 @@ from memo.swap.checking import CheckingBackend, CheckingDisk
 from memo.swap.engine import Engine
 from memo.swap.kept import DeviceTier
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
+from memo.swap.levels import LayerCosts, TokenLevels
+from memo.swap.levels import Level as SwapLevel
 from memo.swap.paced import PacedBackend
 from memo.swap.placement import Placement
 from memo.swap.tiers import DiskTier, HostTier
@@ -264,6 +265,26 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
     assert manager.plan.declined is None
     assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
     assert engine.tiers[0].peak <= host * whole
+    manager.close()
+
+
+def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh(3)
+    manager, engine, tokenwise = paced_manager(model)
+    memory = DeviceMemory(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    costs = LayerCosts(
+        layer="layers.0",
+        tokens=100,
+        input_bytes=0,
+        always_bytes=0,
+        bytes_per_token={SwapLevel.ALL: 900.0, SwapLevel.MATMULS: 400.0},
+        beside_per_token={SwapLevel.MATMULS: 100.0},
+        recompute_s_per_token={},
+    )
+    monkeypatch.setattr(carrier, "costs", lambda: {"layers.0": costs})
+    assert carrier.spare_share(950_001, 1) == 0.0, "the host has room for all of them, but they come back to the device"
+    assert carrier.spare_share(950_000, 1) == 0.5
     manager.close()
 
 
