@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from equality_worker import CPU, SEED, SEQ, Drawn, training
+from launching import SCHEDULES
 
 import memo
 from memo.gpt.config import GPTConfig, preset
@@ -132,7 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     with join(CPU):
-        for schedule in PipelineSchedule:
+        for schedule in SCHEDULES:
             layout = Layout(pp=dist.get_world_size(), schedule=schedule)
             world = World.of(layout, "cpu")
             most, course = plain(world)

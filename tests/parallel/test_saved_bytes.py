@@ -9,12 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import launch
-
-from memo.parallel.layout import PipelineSchedule
+from launching import SCHEDULES, launch
 
 
 @pytest.mark.parallel
 def test_each_stage_holds_the_microbatches_its_schedule_says() -> None:
     said = launch(4, "bytes_worker.py")
-    assert all(f"{schedule}: layers' worth" in said for schedule in PipelineSchedule)
+    assert all(f"{schedule}: layers' worth" in said for schedule in SCHEDULES)
