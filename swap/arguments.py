@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str)  # most of what a layer is given
 
 
 class Arguments:
@@ -149,6 +150,8 @@ def _is_cache(value: object) -> bool:
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, _LEAVES):
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(item, change) for item in value))
     if type(value) in (tuple, list):

@@ -1,15 +1,22 @@
-"""What an operator is given besides tensors: numbers, lengths that may follow the number of tokens, a constant's bytes."""
+"""What an operator's schema says of all its calls, looked up once, and what one call is given, looked at once.
+
+Each operator of a layer's forward and of its recompute is asked about, and that runs on the host while the device waits for
+its next kernel. So the answers of the schema are attributes, and the arguments are gone through in one pass.
+"""
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Given", "given_besides", "is_constant", "keeps_content", "written"]
+from memo.swap.answers import is_attention, is_random
+from memo.swap.results import is_product
+from memo.swap.tokenrules import tensors_in
+
+__all__ = ["Given", "Operator"]
 
 _ATEN = torch.ops.aten
 
@@ -29,67 +36,136 @@ _LENGTH_TYPES = frozenset(
     for number in ("int", "SymInt")
     for form in ("{}", "Optional[{}]", "List[{}]", "Optional[List[{}]]")
 )
-
-Given = tuple[tuple[Any, ...], tuple[int, ...]]
-"""Numbers, and lengths."""
-
-
-def keeps_content(func: Any) -> bool:
-    """True for an operator that changes how a tensor lies, is seen or is typed, and no more."""
-    return isinstance(func, torch._ops.OpOverload) and func.overloadpacket in _KEEP_CONTENT
+_TENSOR = object()
+_NOWHERE: frozenset[int] = frozenset()
 
 
-def is_constant(func: Any) -> bool:
-    """True where the program made a tensor of its own numbers, each time anew: `torch.tensor(scale)`."""
-    return func is _ATEN.lift_fresh.default
+class Operator:
+    """What is known of an operator before it is called."""
+
+    __slots__ = (
+        "func", "is_attention", "is_constant", "is_known", "is_overload", "is_product", "is_random", "keeps_content",
+        "lengths_at", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.is_overload = is_overload = isinstance(func, torch._ops.OpOverload)
+        self.is_attention = is_overload and is_attention(func)
+        self.is_random = is_overload and is_random(func)
+        self.is_product = is_overload and is_product(func)
+        self.is_known = self.is_attention or (is_overload and func.namespace in ("aten", "prim", "prims"))
+        """Of those that may have a rule for tokens at all."""
+        self.is_constant = func is _ATEN.lift_fresh.default
+        """The program made a tensor of its own numbers, each time anew: `torch.tensor(scale)`."""
+        self.keeps_content = is_overload and func.overloadpacket in _KEEP_CONTENT
+        """It changes how a tensor lies, is seen or is typed, and no more."""
+        self.lengths_at = _lengths_at(func) if is_overload else _NOWHERE
+        """The positions of whole numbers, alone or in lists, that may follow the number of tokens."""
+        self.writes = _writes(func) if is_overload else ()
+        """Position and name of the arguments that it changes in place."""
 
 
-def given_besides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
-    """Numbers must be the same in every run, lengths on as many tokens."""
-    if is_constant(func):
-        return (_told(args[0]),), ()
-    lengths_at = _lengths_at(func)
-    numbers: list[Any] = []
-    lengths: list[int] = []
-    for at, value in enumerate(args):
+class Given:
+    """One call of an operator, before it runs: what it is given."""
+
+    __slots__ = ("args", "kwargs", "lengths", "numbers", "operator", "others", "tensors")
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.operator = operator = _operator_of(func)
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
+        """All but the tensors, which leave a mark in their places."""
+        self.numbers: list[Any] = []
+        """Those that must be the same in every run."""
+        self.lengths: list[int] = []
+        """Those that may follow the number of tokens."""
+        lengths_at = operator.lengths_at
+        for at, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+                self.others.append(_TENSOR)
+            elif value is None:
+                self.others.append(None)
+            else:
+                self._take(value, self.lengths if at in lengths_at else self.numbers)
+        for name, value in kwargs.items():
+            self.others.append(name)
+            self._take(value, self.numbers)
+        if operator.is_constant:
+            self.numbers = [_told(args[0])]
+
+    def _take(self, value: Any, whole: list[Any]) -> None:
+        """One argument, or the tensors among its items; `whole` is where whole numbers go."""
         kind = type(value)
         if kind in _NUMBERS:
-            (lengths if at in lengths_at and kind is int else numbers).append(value)
+            self.others.append(value)
+            (whole if kind is int else self.numbers).append(value)
         elif kind is list or kind is tuple:
-            of_list = lengths if at in lengths_at else numbers
+            self.others.append(len(value))
             for item in value:
                 if type(item) in _NUMBERS:
-                    (of_list if type(item) is int else numbers).append(item)
-    if kwargs:
-        for value in kwargs.values():
-            if type(value) in _NUMBERS:
-                numbers.append(value)
-            elif type(value) in (list, tuple):
-                numbers += [item for item in value if type(item) in _NUMBERS]
-    return tuple(numbers), tuple(lengths)
+                    self.others.append(item)
+                    (whole if type(item) is int else self.numbers).append(item)
+                else:
+                    self._take_other(item)
+        else:
+            self._take_other(value)
+
+    def _take_other(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self.others.append(_TENSOR)
+        elif isinstance(value, (list, tuple, dict)):
+            self.others.append(len(value))
+            items: Iterable[Any] = value
+            if isinstance(value, dict):
+                self.others.extend(value)
+                items = value.values()
+            for item in items:
+                self._take_other(item)
+        else:
+            self.others.append(value)
+
+    def call(self) -> Any:
+        """Lets it run."""
+        return self.operator.func(*self.args, **self.kwargs)
+
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors that it changes in place."""
+        args, kwargs = self.args, self.kwargs
+        return [
+            tensor
+            for position, name in self.operator.writes
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        ]
 
 
-@functools.cache
-def written(func: Any) -> list[tuple[int, str]]:
-    """Position and name of the arguments that an operator changes in place."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    return [
-        (position, declared.name)
-        for position, declared in enumerate(func._schema.arguments)
-        if declared.alias_info is not None and declared.alias_info.is_write
-    ]
+_OPERATORS: dict[int, Operator] = {}  # by the identity of what each holds: an OpOverload's hash is computed in Python
 
 
-@functools.cache
-def _lengths_at(func: Any) -> frozenset[int]:
-    """The positions of whole numbers, alone or in lists, that may follow the number of tokens."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return frozenset()
+def _operator_of(func: Any) -> Operator:
+    operator = _OPERATORS.get(id(func))
+    if operator is None:
+        operator = _OPERATORS[id(func)] = Operator(func)
+    return operator
+
+
+def _lengths_at(func: torch._ops.OpOverload) -> frozenset[int]:
     return frozenset(
         at
         for at, declared in enumerate(func._schema.arguments)
         if str(declared.type) in _LENGTH_TYPES and declared.name not in _NO_LENGTHS
+    )
+
+
+def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, declared.name)
+        for position, declared in enumerate(func._schema.arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
     )
 
 

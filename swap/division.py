@@ -196,6 +196,8 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
 
 
 def _span(level: Level, first: int, stop: int, found: Sequence[_Divisible], tokens: int) -> Span:
+    if first >= stop:
+        return Span(first=first, stop=stop, level=level, wanted=())
     wanted = tuple(
         Wanted(
             position=item.position,
@@ -207,4 +209,4 @@ def _span(level: Level, first: int, stop: int, found: Sequence[_Divisible], toke
         )
         for item in found
     )
-    return Span(first=first, stop=stop, level=level, wanted=wanted if first < stop else ())
+    return Span(first=first, stop=stop, level=level, wanted=wanted)

@@ -19,13 +19,17 @@ __all__ = ["Identities"]
 
 
 class Identities:
-    """Storage -> anything."""
+    """Storage -> anything.
+
+    A `brief` one lasts no longer than a layer's forward and its recompute. What it knows of dead storages goes with it, not
+    with them: whoever forgets one by one is held by what it may forget, and a cycle waits for the garbage collector.
+    """
 
     __slots__ = ("_entries", "_forget", "find")
 
-    def __init__(self) -> None:
+    def __init__(self, *, brief: bool = False) -> None:
         self._entries: dict[ref[torch.UntypedStorage], Any] = {}
-        self._forget = self._entries.pop
+        self._forget = None if brief else self._entries.pop
         self.find: Callable[[ref[torch.UntypedStorage]], Any] = self._entries.get
         """What is known of a storage, by a weak reference to it; None for nothing."""
 

@@ -12,25 +12,31 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn import Parameter
 
-from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer, is_attention, is_random
+from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer
 from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
-from memo.swap.called import written
+from memo.swap.called import Given, Operator
 from memo.swap.capture import has_hidden_state
+from memo.swap.identity import Identities
 from memo.swap.marked import Marked
 from memo.swap.origins import made_by_compiler
-from memo.swap.results import Reader, Result, is_product
+from memo.swap.results import Reader, Result
 from memo.swap.saved import Content, content_of
 from memo.swap.script import Script
 from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
-from memo.swap.tokens import Axis, Mark, Meaning, TokenMap
+from memo.swap.tokens import MIXED, SAME, Axis, Described, Mark, Meaning, TokenMap
 
 __all__ = ["Noting", "Slot"]
+
+_MEANINGS: dict[tuple[Any, ...], Meaning] = {}
+"""An operator, the number of tokens, what the call is given and what is known of that -> what its results mean."""
+_MOST_MEANINGS = 10_000  # a run over ever new sequence lengths must not remember them all
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,8 @@ class Noting(SleepingMode):
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._made: weakref.WeakKeyDictionary[torch.UntypedStorage, Result] = weakref.WeakKeyDictionary()
+        self._made = Identities(brief=True)
+        """Storage -> the Result that it is."""
         self._paused = False
         self.joined: set[int] = set()
         """How many shards of tokens lie one after the other in what the layer gathers from other ranks."""
@@ -86,83 +93,116 @@ class Noting(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        origin = self.script.calls(func, args, kwargs)
+        given = Given(func, args, kwargs)
+        origin = self.script.calls(given)
         silent = self.reason is not None or self._paused
-        out = func(*args, **kwargs) if silent else self._noted(func, args, kwargs)
+        out = func(*args, **kwargs) if silent else self._noted(given)
         self.script.makes(out, origin)
         return out
 
-    def _noted(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _noted(self, given: Given) -> Any:
         """Calls an operator that the proof must understand."""
-        given = tensors_in((args, kwargs))
+        before: list[Described] = []
         changed: list[torch.Tensor] = []
         try:
-            changed = self._before(func, args, kwargs, given)
+            before = self._before(given)
+            if given.operator.writes:
+                changed = self._changed(given)
         except Unproven as unproven:
             self.reason = str(unproven)
-        out = func(*args, **kwargs)
+        out = given.call()
         if self.reason is None:
             try:
-                self._after(
-                    Call(func=func, args=args, kwargs=kwargs, out=out, tokens=self.tokens, given=given), changed
-                )
+                self._after(given, before, changed, out)
             except Unproven as unproven:
                 self.reason = str(unproven)
         return out
 
-    def _before(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The tensors that the call will change in place. Raises Unproven for what a recompute must not do again."""
-        if not isinstance(func, torch._ops.OpOverload):
+    def _before(self, given: Given) -> list[Described]:
+        """What is known of the tensors that the call is given. Raises Unproven for what a recompute must not do again."""
+        func = given.operator.func
+        if not given.operator.is_overload:
             raise Unproven(f"{func} is not known to work token by token")
-        for tensor in given:
+        before = []
+        for tensor in given.tensors:
             if not _is_understood(tensor):
                 raise Unproven(f"{func.overloadpacket} works on a {type(tensor).__name__}")
-            if tensor not in self.tokens and made_by_compiler(tensor):
+            described = self.tokens.described(tensor)
+            if described[1] is SAME and tensor not in self.tokens and made_by_compiler(tensor):
                 raise Unproven("a function in it is compiled, and a part of the tokens may be fused in another way")
-        if func.namespace not in ("aten", "prim", "prims") and not is_attention(func):
+            before.append(described)
+        if not given.operator.is_known:
             raise Unproven(f"{func.overloadpacket} is not known to work token by token")
-        changed = []
-        for position, name in written(func):
-            changed += tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        return before
+
+    def _changed(self, given: Given) -> list[torch.Tensor]:
+        """The tensors that the call will change in place. Raises Unproven where a recompute must not change them again."""
+        changed = given.changed()
         for tensor in changed:
             storage = tensor.untyped_storage()
             if tensor not in self.tokens or storage in self._inputs:
-                raise Unproven(f"{func.overloadpacket} changes something from outside the layer in place")
+                raise Unproven(
+                    f"{given.operator.func.overloadpacket} changes something from outside the layer in place"
+                )
             if storage in self.whole:
-                raise Unproven(f"{func.overloadpacket} changes a result in place that is not computed again")
+                raise Unproven(
+                    f"{given.operator.func.overloadpacket} changes a result in place that is not computed again"
+                )
             self._read([tensor])
             for result in self.results:
                 result.before_change_of(storage)
         return changed
 
-    def _after(self, call: Call, changed: list[torch.Tensor]) -> None:
-        if not is_product(call.func):
-            self._read(_used(call))
-        if is_attention(call.func):
-            self._attention(call)
+    def _after(self, given: Given, before: list[Described], changed: list[torch.Tensor], out: Any) -> None:
+        """The call has returned."""
+        operator, results = given.operator, tensors_in(out)
+        storages = [tensor.untyped_storage() for tensor in given.tensors]
+        if not operator.is_product and not _is_view(operator, storages, results):
+            self._read(given.tensors)
+        if operator.is_attention:
+            self._attention(self._call(given, out))
             return
         meaning: Meaning
-        if is_random(call.func):
+        if operator.is_random:
+            call = self._call(given, out)
             self.answers.append(RandomAnswer.of(call, first=self.ends[0]))
             meaning = call.meaning(call.args[0])
         else:
-            before = {call.tokens.of(tensor) for tensor in call.given}
-            meaning = meaning_of(call)
-            if meaning is Mark.MIXED and Mark.MIXED not in before and self._mixed_by is None:
-                self._mixed_by = str(call.func.overloadpacket)
-        if is_product(call.func):
-            self._result(call.out, meaning, call.given)
+            meaning = self._meaning(given, before, out)
+            if meaning is MIXED and self._mixed_by is None and all(known is not MIXED for _, known in before):
+                self._mixed_by = str(operator.func.overloadpacket)
+        if operator.is_product:
+            self._result(out, meaning, given.tensors)
         for tensor in changed:
-            if meaning is Mark.MIXED or self.tokens.of(tensor) != meaning:  # mixed here may be tokens in the whole
+            if meaning is MIXED or self.tokens.of(tensor) != meaning:  # mixed here may be tokens in the whole
                 self.tokens.spoil(tensor)
                 return
-        storages = {tensor.untyped_storage() for tensor in call.given}
-        for tensor in tensors_in(call.out):
+        for tensor in results:
             outside = tensor.untyped_storage() in storages and tensor not in self.tokens  # a view of a parameter
             if not outside:
                 self.tokens.put(tensor, meaning)
+
+    def _meaning(self, given: Given, before: list[Described], out: Any) -> Meaning:
+        """By the rules for tokens, which are asked once for all calls that look alike: layers and steps repeat."""
+        alike = (given.operator, self.tokens.tokens, *given.others, *before)
+        meaning = _MEANINGS.get(alike)
+        if meaning is None:
+            meaning = meaning_of(self._call(given, out))
+            if not given.operator.writes:  # it may lie in another way after the call
+                if len(_MEANINGS) >= _MOST_MEANINGS:
+                    _MEANINGS.clear()
+                _MEANINGS[alike] = meaning
+        return meaning
+
+    def _call(self, given: Given, out: Any) -> Call:
+        return Call(
+            func=given.operator.func,
+            args=given.args,
+            kwargs=given.kwargs,
+            out=out,
+            tokens=self.tokens,
+            given=given.tensors,
+        )
 
     def _result(
         self, out: torch.Tensor, meaning: Meaning, given: Sequence[torch.Tensor], call: Marked | None = None
@@ -175,7 +215,7 @@ class Noting(SleepingMode):
             span=self.ends,
             tokens=self.tokens.tokens,
             function=None if call is None else call.function,
-            source=None if call is None else self._made.get(call.x.untyped_storage()),
+            source=None if call is None else self._made.find(ref(call.x.untyped_storage())),
         )
         self._read(given, result)
         self.results.append(result)
@@ -183,8 +223,10 @@ class Noting(SleepingMode):
 
     def _read(self, given: Sequence[torch.Tensor], result: Result | None = None) -> None:
         """Something computes with these tensors; `result` is what it makes of them."""
+        if not self.results:
+            return
         for tensor in given:
-            made = self._made.get(tensor.untyped_storage())
+            made = self._made.find(ref(tensor.untyped_storage()))
             if made is not None:
                 made.read(tensor, Reader(position=len(self.slots), result=result))
 
@@ -289,12 +331,15 @@ class Noting(SleepingMode):
         return f"{self._mixed_by or 'an operator'} mixes tokens"
 
 
-def _used(call: Call) -> Sequence[torch.Tensor]:
-    """The tensors whose numbers a call uses: none where it only sees one in another shape."""
-    results = tensors_in(call.out)
-    storages = {tensor.untyped_storage() for tensor in (*call.given, *results)}
-    is_view = bool(results) and len(storages) == 1 and not written(call.func)
-    return () if is_view else call.given
+def _is_view(operator: Operator, storages: Sequence[torch.UntypedStorage], results: Sequence[torch.Tensor]) -> bool:
+    """True for a call that only sees a tensor in another shape, and uses no number in it."""
+    if operator.writes or not results:
+        return False
+    first = results[0].untyped_storage()
+    for storage in storages:
+        if storage is not first:
+            return False
+    return len(results) == 1 or all(result.untyped_storage() is first for result in results)
 
 
 def _is_understood(tensor: torch.Tensor) -> bool:

@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Origin:
-    """Of the bytes of one storage. Made for every result of every operator, so not by keywords."""
+    """Of the bytes of one storage. Made for every result of every operator, so not by keywords and not frozen."""
 
     made_by: tuple[int, int]
     """Line, from 1 on, and number of the result. Line 0 made the arguments, those below 0 were found elsewhere."""
@@ -69,7 +69,7 @@ class Origins:
     """Of one run."""
 
     def __init__(self) -> None:
-        self._known = Identities()
+        self._known = Identities(brief=True)
 
     def find(self, storage: torch.UntypedStorage) -> Origin | None:
         found: Origin | None = self._known.find(ref(storage))

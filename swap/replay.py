@@ -22,13 +22,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.errors import SwapError
-from memo.swap.answers import Answer, is_attention, is_random
+from memo.swap.answers import Answer
 from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
+from memo.swap.called import Given
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
-from memo.swap.results import Result, is_product
+from memo.swap.results import Result
 from memo.swap.script import Diverged, Reading, Script, Scripted
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
@@ -242,6 +243,7 @@ class _Answering(SleepingMode):
         self._reading = reading
         # What stands for omitted results. Nothing may compute with it.
         self._empty: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._has_empty = False
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -249,16 +251,18 @@ class _Answering(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        origin = self._reading.calls(func, args, kwargs)
-        given = tensors_in((args, kwargs))
-        if is_attention(func) or is_random(func):
-            self.check_filled(func, given)
+        given = Given(func, args, kwargs)
+        origin = self._reading.calls(given)
+        operator = given.operator
+        if operator.is_attention or operator.is_random:
+            self.check_filled(func, given.tensors)
             out = self._answer(func, args)
         else:
-            out = self._result(None) if is_product(func) else None
+            out = self._result(None) if operator.is_product else None
             if out is None:
                 out = func(*args, **kwargs)
-                self.check_filled(func, given, tensors_in(out))
+                if self._has_empty:
+                    self.check_filled(func, given.tensors, tensors_in(out))
         self._reading.makes(out, origin)
         return out
 
@@ -293,6 +297,8 @@ class _Answering(SleepingMode):
 
     def check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
         """Of an omitted result nothing may be used but its shape: all that a call gives of it must be views of it."""
+        if not self._has_empty:
+            return
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage in self._empty and not (results and all(r.untyped_storage() is storage for r in results)):
@@ -317,4 +323,5 @@ class _Answering(SleepingMode):
             return result.give(self._call.engine)
         out = result.empty()
         self._empty.add(out.untyped_storage())
+        self._has_empty = True
         return out

@@ -77,7 +77,7 @@ class Result:
         self._storage = weakref.ref(out.untyped_storage())
         self._content = content_of(out)
         self._needs_grad = out.requires_grad
-        self._form = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="meta")
+        self._size, self._stride, self._dtype = out.size(), out.stride(), out.dtype
         self._offset = out.storage_offset()
         self._device = out.device
         self._result: torch.Tensor | None = None
@@ -89,11 +89,11 @@ class Result:
     def read(self, tensor: torch.Tensor, reader: Reader) -> None:
         """`reader` uses `tensor`, which is the result or a view of it."""
         self.readers.append(reader)
-        if tensor.dtype is not self._form.dtype:
+        if tensor.dtype is not self._dtype:
             self.axis = self._result = None  # its bytes taken for something else: it is computed again
         # Nothing is held for a reader whose own result is kept: partial sums go when they are summed.
         if self._result is None and self._span[0] < self._span[1] and self.can_be_kept and not self.is_passed_on:
-            self._result = tensor.detach().as_strided(self._form.size(), self._form.stride(), self._offset)
+            self._result = tensor.detach().as_strided(self._size, self._stride, self._offset)
 
     @property
     def is_passed_on(self) -> bool:
@@ -150,7 +150,8 @@ class Result:
 
     def empty(self) -> torch.Tensor:
         """Memory for what `give` would give."""
-        part = torch.empty_like(self._cut(self._form), device=self._device)
+        form = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device="meta")
+        part = torch.empty_like(self._cut(form), device=self._device)
         return part.requires_grad_(self._needs_grad)
 
     def drop(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.swap.aside import Aside, SleepingMode
-from memo.swap.called import given_besides, is_constant, keeps_content, written
+from memo.swap.called import Given
 from memo.swap.origins import (
     UNKNOWN,
     Operand,
@@ -67,22 +67,21 @@ class Script:
         for number, tensor in enumerate(given):
             self.given.append(self._origins.of_argument(tensor, number))
 
-    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin:
+    def calls(self, given: Given) -> Origin:
         """An operator is about to be called. Returns the origin of what it makes."""
-        tensors = tensors_in((args, kwargs))
-        if keeps_content(func):
+        operator, tensors = given.operator, given.tensors
+        if operator.keeps_content:
             return copy_of(self._operand(tensors[0]))
-        origin = self.line(func, *given_besides(func, args, kwargs), () if is_constant(func) else tensors)
+        origin = self.line(operator.func, given.numbers, given.lengths, () if operator.is_constant else tensors)
         if self.reason is None:
-            self._look_for_traces(func, args, kwargs)
+            self._look_for_traces(given)
         return origin
 
-    def _look_for_traces(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for position, name in written(func):
-            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name)):
-                if self.took(tensor):
-                    self.reason = f"{func.overloadpacket} changes something from outside the layer in place"
-        if kwargs.get("generator") is not None:
+    def _look_for_traces(self, given: Given) -> None:
+        func = given.operator.func
+        if given.operator.writes and any(self.took(tensor) for tensor in given.changed()):
+            self.reason = f"{func.overloadpacket} changes something from outside the layer in place"
+        if given.kwargs.get("generator") is not None:
             self.reason = f"{func.overloadpacket} draws from a generator of its own"
 
     def begins(self, function: Callable[..., Any]) -> None:
@@ -96,12 +95,12 @@ class Script:
     def line(
         self,
         what: Any,
-        numbers: tuple[Any, ...] = (),
-        lengths: tuple[int, ...] = (),
+        numbers: Sequence[Any] = (),
+        lengths: Sequence[int] = (),
         given: Iterable[torch.Tensor] = (),
     ) -> Origin:
         """One line. Returns the origin of what it makes."""
-        line = (what, numbers, lengths, tuple([self._operand(tensor) for tensor in given]))
+        line = (what, tuple(numbers), tuple(lengths), tuple([self._operand(tensor) for tensor in given]))
         if len(_SEEN) > _MOST_SEEN:
             _SEEN.clear()
         self.lines.append(_SEEN.setdefault(line, line))
@@ -176,13 +175,13 @@ class Reading:
                 # What is cut lies somewhere else.
                 self._origins.put(tensor.untyped_storage(), origin if fewer is None else origin.somewhere())
 
-    def calls(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin:
+    def calls(self, given: Given) -> Origin:
         """Raises Diverged for an operator that is not the next one, or works on something else. Returns the origin of what
         it makes."""
-        tensors = tensors_in((args, kwargs))
-        if keeps_content(func):
-            return copy_of(self._operand(func, tensors[0]))
-        return self.line(func, *given_besides(func, args, kwargs), () if is_constant(func) else tensors)
+        operator, tensors = given.operator, given.tensors
+        if operator.keeps_content:
+            return copy_of(self._operand(operator.func, tensors[0]))
+        return self.line(operator.func, given.numbers, given.lengths, () if operator.is_constant else tensors)
 
     def begins(self, function: Callable[..., Any]) -> None:
         """Raises Diverged unless it is this function's turn."""
@@ -205,17 +204,17 @@ class Reading:
     def line(
         self,
         what: Any,
-        numbers: tuple[Any, ...] = (),
-        lengths: tuple[int, ...] = (),
+        numbers: Sequence[Any] = (),
+        lengths: Sequence[int] = (),
         given: Iterable[torch.Tensor] = (),
     ) -> Origin:
         """Raises Diverged unless this is the next line. Returns the origin of what it makes."""
         line = next(self._lines, None)
         if line is None or line[0] != what:
             raise Diverged(f"it called {what} instead of {'nothing' if line is None else line[0]}")
-        if line[1] != numbers:
+        if line[1] != tuple(numbers):
             raise Diverged(f"it called {what} with {_told(numbers)} instead of {_told(line[1])}")
-        if line[2] != lengths and not same_lengths(lengths, line[2], self._step):
+        if line[2] != tuple(lengths) and not same_lengths(lengths, line[2], self._step):
             raise Diverged(f"it called {what} with {_told(lengths)} instead of {_told(line[2])}")
         operands = tuple([self._operand(what, tensor) for tensor in given])
         if operands != line[3]:
@@ -270,7 +269,7 @@ class Scripted(SleepingMode):
         kwargs = kwargs or {}
         if self.asleep:
             return func(*args, **kwargs)
-        origin = self._script.calls(func, args, kwargs)
+        origin = self._script.calls(Given(func, args, kwargs))
         out = func(*args, **kwargs)
         self._script.makes(out, origin)
         return out

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memo.errors import ModifiedAfterSave
 from memo.swap.capture import is_sharded
 from memo.swap.saved import version_of
 
-__all__ = ["ModuleState", "Precision", "RandomState", "drawn_by_python", "has_others"]
+__all__ = ["ModuleState", "Precision", "RandomState", "has_others", "modules_of", "parameters_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,22 +97,12 @@ class RandomState:
         )
 
 
-def drawn_by_python() -> tuple[object, ...]:
-    """Where the generators stand that torch knows nothing of: two answers are equal if nothing was drawn between them."""
-    _, words, gauss = random.getstate()
-    stands: tuple[object, ...] = (words[0], words[-1], gauss)
-    if "numpy" in sys.modules:
-        state = sys.modules["numpy"].random.get_state(legacy=False)
-        stands += (int(state["state"]["key"][0]), state["state"]["pos"], state["has_gauss"])
-    return stands
-
-
 def has_others(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> bool:
     """Whether a layer has other parameters than `own`, for a while: torch.func.functional_call lends it some for one call.
 
     A sharded one is another while it is gathered, in backward as in forward.
     """
-    now = list(module.parameters())
+    now = parameters_of(module)
     return len(now) != len(own) or any(a is not b and not is_sharded(b) for a, b in zip(now, own, strict=True))
 
 
@@ -122,12 +111,35 @@ def has_others(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> bool:
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """It and all in it, each once; `module.modules()` makes names on its way, and takes three times as long."""
+    found = [module]
+    known = {module}
+    for parent in found:
+        for child in parent._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                found.append(child)
+    return found
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and those of all in it; one that several modules have as often."""
+    every = [parameter for child in modules_of(module) for parameter in child._parameters.values()]
+    return [parameter for parameter in every if parameter is not None]
+
+
 class ModuleState:
     """Parameters, buffers and plain attributes of a layer's modules, as they were when this was made."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._tensors = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *module.buffers())]
+        self._tensors = [
+            (tensor, version_of(tensor))
+            for child in modules_of(module)
+            for tensor in (*child._parameters.values(), *child._buffers.values())
+            if tensor is not None
+        ]
         self._attributes = _attributes(module)
 
     def check(self, name: str) -> None:
@@ -158,13 +170,20 @@ class ModuleState:
 
 
 _Attributes = list[tuple[int, dict[str, object]]]
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def _attributes(module: torch.nn.Module) -> _Attributes:
-    return [
-        (id(child), {name: value for name, value in vars(child).items() if type(value) in _PLAIN})
-        for child in module.modules()
-    ]
+def _attributes(module: nn.Module) -> _Attributes:
+    return [(id(child), _own(vars(child))) for child in modules_of(module)]
+
+
+def _own(every: dict[str, object]) -> dict[str, object]:
+    """What not every module has; of that only whether it trains."""
+    own: dict[str, object] = {"training": every["training"]}
+    for name in every.keys() - _OF_EVERY_MODULE:
+        if type(every[name]) in _PLAIN:
+            own[name] = every[name]
+    return own
 
 
 def _first_difference(before: _Attributes, now: _Attributes) -> str:

@@ -19,6 +19,7 @@ from memo.swap.tokens import Axis, Mark, Meaning, TokenMap, regroup
 __all__ = ["Call", "Unproven", "meaning_of", "tensors_in"]
 
 _ATEN = torch.ops.aten
+_ATOMS = frozenset({type(None), bool, int, float, str})
 
 
 class Unproven(Exception):
@@ -29,11 +30,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of an operator's arguments or results, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
+    found: list[torch.Tensor] = []
+    if isinstance(value, (tuple, list, dict)):
+        _collect(value, found)
+    return found
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    for item in values.values() if isinstance(values, dict) else values:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif type(item) not in _ATOMS and isinstance(item, (tuple, list, dict)):
+            _collect(item, found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,33 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-import weakref
 from typing import TYPE_CHECKING
+from weakref import ref
+
+from memo.swap.identity import Identities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-__all__ = ["Axis", "Layout", "Mark", "Meaning", "Rows", "TokenMap", "cut", "layout_of_part", "regroup", "rows_of"]
+__all__ = [
+    "MIXED",
+    "SAME",
+    "Axis",
+    "Described",
+    "Layout",
+    "Mark",
+    "Meaning",
+    "Rows",
+    "TokenMap",
+    "cut",
+    "layout_of_part",
+    "regroup",
+    "rows_of",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +67,19 @@ class Axis:
 class Mark(enum.Enum):
     """What a tensor without a token axis is."""
 
+    __hash__ = object.__hash__  # its own looks up a name in Python
+
     SAME = "the same whatever tokens are computed: a parameter, a constant, or made of such"
     MIXED = "each element may depend on any token, or nobody knows"
 
 
 Meaning = Axis | Mark
+
+_MOST_SEEN = 10_000  # tensors lie as they did in the layer and the step before, but not over ever new sequence lengths
+
+# An attribute of an enumeration costs more to look up than a tensor's meaning.
+SAME = Mark.SAME
+MIXED = Mark.MIXED
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +107,21 @@ def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -
 
 def rows_of(tensor: torch.Tensor, axis: Axis, tokens: int) -> Rows | None:
     """How the tensor's storage is divided by tokens; None unless every byte range it implies is proven by the strides."""
-    offset, itemsize = tensor.storage_offset(), tensor.itemsize
-    size, stride = tensor.size(), tensor.stride()
-    step = stride[axis.dim] * axis.inner
     nbytes = tensor.untyped_storage().nbytes()
+    return _rows(
+        tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize, nbytes, axis=axis, tokens=tokens
+    )
+
+
+@functools.lru_cache(_MOST_SEEN)
+def _rows(
+    offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int, nbytes: int, *, axis: Axis, tokens: int
+) -> Rows | None:
+    step = stride[axis.dim] * axis.inner
     if step <= 0 or nbytes == 0 or nbytes % (tokens * step * itemsize) or offset // step % tokens:
         return None
     within = offset % step
-    others = [(size[dim], stride[dim]) for dim in range(tensor.ndim) if dim != axis.dim]
+    others = [(size[dim], stride[dim]) for dim in range(len(size)) if dim != axis.dim]
     for count, distance in (*others, (axis.inner, stride[axis.dim])):
         if count == 1 or distance % (step * tokens) == 0:
             continue  # stays where it is, or goes from row to row
@@ -119,12 +151,20 @@ class Layout:
 
 def layout_of_part(tensor: torch.Tensor, axis: Axis, rows: Rows, count: int, tokens: int) -> Layout:
     """How a forward over `count` tokens alone would lay `tensor` out, in a storage of its own."""
+    offset = int(tensor.storage_offset())
     step = rows.width // tensor.itemsize
-    shape = list(tensor.size())
+    return _layout(offset, tensor.size(), tensor.stride(), step, axis=axis, count=count, tokens=tokens)
+
+
+@functools.lru_cache(_MOST_SEEN)
+def _layout(
+    offset: int, size: Sequence[int], stride: Sequence[int], step: int, *, axis: Axis, count: int, tokens: int
+) -> Layout:
+    shape = list(size)
     shape[axis.dim] = axis.length(count)
-    stride = [s // (step * tokens) * (step * count) if s % (step * tokens) == 0 else s for s in tensor.stride()]
-    row, within = divmod(int(tensor.storage_offset()), step * tokens)
-    return Layout(shape=tuple(shape), stride=tuple(stride), offset=row * step * count + within)
+    parts = [s // (step * tokens) * (step * count) if s % (step * tokens) == 0 else s for s in stride]
+    row, within = divmod(offset, step * tokens)
+    return Layout(shape=tuple(shape), stride=tuple(parts), offset=row * step * count + within)
 
 
 def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) -> torch.Tensor:
@@ -145,7 +185,10 @@ def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) ->
     return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
 
 
-_Geometry = tuple["torch.dtype", int, "torch.Size", tuple[int, ...]]
+_Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
+
+Described = tuple[_Geometry, Meaning]
+"""How a tensor lies in its storage, and what it means."""
 
 
 class TokenMap:
@@ -157,26 +200,34 @@ class TokenMap:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[_Geometry, Meaning]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known = Identities(brief=True)
+        """Storage -> geometry -> meaning."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage() in self._known
+        return self._known.find(ref(tensor.untyped_storage())) is not None
 
     def of(self, tensor: torch.Tensor) -> Meaning:
-        known = self._known.get(tensor.untyped_storage())
-        return Mark.SAME if known is None else known.get(_geometry(tensor), Mark.MIXED)
+        return self.described(tensor)[1]
+
+    def described(self, tensor: torch.Tensor) -> Described:
+        """The tensor as the rules for tokens see it."""
+        known = self._known.find(ref(tensor.untyped_storage()))
+        geometry = _geometry(tensor)
+        return geometry, SAME if known is None else known.get(geometry, MIXED)
 
     def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
         if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
-            meaning = Mark.MIXED
-        self._known.setdefault(tensor.untyped_storage(), {})[_geometry(tensor)] = meaning
+            meaning = MIXED
+        storage = tensor.untyped_storage()
+        known = self._known.find(ref(storage))
+        if known is None:
+            known = self._known[storage] = {}
+        known[_geometry(tensor)] = meaning
 
     def spoil(self, tensor: torch.Tensor) -> None:
         """The whole storage was overwritten with something else than it held."""
-        self._known[tensor.untyped_storage()] = {}
+        self._known.find(ref(tensor.untyped_storage())).clear()
 
 
 def _geometry(tensor: torch.Tensor) -> _Geometry:
-    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()

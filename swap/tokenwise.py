@@ -15,6 +15,7 @@ trial; it says so once, with the reason, and the report lists it.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from memo.swap.noting import Noting
 from memo.swap.ranks import Hearing, Ranks
 from memo.swap.recent import Recent
 from memo.swap.script import Script
-from memo.swap.surroundings import has_others
+from memo.swap.surroundings import has_others, modules_of, parameters_of
 from memo.swap.tokendims import Shapes, TokenDims
 from memo.swap.tokenrules import Unproven
 from memo.swap.trial import try_out
@@ -137,7 +138,7 @@ class TokenWise:
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Before a forward."""
-        self._own = {layer.name: list(layer.module.parameters()) for layer in layers}
+        self._own = {layer.name: parameters_of(layer.module) for layer in layers}
         self.look_at(layers)
 
     def look_at(self, layers: Sequence[Layer]) -> None:
@@ -429,11 +430,11 @@ def _moves_all(setting: Setting) -> bool:
 def _unsuited(module: torch.nn.Module) -> str | None:
     if _has_hooks_of_others(torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks):
         return "hooks on all modules would be called again"
-    for child in module.modules():
+    for child in modules_of(module):
         # A hook on the layer itself is called around what is repeated.
         if child is not module and _has_hooks_of_others(child._forward_hooks, child._forward_pre_hooks):
             return "hooks on its modules would be called again"
-        if child._compiled_call_impl is not None or hasattr(child, "_orig_mod"):
+        if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
             return "it is compiled, and a part of the tokens may be fused in another way"
         if child is not module and type(child).__name__.startswith("FSDP"):
             return "parts of it are sharded on their own; shard whole layers"
@@ -442,7 +443,7 @@ def _unsuited(module: torch.nn.Module) -> str | None:
 
 def _has_hooks_of_others(*hooks: Mapping[int, Any]) -> bool:
     """True for a hook that might tell somebody what it sees. Those of torch and of memo change what passes, and no more."""
-    for hook in (hook for some in hooks for hook in some.values()):
+    for hook in itertools.chain.from_iterable(some.values() for some in hooks if some):
         module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
         if module.split(".")[0] not in ("torch", "memo"):
             return True

@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import Arguments
 from memo.swap.belongings import Belongings
+from memo.swap.draws import drawn_by_python
 from memo.swap.saved import content_of, version_of
 from memo.swap.script import Script, Scripted
-from memo.swap.surroundings import ModuleState, Precision, RandomState, drawn_by_python
+from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import Unproven, tensors_in
 
 if TYPE_CHECKING:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from weakref import ref
 
+import pytest
 import torch
 
 from memo.swap.identity import Identities
@@ -34,8 +37,9 @@ def test_a_second_entry_replaces_the_first_and_still_goes_with_the_storage() -> 
     assert len(identities) == 0
 
 
-def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before() -> None:
-    identities = Identities()
+@pytest.mark.parametrize("brief", [False, True])
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before(brief: bool) -> None:
+    identities = Identities(brief=brief)
     addresses = set()
     for _ in range(50):
         one = torch.empty(1 << 20).untyped_storage()
@@ -44,4 +48,19 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before() -> N
         identities[one] = object()
         del one
     assert len(addresses) < 50, "the allocator gives the same memory again, or this shows nothing"
-    assert len(identities) == 0
+    assert len(identities) == (50 if brief else 0)
+
+
+def test_brief_ones_go_at_once_with_what_they_know() -> None:
+    """Tensors that a forward noted must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        identities = Identities(brief=True)
+        held = storage()
+        identities[storage()] = known = {"its result": 1.0}
+        identities[held] = known
+        before = sys.getrefcount(known)
+        del identities
+        assert sys.getrefcount(known) == before - 2
+    finally:
+        gc.enable()
