@@ -10,7 +10,7 @@ ARMS ?= all
 PARTS ?=
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench setup clean
+.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated setup clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,11 @@ gpu-check:
 
 gpu-bench:
 	$(PYTHON) -m benchmarks.gpu_bench $(ARMS)
+
+# The tests marked gpu where no GPU is, on an emulated device: tests/emulated_cuda/README.md. Fetches some 7 GB once.
+gpu-emulated:
+	PY=$(PY) tests/emulated_cuda/prepare build/emulated
+	build/emulated/python -m pytest -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info
