@@ -193,7 +193,7 @@ class Carrier:
     def _when_idle(self) -> None:
         """Backward is nearly done. Before the next forward the program may restart the peaks, as loops that log them do."""
         try:
-            Variable._execution_engine.queue_callback(self._note_peak)  # type: ignore[attr-defined]  # at its end
+            Variable._execution_engine.queue_callback(self._note_peak)  # at its end
         except RuntimeError:  # no backward: the graph was let go
             self._note_peak()
 
