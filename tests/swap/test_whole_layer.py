@@ -16,13 +16,20 @@ from strange_layers import (
     STRANGE,
     ChangesItsInput,
     Collects,
+    CollectsDeep,
     Counts,
+    CountsForAll,
     CountsInPython,
+    CountsOn,
     DrawsFromItsOwn,
+    DrawsFromNumPys,
+    DrawsFromPythons,
     DrawsWithPython,
+    KeepsBooks,
     Layer,
     NormalisesOverTheBatch,
     PutsAside,
+    PutsIntoAGlobal,
 )  # fmt: skip
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
 # These change what a second run would start from.
 UNREPEATABLE = {
     NormalisesOverTheBatch, Counts, ChangesItsInput, CountsInPython, DrawsFromItsOwn, DrawsWithPython, PutsAside, Collects,
+    KeepsBooks, CollectsDeep, DrawsFromPythons, DrawsFromNumPys,
+    CountsOn, CountsForAll, PutsIntoAGlobal,
 }  # fmt: skip
 
 
