@@ -19,6 +19,8 @@ __all__ = ["TILE_TOKENS", "in_tiles", "most_lost_bytes", "tile_of"]
 TILE_TOKENS = 256
 """Long sequences are cut at a multiple of this, so that a product over a part of the rows runs as the whole one does."""
 LONG_TOKENS = 8 * TILE_TOKENS
+LEAST_TOKENS = 16
+"""Rounding leaves no fewer over: the kernels of so small a product may round in another way than those of the whole."""
 
 
 def tile_of(tokens: int) -> int:
@@ -28,7 +30,7 @@ def tile_of(tokens: int) -> int:
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
     """By how much less a layer may save than asked: each range may lose a tile."""
-    return sum(known.saved_bytes for known in layer.levels) * tile_of(tokens) / tokens
+    return sum(known.saved_bytes for known in layer.levels) * max(tile_of(tokens), LEAST_TOKENS) / tokens
 
 
 def in_tiles(
@@ -85,6 +87,8 @@ def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> Laye
     first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
     if not middle_grows:
         second = min(first + _down(plan.matmul_tokens * tokens, tile, tokens), tokens)
+        if 0 < tokens - second < LEAST_TOKENS:  # what rounding leaves over
+            second = max(first, tokens - LEAST_TOKENS)
     elif plan.attention_tokens:
         second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
     else:
