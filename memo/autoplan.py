@@ -244,11 +244,15 @@ class AutoPlan:
             self._plan(regime)
             self._why_not = None
         except MemoError as error:
-            regime.phase, regime.setting = Phase.SETTLED, SAFEST
             others = self._others_bytes if isinstance(error, Infeasible) else 0
             beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
-            self._why_not = f"{error}{beside}"
-            self._warn("no-plan", f"no plan: {self._why_not}; every layer stays at the safest setting")
+            self._give_up(regime, f"{error}{beside}")
+
+    def _give_up(self, regime: Regime, why: str) -> None:
+        """No plan: the device's budget is worth more than speed."""
+        regime.phase, regime.setting = Phase.SETTLED, SAFEST
+        self._why_not = why
+        self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
 
     def _plan(self, regime: Regime) -> None:
         """Makes the plan of what is known, and has it tried.
@@ -277,6 +281,7 @@ class AutoPlan:
         if isinstance(answer, MemoError):
             raise answer
         regime.planned(answer)
+        self._watches = True  # also one that does nothing: what it was made of may have missed something
 
     def _pipeline(self, calls: int) -> Pipeline:
         if self._turns is not None and self._turns.microbatches == calls:
@@ -337,8 +342,14 @@ class AutoPlan:
         assert regime.plan is not None
         assert regime.profile is not None
         regime.margin_bytes = max(regime.margin_bytes, peak - regime.plan.stages[0].peak_device_bytes)
-        if regime.corrections < MAX_CORRECTIONS:
-            self._correct(regime, regime.profile)
+        if regime.corrections == MAX_CORRECTIONS:
+            self._give_up(regime, f"{MAX_CORRECTIONS + 1} of them took more device memory than the budget")
+            return
+        regime.corrections += 1
+        try:
+            self._plan(regime)
+        except MemoError as error:
+            self._give_up(regime, str(error))
 
     def _correct(self, regime: Regime, profile: Profile) -> None:
         """Plans again, of what is known now."""

@@ -344,6 +344,36 @@ def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
     assert second.stages[0].peak_device_bytes <= first.stages[0].peak_device_bytes - excess
 
 
+def test_a_plan_that_does_nothing_is_looked_at_once_too() -> None:
+    machine = tight(20)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.declined is not None
+    machine.transient_bytes = machine.device_bytes * 3 // 4  # which the steps that were measured did not need
+    with pytest.warns(RuntimeWarning, match="more than its budget"):
+        step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.declined is None
+    assert auto.plan.stages[0].peak_device_bytes <= machine.device_bytes // 4
+
+
+def test_plans_that_never_hold_the_budget_give_way_to_the_safest_setting() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3 + 2 * (MAX_CORRECTIONS + 3)):
+            step(auto, machine)
+            if isinstance(machine.used[-1], ActivationPlan):
+                machine.peak = machine.device_bytes + 1
+    assert machine.used[-1] is SAFEST
+    assert auto.plan is None
+    assert "took more device memory than the budget" in auto.use().lines()[0]
+    assert sum("no plan" in str(one.message) for one in told) == 1
+
+
 def test_microbatches_in_flight_each_keep_what_the_budget_has_room_for() -> None:
     """Two forwards before the first backward: both microbatches' kept bytes are in the predicted peak."""
     machine = tight(9)
