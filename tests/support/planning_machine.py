@@ -1,0 +1,136 @@
+"""A machine that planning at run time is told of: it says what its layers did, and remembers what came into force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from memo.autoplan import AutoPlan
+from memo.managed import Limits, Setting
+from memo.mip.activation import ActivationPlan
+from memo.mip.activation_solve import solve_problem
+from memo.swap.levels import LayerCosts, Level
+from memo.trace.events import Lane, Span, StateChange, TensorState, Tracer
+
+LAYERS = [f"layers.{n}" for n in range(6)]
+TOKENS = 64
+FORWARD_NS, BACKWARD_NS = 1_000_000_000, 2_000_000_000  # told, not taken; long beside a pause of this machine
+ALWAYS, PER_TOKEN = 1 << 20, float(1 << 16)
+
+MIXED = Setting(matmuls=0.5, rest_stays=True)
+
+
+class Machine:
+    """Satisfies `Managed`: remembers what came into force, and tells a step as its layers would."""
+
+    mlp_tiles = 2
+    n_layers = len(LAYERS)
+
+    def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
+        self.used: list[ActivationPlan | Setting] = []
+        self.heard_by: Tracer | None = None
+        self.idle = True
+        self.device_bytes, self.host_bytes = device_bytes, host_bytes
+        self.others_bytes = 0
+        self.tokens = TOKENS
+        self.slowness = 1.0
+        self.peak = 0
+        self.whole: set[str] = set()  # layers that cannot repeat a part of their tokens
+        self.mute = False
+        self.spare = 0.5
+        self.growths: list[float] = []  # that each of `used` was for
+        self.transient_bytes = 0  # of the last step
+        self.trials = 0  # in each step
+
+    def listen(self, tracer: Tracer | None) -> None:
+        self.heard_by = tracer
+
+    def finish(self) -> None: ...
+
+    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+        self.used.append(setting)
+        self.growths.append(growth)
+
+    def costs(self) -> Mapping[str, LayerCosts]:
+        return {name: self._costs(name) for name in LAYERS if name not in self.whole}
+
+    def _costs(self, name: str) -> LayerCosts:
+        return LayerCosts(
+            layer=name,
+            tokens=self.tokens,
+            input_bytes=1 << 19,
+            always_bytes=ALWAYS * self.tokens // TOKENS,
+            bytes_per_token={Level.ALL: PER_TOKEN, Level.MATMULS: PER_TOKEN / 2, Level.ATTENTION: 0.0},
+            recompute_s_per_token={Level.ALL: 0.0, Level.MATMULS: 1e-4, Level.ATTENTION: 1e-2},
+        )
+
+    def spare_share(self, peak_bytes: int, calls: int) -> float:
+        return self.spare
+
+    def limits(self, growth: float = 1.0) -> Limits:
+        transient = round(self.transient_bytes * max(1.0, growth))
+        return Limits(
+            device_bytes=max(0, self.device_bytes - transient),
+            others_bytes=self.others_bytes + transient,
+            host_bytes=self.host_bytes,
+            disk_bytes=0,
+        )
+
+    def excess_bytes(self) -> int:
+        return max(0, self.peak + self.transient_bytes - self.device_bytes)
+
+    def take_trials(self) -> int:
+        return self.trials
+
+    def link(self) -> tuple[float, float, float] | None:
+        return (1e7, 1e7, 2e7)
+
+    def take_peak(self) -> int:
+        return self.peak
+
+    def restart_peaks(self) -> None:
+        pass
+
+    @property
+    def full_bytes(self) -> int:
+        return round(ALWAYS + PER_TOKEN * TOKENS)
+
+    def tell(self) -> None:
+        """What the step now under way did, to whoever listens."""
+        if self.heard_by is None or self.mute:
+            return
+        plan = self.used[-1] if isinstance(self.used[-1], ActivationPlan) else None
+        recompute = 0 if plan is None else plan.stages[0].recompute_s * 1e9 / len(LAYERS)
+        t = self.heard_by.now()
+        scale = self.slowness * self.tokens / TOKENS
+        forward, backward = round(FORWARD_NS * scale), round(BACKWARD_NS * scale)
+        for name in LAYERS:
+            self.heard_by.emit(StateChange(t=t, step=0, id=1, to=TensorState.LIVE, nbytes=self.full_bytes, module=name))
+            self._span(t, forward, name, "forward", Lane.COMPUTE)
+            t += forward
+        for name in reversed(LAYERS):
+            self._span(t, backward + round(recompute), name, "backward", Lane.COMPUTE)
+            self._span(t, round(recompute), name, "backward", Lane.RECOMPUTE)
+            t += backward + round(recompute)
+
+    def _span(self, t: int, d: int, module: str, phase: str, lane: Lane) -> None:
+        assert self.heard_by is not None
+        self.heard_by.emit(Span(t=t, d=d, step=0, lane=lane, module=module, phase=phase))
+
+
+def make(machine: Machine) -> AutoPlan:
+    return AutoPlan(machine, solve_problem)
+
+
+def step(auto: AutoPlan, machine: Machine, *, tokens: int = TOKENS, batch: int = 2) -> None:
+    machine.tokens = tokens
+    auto.before_forward()
+    auto.before_layer((torch.zeros(batch, tokens, 8),), {})
+    if isinstance(machine.used[-1], ActivationPlan):
+        machine.peak = machine.used[-1].stages[0].peak_device_bytes
+    machine.tell()
+
+
+def tight(machine_layers: float = 3.5) -> Machine:
+    return Machine(device_bytes=round(machine_layers * (ALWAYS + PER_TOKEN * TOKENS)))
