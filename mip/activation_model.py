@@ -38,6 +38,7 @@ import pulp
 from memo.errors import SolverFailed
 from memo.mip.activation import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation_cost import disk_delay, rounding_bytes, stage_compute_s
+from memo.mip.activation_limits import Limit, Resource
 from memo.mip.activation_positions import Position, device_positions
 from memo.mip.activation_rounding import most_lost_bytes
 from memo.mip.activation_windows import Window, copies_in, copies_out
@@ -45,7 +46,7 @@ from memo.mip.highs import Backend, solve_model
 from memo.mip.profile import LayerProfile, Level
 from memo.mip.schedules import Kind
 
-__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
+__all__ = ["DAY_S", "Model", "Sharing"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S = 60.0
@@ -58,17 +59,6 @@ MARGIN = 1e-6
 MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
 
 
-class Resource(enum.StrEnum):
-    """What a row of the model shares out."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-    WEAR = "disk wear"
-    COPY_OUT = "copy out"
-    COPY_IN = "copy in"
-
-
 class Sharing(enum.Enum):
     """Which layers of a chunk share their variables, where all its layers are of one class."""
 
@@ -77,16 +67,6 @@ class Sharing(enum.Enum):
     """Loses nothing, or next to nothing where recomputes are given what autograd does not save: the earlier a layer, the
     more room there is for that. May treat the first and the third last otherwise for no gain."""
     NONE = "none"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """A row that a solution meets exactly."""
-
-    resource: Resource
-    where: str
-    saving: float
-    """Seconds that a step would win for each further byte (device, host, disk, wear a day), or second of a window."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

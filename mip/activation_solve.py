@@ -19,7 +19,8 @@ from memo.mip.activation import (
 )
 from memo.mip.activation_check import require_valid
 from memo.mip.activation_cost import predict
-from memo.mip.activation_model import Limit, Model, Resource, Sharing
+from memo.mip.activation_limits import Limit, Resource
+from memo.mip.activation_model import Model, Sharing
 from memo.mip.activation_rounding import in_tiles
 from memo.mip.hardware import Hardware
 from memo.mip.profile import Profile
