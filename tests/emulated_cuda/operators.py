@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as registry
 from torch.utils._pytree import tree_map
 
 _RUNTIME = ctypes.CDLL("libcudart.so.13")
@@ -269,7 +270,7 @@ _BY_HAND = {
 }
 
 
-def _install(library: torch.library.Library) -> None:
+def _install(kernels: registry.Library) -> None:
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         namespace, _, name = full_name.partition("::")
         packet, _, overload = name.partition(".")
@@ -277,12 +278,12 @@ def _install(library: torch.library.Library) -> None:
             continue
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
         if op is not None:
-            library.impl(name, _emulated(op, name), "CUDA", allow_override=True)
+            kernels.impl(name, _emulated(op, name), "CUDA", allow_override=True)
     for name, function in _BY_HAND.items():
-        library.impl(name, function, "CUDA", allow_override=True)
+        kernels.impl(name, function, "CUDA", allow_override=True)
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
+_KERNELS = registry.Library("aten", "IMPL")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it is meant to override
-    _install(_LIBRARY)
+    _install(_KERNELS)
