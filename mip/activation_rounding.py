@@ -14,23 +14,23 @@ from memo.mip.activation import ActivationProblem, LayerPlan, StagePrediction, c
 from memo.mip.activation_cost import predict
 from memo.mip.profile import LayerProfile, Level
 
-__all__ = ["TILE_TOKENS", "in_tiles", "most_lost_bytes", "tile_of"]
+__all__ = ["LEAST_TOKENS", "in_tiles", "most_lost_bytes", "tile_of"]
 
-TILE_TOKENS = 256
-"""Long sequences are cut at a multiple of this, so that a product over a part of the rows runs as the whole one does."""
-LONG_TOKENS = 8 * TILE_TOKENS
+LONG_TILE, SHORT_TILE = 256, 8
+"""A sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
+LONG_TOKENS = 8 * LONG_TILE
 LEAST_TOKENS = 16
-"""Rounding leaves no fewer over: the kernels of so small a product may round in another way than those of the whole."""
+"""No range lower than this is computed again: the kernels of so small a product round in another way."""
 
 
 def tile_of(tokens: int) -> int:
     """What a sequence of so many tokens is cut at a multiple of."""
-    return TILE_TOKENS if tokens >= LONG_TOKENS else 1
+    return LONG_TILE if tokens >= LONG_TOKENS else SHORT_TILE
 
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
-    """By how much less a layer may save than asked: each range may lose a tile."""
-    return sum(known.saved_bytes for known in layer.levels) * max(tile_of(tokens), LEAST_TOKENS) / tokens
+    """By how much less a layer may save than asked: each range may lose a tile, and what the last one must have."""
+    return sum(known.saved_bytes for known in layer.levels) * (tile_of(tokens) + LEAST_TOKENS) / tokens
 
 
 def in_tiles(
@@ -87,12 +87,13 @@ def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> Laye
     first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
     if not middle_grows:
         second = min(first + _down(plan.matmul_tokens * tokens, tile, tokens), tokens)
-        if 0 < tokens - second < LEAST_TOKENS:  # what rounding leaves over
-            second = max(first, tokens - LEAST_TOKENS)
     elif plan.attention_tokens:
         second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
     else:
         second = tokens
+    if tokens - LEAST_TOKENS < second < tokens:
+        second = max(0, tokens - LEAST_TOKENS) // tile * tile
+        first = min(first, second)
     return dataclasses.replace(
         plan,
         all_tokens=first / tokens,

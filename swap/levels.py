@@ -18,12 +18,15 @@ from collections.abc import Sequence
 
 from memo.errors import UsageError
 
-__all__ = ["TILE_TOKENS", "LayerCosts", "Level", "Setting", "TokenLevels", "setting_of"]
+__all__ = ["LEAST_TOKENS", "LayerCosts", "Level", "Setting", "TokenLevels", "setting_of", "tile_of"]
 
-# Long sequences are divided at a multiple of this, which is a multiple of every matrix kernel's tile: a product over part
-# of the rows then runs as the whole one does.
-TILE_TOKENS = 256
-_LONG = 8 * TILE_TOKENS
+# A matrix product over the last rows gives the bits of the product over all of them where each row stands at the same
+# place of its kernel's tile in both, and where the kernel is the same one. So sequences are divided at multiples of a tile:
+# long ones at one of every kernel, short ones at one of a CPU's. And no range is computed again that is lower than what
+# libraries have kernels of their own for.
+_LONG_TILE, _SHORT_TILE = 256, 8
+_LONG = 8 * _LONG_TILE
+LEAST_TOKENS = 16
 
 # A planner's fractions come out of floating-point arithmetic.
 _SLACK = 1e-6
@@ -64,7 +67,10 @@ class TokenLevels:
 
     def ends(self, tokens: int) -> tuple[int, int]:
         """Where the first and the second range end, of `tokens` tokens."""
-        return _kept(self.all, tokens), _kept(self.all + self.matmuls, tokens)
+        first, second = _kept(self.all, tokens), _kept(self.all + self.matmuls, tokens)
+        if tokens - LEAST_TOKENS < second < tokens:
+            second = max(0, tokens - LEAST_TOKENS) // tile_of(tokens) * tile_of(tokens)
+        return min(first, second), second
 
     @property
     def repeats_nothing(self) -> bool:
@@ -97,11 +103,15 @@ def setting_of(value: object) -> TokenLevels | Level:
     raise UsageError(f"alpha, levels: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
 
 
+def tile_of(tokens: int) -> int:
+    """What a sequence of so many tokens is divided at a multiple of."""
+    return _LONG_TILE if tokens >= _LONG else _SHORT_TILE
+
+
 def _kept(fraction: float, tokens: int) -> int:
     if fraction >= 1 - _SLACK:
         return tokens
-    kept = max(0, math.floor(fraction * tokens + _SLACK))
-    return kept // TILE_TOKENS * TILE_TOKENS if tokens >= _LONG else kept
+    return max(0, math.floor(fraction * tokens + _SLACK)) // tile_of(tokens) * tile_of(tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
