@@ -17,6 +17,7 @@ from memo.mip.activation_check import check_plan
 from memo.mip.activation_cost import predict
 from memo.mip.activation_files import plan_from_json, plan_to_json
 from memo.mip.activation_model import Model, Sharing
+from memo.mip.activation_rounding import LEAST_TOKENS
 from memo.mip.activation_prove import prove
 from memo.mip.activation_solve import plan_activations, solve_problem
 
@@ -168,7 +169,8 @@ def test_the_papers_rule_is_the_special_case(host_bytes: int, d2h_bytes_per_s: f
     plan = solve_problem(problem)
     assert 0 < alpha < 1
     for swapped in plan.layers[:-2]:
-        assert alpha - 1 / problem.profile.signature.tokens <= swapped.all_tokens <= alpha + 1e-6
+        least = alpha - LEAST_TOKENS / problem.profile.signature.tokens  # ranges end on tiles
+        assert least < swapped.all_tokens <= alpha + 1e-6
         assert swapped.kept == 0
     assert [last.kept for last in plan.layers[-2:]] == [1.0, 1.0], "the last two are not swapped"
     assert plan.stages[0].stall_s == 0
@@ -232,8 +234,8 @@ def test_what_backward_recomputes_is_time_in_which_the_layer_before_can_come_bac
     slow_back = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=4.0, duplex_bytes_per_s=1e6)
     plan = plan_activations(profile_of(*[block] * 9), slow_back, budgets)
     # (20 + 400 a) / 4 = 20 + 4 (1 - a) where the next layer recomputes, and without the last term where it does not.
-    assert [swapped.all_tokens for swapped in plan.layers[1:6]] == pytest.approx([19 / 104] * 5, abs=2e-3)
-    assert plan.layers[6].all_tokens == pytest.approx(0.15, abs=2e-3)
+    assert [swapped.all_tokens for swapped in plan.layers[1:6]] == pytest.approx([19 / 104] * 5, abs=8e-3)
+    assert plan.layers[6].all_tokens == pytest.approx(0.15, abs=8e-3)
 
 
 def test_disk_wear_bounds_what_is_written() -> None:
