@@ -17,8 +17,8 @@ from memo.mip.activation_check import check_plan
 from memo.mip.activation_cost import predict
 from memo.mip.activation_files import plan_from_json, plan_to_json
 from memo.mip.activation_model import Model, Sharing
-from memo.mip.activation_rounding import LEAST_TOKENS
 from memo.mip.activation_prove import prove
+from memo.mip.activation_rounding import LEAST_TOKENS
 from memo.mip.activation_solve import plan_activations, solve_problem
 
 
