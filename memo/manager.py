@@ -65,6 +65,7 @@ def offload(
     alpha: float | Sequence[float] | TokenLevels | None = None,
     levels: Mapping[int | str, Any] | None = None,
     fallback: str = "swap",
+    exact: bool = False,
     device: int | str | None = None,
     host: int | str = "auto",
     disk: _Path | Sequence[_Path] | None = None,
@@ -79,9 +80,10 @@ def offload(
 ) -> Manager:
     """Keeps, moves or recomputes what the model's repeated layers save for backward, as a plan says.
 
-    Gradients are bit-identical to the same model without memo. With neither `plan` nor `alpha` nor `levels` the first steps
-    of each batch shape are measured at the safest setting, and the rest run by the plan that is made of them: nothing is
-    done where everything fits, and otherwise what costs the shortest step.
+    Gradients are bit-identical to the same model without memo: what moves always, what is computed again wherever a kernel
+    gives a token the same bits however many are beside it (`exact`). With neither `plan` nor `alpha` nor `levels` the first
+    steps of each batch shape are measured at the safest setting, and the rest run by the plan that is made of them: nothing
+    is done where everything fits, and otherwise what costs the shortest step.
 
     Args:
         model: any module with repeated layers; it is not modified outside the `with`.
@@ -97,6 +99,8 @@ def offload(
             layer again whole, attention too. `Manager.choose_levels` changes them between steps.
         fallback: "swap" moves whole tensors of a layer that is not proven to treat tokens apart; "recompute" runs it again
             whole, attention too.
+        exact: a layer whose recompute is not found equal bit for bit to what it saved moves whole tensors. Otherwise a
+            few roundings are let pass, such as matrix kernels make at another height; the report says of which layers.
         device: bytes of device memory that training may take in all, parameters included, as int or "80GiB"; None for all
             there is. It decides what a plan keeps; with a fixed `alpha`, how far ahead of backward is reloaded.
         host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
@@ -161,6 +165,7 @@ def offload(
         setting,
         fallback=Level.NOTHING if fallback == "recompute" else Level.ALL,
         repeats_when_full=on_full == "recompute",
+        exact=exact,
     )
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     with contextlib.ExitStack() as undo:

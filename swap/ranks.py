@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.swap.capture import is_sharded
-from memo.swap.tokenrules import tensors_in
+from memo.swap.tokenrules import Unproven, tensors_in
 
 __all__ = ["Hearing", "Ranks", "all_say", "everyones"]
 
@@ -159,10 +159,11 @@ class Ranks:
                 self._compare(ours, given, group)
         return before - set(self.disagreed)
 
-    def refusal(self, layer: str, reason: str | None, form: object = None) -> str | None:
-        """Why this call must not be treated: the reason of one rank is that of all, and so are forms that differ.
+    def require(self, layer: str, reason: str | None, form: object = None) -> None:
+        """No rank has a reason why this call must not be treated, and the forms are the same. A collective call.
 
-        A collective call; None where no rank has a reason and the forms are the same.
+        Raises:
+            Unproven: one has, or they are not; on every rank.
         """
         said = (reason, _digest(form))
         for group in self._groups.get(layer, ()):
@@ -175,7 +176,8 @@ class Ranks:
                 if digest != answers[0][1]:
                     said = (f"ranks {ranks[0]} and {rank}, which compute it together, would divide it differently", 0)
                     break
-        return said[0]
+        if said[0] is not None:
+            raise Unproven(said[0])
 
     def all_have(self, layer: str, room: bool) -> bool:
         """Whether every rank that the layer talks to says so. A collective call."""

@@ -64,7 +64,7 @@ class TokenWise:
 
     `default` is for layers that `choose` has not named. `fallback` says what becomes of a layer whose tokens cannot be
     divided: ALL moves whole tensors, NOTHING runs it again whole. With `repeats_when_full` a layer that no tier has room
-    for runs again whole too.
+    for runs again whole too. `exact`: a recompute that rounds in another way is refused.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class TokenWise:
         *,
         fallback: Level = Level.ALL,
         repeats_when_full: bool = False,
+        exact: bool = False,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -89,6 +90,7 @@ class TokenWise:
         self._chosen: dict[str, Setting] = {}
         self._fallback = fallback
         self._repeats_when_full = repeats_when_full
+        self._exact = exact
         self._open: Watch | None = None
         self._position: dict[str, int] = {}
         self._unsuited: set[str] = set()
@@ -367,7 +369,7 @@ class TokenWise:
             )
         shown = None if reason is not None else self._trials.find(kind, division)
         if shown is None:
-            _require(self._ranks.refusal(layer.name, reason, None if division is None else division.course))
+            self._ranks.require(layer.name, reason, None if division is None else division.course)
             shown = self._try_out(division, layer.name)
             self._trials.add(kind, division, layer.module, shown)
         if division is None:
@@ -384,10 +386,10 @@ class TokenWise:
         if division is not None:
             self.trials_run += 1
             try:
-                worst = try_out(division, self._engine.backend.device)
+                worst = try_out(division, self._engine.backend.device, exact=self._exact)
             except Unproven as unproven:
                 reason = str(unproven)
-            _require(self._ranks.refusal(name, reason))
+            self._ranks.require(name, reason)
         return Shown(deviation=worst, seconds_per_token=self._cost(name).seconds_per_token)
 
     def _told(self, name: str) -> str:
@@ -411,11 +413,6 @@ class TokenWise:
         if reason not in self._warned:
             self._warned[reason] = True
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _require(reason: str | None) -> None:
-    if reason is not None:
-        raise Unproven(reason)
 
 
 def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -23,11 +23,12 @@ __all__ = ["BOUND", "try_out"]
 BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
-def try_out(division: Division, device: torch.device) -> float:
+def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     """The largest difference found, in units of BOUND; 0 when all bytes are the same.
 
     Raises:
-        Unproven: the recompute gives something else, fails, or draws random numbers.
+        Unproven: the recompute gives something else, fails, or draws random numbers; or, where it must be `exact`, it rounds
+            in another way.
     """
     random = RandomState(device)
     worst = 0.0
@@ -55,6 +56,8 @@ def try_out(division: Division, device: torch.device) -> float:
         raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
     if not random.is_now():
         raise Unproven("its recompute draws random numbers")
+    if exact and worst > 0:
+        raise Unproven("its recompute rounds in another way, and is to be exact")
     return worst
 
 

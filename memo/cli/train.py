@@ -172,6 +172,7 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--disk-dir", type=Path, metavar="DIR", help="for the scratch file (default: the system's)")
     group.add_argument("--disk-budget", type=_bytes, metavar="SIZE", help="reserved at the start")
     group.add_argument("--alpha", type=float, metavar="F", help="fraction of tokens moved, not recomputed; 1 moves all")
+    group.add_argument("--exact", action="store_true", help="recompute only what comes out the same bit for bit")
     group.add_argument(
         "--trace",
         nargs="?",
@@ -230,7 +231,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         health=HealthConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
-    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "trace")
+    tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})

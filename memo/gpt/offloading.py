@@ -39,6 +39,7 @@ def open_manager(
         device=config.device_budget,
         # Who names a tier wants everything there; who leaves the choice to memo gets a plan.
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
+        exact=config.exact,
         disk_budget=config.disk_budget,
         layers=layers,
         trace=config.trace,

@@ -49,6 +49,8 @@ class OffloadConfig:
     """None is the system's temporary directory."""
     disk_budget: int | None = None
     alpha: float | None = None
+    exact: bool = False
+    """Layers whose recompute rounds in another way move whole."""
     trace: str | Path | None = None
     """A file; or, with a slash at its end, a directory."""
 
@@ -60,6 +62,7 @@ class OffloadConfig:
             "--disk-dir": self.disk_dir,
             "--disk-budget": self.disk_budget,
             "--alpha": self.alpha,
+            "--exact": self.exact or None,
             "--trace": self.trace,
         }
         useless = {

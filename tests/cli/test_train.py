@@ -104,7 +104,7 @@ def test_tiles_and_masked_documents_from_the_command_line(text: Path, tmp_path: 
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"line {i}, {i * i}"}) + "\n" for i in range(2000)))
     found = {}
-    split = ("--offload", "host", "--host-budget", "64MiB", "--alpha", 0.25)
+    split = ("--offload", "host", "--host-budget", "64MiB", "--alpha", 0.25, "--exact")
     runs: dict[str, tuple[object, ...]] = {
         "plain": (),
         "masked": ("--mask-documents",),
@@ -256,6 +256,7 @@ USAGE = [
     (["--lr", "-1"], "lr -1.0"),
     (["--clip", "-1"], "clip -1.0"),
     (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),
+    (["--exact"], "--exact has no meaning with --offload none"),
     (["--plan", "p.json", "--offload", "disk"], "--plan has no meaning with --offload disk"),
     (["--device-budget", "1GiB"], "--device-budget has no meaning with --offload none; add --offload auto"),
     (["--plan", "p.json", "--alpha", "0.5", "--offload", "auto"], "give one of them"),

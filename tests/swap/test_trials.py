@@ -32,9 +32,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     try_out = memo.swap.tokenwise.try_out
 
-    def noted(division: Division, device: torch.device) -> float:
+    def noted(division: Division, device: torch.device, *, exact: bool) -> float:
         names.append(division.calls[0].name)
-        return try_out(division, device)
+        return try_out(division, device, exact=exact)
 
     monkeypatch.setattr(memo.swap.tokenwise, "try_out", noted)
     return iter([names]).__next__()
