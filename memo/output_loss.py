@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from memo.errors import UsageError
 from memo.gpt import loss
+from memo.gpt.logit_shape import LogitShape
 from memo.gpt.vocabulary import Vocabulary, VocabularyShard, WholeVocabulary
 from memo.parallel.vocabulary_rows import DividedRows, own_rows
 
@@ -22,6 +23,10 @@ def linear_cross_entropy(
     projection: nn.Module | Tensor,
     targets: Tensor,
     *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    reduction: loss.Reduction = "mean",
+    ignore_index: int = loss.IGNORE,
     chunk: int | None = None,
     keep_gradients: bool = True,
 ) -> Tensor:
@@ -30,25 +35,36 @@ def linear_cross_entropy(
         hidden = model.base_model(ids).last_hidden_state
         loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
 
-    The mean over the tokens that count, a scalar in float32 or wider, once differentiable. After `memo.parallelize` the same
-    two lines are the same loss on every rank. Of a model that does something to its logits (scales or caps them) it is not
-    the loss.
+    A scalar in float32 or wider, once differentiable. After `memo.parallelize` the same two lines are the same loss on every
+    rank. A model that scales or caps its logits has the loss of `soft_cap * tanh(scale * logits / soft_cap)`.
 
     Args:
         hidden: (..., h), after the model's last norm.
-        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix.
-        targets: (...) of int64: the token that comes *next*, or -100 where none counts.
+        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix. Its
+            bias counts.
+        targets: (...) of int64: the token that comes *next*, or `ignore_index` where none counts.
+        scale: logits are multiplied by it (Cohere's `logit_scale`, one divided by Granite's `logits_scaling`).
+        soft_cap: and then bent to lie between its negative and it (Gemma-2's `final_logit_softcapping`).
+        reduction: "mean" over the tokens that count, or "sum".
         chunk: tokens whose logits exist at a time; by the size of the vocabulary if not given.
         keep_gradients: they are made in forward, with the logits. False keeps nothing, and makes the logits twice.
 
     Raises:
-        UsageError: the projection has a bias, or something else than `memo.parallelize` divided its rows.
+        UsageError: something else than `memo.parallelize` divided the projection's rows, or an argument means nothing.
     """
-    if getattr(projection, "bias", None) is not None:
-        raise UsageError(f"a {type(projection).__name__} with a bias is more than a matrix: its loss would be another")
     rows, vocabulary = _rows(projection)
+    bias = getattr(projection, "bias", None)
     return loss.linear_cross_entropy(
-        hidden, rows, targets, chunk=chunk, vocabulary=vocabulary, keep_gradients=keep_gradients
+        hidden,
+        rows,
+        targets,
+        bias=None if bias is None else own_rows(bias),
+        shape=LogitShape(scale=scale, soft_cap=soft_cap),
+        reduction=reduction,
+        ignore_index=ignore_index,
+        chunk=chunk,
+        vocabulary=vocabulary,
+        keep_gradients=keep_gradients,
     )
 
 

@@ -172,13 +172,15 @@ def _vocabulary_tables(model: nn.Module) -> list[nn.Embedding | nn.Linear]:
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     tables = [end for end in ends if _is_rows(end)]
     elsewhere = {id(p) for module in model.modules() if module not in tables for p in module._parameters.values()}
-    return [table for table in tables if id(table.weight) not in elsewhere]
+    return [
+        table for table in tables if not any(id(p) in elsewhere for p in table._parameters.values() if p is not None)
+    ]
 
 
 def _is_rows(end: Any) -> bool:
-    """A bias, a bound on norms, or a forward of its own would need more than the rows."""
+    """A bound on norms, or a forward of its own would need more than the rows."""
     if type(end) is nn.Linear:
-        return end.bias is None
+        return True
     return type(end) is nn.Embedding and end.max_norm is None and not (end.scale_grad_by_freq or end.sparse)
 
 

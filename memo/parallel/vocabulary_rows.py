@@ -28,7 +28,7 @@ __all__ = ["DividedRows", "RowsOfVocabulary", "check_rows", "own_rows"]
 
 
 class RowsOfVocabulary(ParallelStyle):
-    """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear without a bias, whose
+    """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear and its bias, whose
     forward still gives all logits.
 
     With `sequence` each rank's hidden states are of its own tokens, and so are the tokens that it looks up.
@@ -109,7 +109,8 @@ class _DividedProjection(DividedRows, nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         group = self._tp_group
         hidden = gather(hidden, group, hidden.ndim - 2) if self._tp_sequence else copy_in(hidden, group)
-        logits = F.linear(hidden, own_rows(self.weight))
+        bias = None if self.bias is None else own_rows(self.bias)
+        logits = F.linear(hidden, own_rows(self.weight), bias)
         alike = F.pad(logits, (0, self._most() - logits.shape[-1]))
         return join(alike, group, alike.ndim - 1)[..., : self.weight.shape[0]].contiguous()
 
@@ -120,10 +121,9 @@ def _most_rows(vocabulary: int, ranks: int) -> int:
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh) -> None:
-    whole = cast("nn.Parameter", module.weight)
-    rows = whole.shape[0]
-    check_rows(rows, mesh.size())
-    most = _most_rows(rows, mesh.size())
-    local = whole.detach()[mesh.get_local_rank() * most :][:most].clone()  # a view would hold the whole
-    divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-    module.weight = nn.Parameter(divided, requires_grad=whole.requires_grad)
+    check_rows(cast("torch.Tensor", module.weight).shape[0], mesh.size())
+    for name, whole in list(module.named_parameters(recurse=False)):
+        rows = _most_rows(whole.shape[0], mesh.size())
+        local = whole.detach()[mesh.get_local_rank() * rows :][:rows].clone()  # a view would hold the whole
+        divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        setattr(module, name, nn.Parameter(divided, requires_grad=whole.requires_grad))

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from live_bytes import LiveBytes
 
-from memo.gpt.loss import CHUNK_LOGITS, IGNORE, MAX_CHUNK_TOKENS, chunk_tokens, linear_cross_entropy
+from memo.gpt.logit_shape import LogitShape
+from memo.gpt.loss import CHUNK_LOGITS, IGNORE, MAX_CHUNK_TOKENS, Reduction, chunk_tokens, linear_cross_entropy
 
 
 def _case(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -238,6 +239,78 @@ def test_without_kept_gradients_autocast_and_nothing_counted() -> None:
     none.backward()
     assert x.grad is not None
     assert not x.grad.any()
+
+
+SHAPES = {
+    "scaled": LogitShape(scale=0.0625),
+    "capped": LogitShape(soft_cap=5.0),
+    "scaled and capped": LogitShape(scale=-1.7, soft_cap=5.0),
+}
+
+
+def _shaped(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
+    logits = logits * shape.scale
+    return logits if shape.soft_cap is None else torch.tanh(logits / shape.soft_cap) * shape.soft_cap
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "matrix"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bias_and_shape_give_the_plain_loss_and_gradients(shape: LogitShape, with_bias: bool, keep: bool) -> None:
+    x, weight, targets = _case(101, 24, 53, torch.float64)
+    bias = torch.randn(53, dtype=torch.float64, requires_grad=True)
+    leaves = (x, weight, bias) if with_bias else (x, weight)
+    given = {"bias": bias if with_bias else None, "shape": shape, "keep_gradients": keep}
+    logits = _shaped(F.linear(x, weight, given["bias"]), shape)
+    for reduction in ("mean", "sum"):
+        loss = linear_cross_entropy(x, weight, targets, chunk=16, reduction=reduction, **given)
+        plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+        torch.testing.assert_close(loss, plain, rtol=1e-14, atol=1e-12)
+        grads = torch.autograd.grad(loss * 0.37, leaves)
+        want = torch.autograd.grad(plain * 0.37, leaves, retain_graph=True)
+        torch.testing.assert_close(grads, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_kept_nothing")
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_does_not_count_can_have_another_number(reduction: Reduction, keep: bool) -> None:
+    x, weight, targets = _case(60, 8, 13, torch.float64)
+    targets[targets == IGNORE] = 3
+    loss = linear_cross_entropy(x, weight, targets, chunk=16, reduction=reduction, ignore_index=3, keep_gradients=keep)
+    logits = F.linear(x, weight)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3, reduction=reduction)
+    torch.testing.assert_close(loss, plain, rtol=0, atol=1e-12)
+
+
+def test_shaped_bfloat16_loss_is_within_a_thousandth_of_float32s() -> None:
+    x, weight, targets = _case(4096, 64, 257, torch.bfloat16)
+    with torch.no_grad():
+        x *= 0.3
+    bias, shape = torch.randn(257).bfloat16(), LogitShape(scale=2.0, soft_cap=8.0)
+    loss = linear_cross_entropy(x, weight, targets, chunk=32, bias=bias, shape=shape)
+    logits = _shaped(F.linear(x.float(), weight.float(), bias.float()), shape)
+    exact = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
+
+
+def test_memory_of_a_shaped_loss_does_not_depend_on_the_length_either() -> None:
+    hidden, vocab, chunk = 8, 512, 64
+    beyond = []
+    for tokens in (1024, 8192):
+        x, weight, targets = _case(tokens, hidden, vocab, torch.float32)
+        bias = torch.zeros(vocab, requires_grad=True)
+        grads = (tokens * hidden + vocab * hidden + vocab) * 4
+        with LiveBytes() as alive:
+            loss = linear_cross_entropy(x, weight, targets, chunk=chunk, bias=bias, shape=SHAPES["scaled and capped"])
+        assert loss.requires_grad
+        assert alive.live == grads + 4
+        assert alive.largest == max(chunk * vocab, tokens * hidden) * 4
+        beyond.append(alive.peak - alive.live)
+    assert beyond[0] == beyond[1]
+    # Two of a chunk's logits, capped and the tanh behind the cap, and the parts of the gradients.
+    assert 2 * chunk * vocab * 4 < beyond[0] <= 3 * chunk * vocab * 4 + vocab * hidden * 4
 
 
 @torchs_own

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from live_bytes import LiveBytes
 
+from memo.gpt.logit_shape import LogitShape
 from memo.gpt.loss import IGNORE, linear_cross_entropy
 from memo.gpt.vocabulary import VocabularyShard
 from memo.parallel.world import join
@@ -68,6 +69,23 @@ def equals_the_whole_when_tokens_are_divided_too(vocab: int, chunk: int | None, 
     torch.testing.assert_close(grads[1], grad_weight[shard.first : shard.first + len(part)], rtol=0, atol=1e-12)
 
 
+def equals_the_whole_with_a_bias_and_a_shape(split: int, chunk: int | None, keep: bool) -> None:
+    vocab = 53
+    x, weight, targets = case(vocab, torch.float64)
+    bias = torch.randn(vocab, dtype=torch.float64, requires_grad=True)
+    logits = torch.tanh((F.linear(x, weight) + bias) * 1.7 / 4.0) * 4.0
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum") / 10
+    wanted = torch.autograd.grad(expected, (x, weight, bias))
+    part, shard = shard_of(weight, split)
+    own = slice(shard.first, shard.first + len(part))
+    own_bias = bias.detach()[own].clone().requires_grad_()
+    given = {"bias": own_bias, "shape": LogitShape(scale=1.7, soft_cap=4.0), "reduction": "sum"}
+    loss = linear_cross_entropy(x, part, targets, chunk=chunk, vocabulary=shard, keep_gradients=keep, **given) / 10
+    grads = torch.autograd.grad(loss, (x, part, own_bias))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, (wanted[0], wanted[1][own], wanted[2][own]), rtol=0, atol=1e-12)
+
+
 def is_close_in_bfloat16() -> None:
     x, weight, targets = case(257, torch.bfloat16, tokens=2048)
     exact = F.cross_entropy(F.linear(x.float(), weight.float()).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
@@ -115,6 +133,8 @@ def main() -> None:
         for chunk in (1, 16, None):
             for keep in (True, False):
                 equals_the_whole_when_tokens_are_divided_too(53, chunk, keep)
+        for split, chunk, keep in ((26, 16, True), (26, None, False), (53, 16, True), (0, 16, False)):
+            equals_the_whole_with_a_bias_and_a_shape(split, chunk, keep)
         is_close_in_bfloat16()
         logits_far_out_do_not_overflow()
         for divides_tokens in (False, True):

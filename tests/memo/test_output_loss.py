@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any, Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,33 @@ def test_it_is_the_loss_of_the_logits(kind: str, keep_gradients: bool) -> None:
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=1e-9, atol=1e-15)
 
 
-def test_a_bias_is_not_left_out_silently() -> None:
-    with pytest.raises(UsageError, match="a Linear with a bias is more than a matrix"):
-        memo.linear_cross_entropy(torch.zeros(1, HIDDEN), nn.Linear(HIDDEN, VOCAB), torch.zeros(1, dtype=torch.int64))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_bias_a_scale_and_a_cap_count(reduction: Literal["mean", "sum"]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Linear(HIDDEN, VOCAB).double()
+    theirs = copy.deepcopy(ours)
+    x, targets = torch.randn(2, 9, HIDDEN, dtype=torch.float64), torch.randint(VOCAB, (2, 9))
+    targets[0, 3:5] = 7
+    capped = torch.tanh(theirs(x) * 0.5 / 3.0) * 3.0
+    want = F.cross_entropy(capped.flatten(0, 1), targets.flatten(), ignore_index=7, reduction=reduction)
+    done = {"scale": 0.5, "soft_cap": 3.0, "ignore_index": 7, "reduction": reduction}
+    got = memo.linear_cross_entropy(x, ours, targets, chunk=4, **done)
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"soft_cap": 0.0}, "soft_cap: 0.0 caps nothing"),
+        ({"soft_cap": -30.0}, "soft_cap: -30.0 caps nothing"),
+        ({"scale": float("nan")}, "scale: nan is no finite number"),
+        ({"reduction": "none"}, "reduction: 'none' is neither 'mean' nor 'sum'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        memo.linear_cross_entropy(torch.zeros(1, HIDDEN), torch.zeros(VOCAB, HIDDEN), torch.tensor([0]), **wrong)

@@ -136,17 +136,28 @@ def check_replicas() -> None:
 
 
 def check_own_tokens(mesh: DeviceMesh) -> None:
-    """A projection whose ranks hold different tokens: the logits of all of them, and one mean."""
+    """A projection with a bias whose ranks hold different tokens: all logits, one mean; capped, one sum."""
     torch.manual_seed(0)
-    projection, hidden, targets = nn.Linear(32, 61, bias=False), torch.randn(2, 8, 32), torch.randint(61, (2, 8))
+    projection, hidden, targets = nn.Linear(32, 61), torch.randn(2, 8, 32), torch.randint(61, (2, 8))
     divided = RowsOfVocabulary(sequence=True)._apply(copy.deepcopy(projection), mesh)
     mine = [part.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].contiguous() for part in (hidden, targets)]
-    want, got = hidden.clone().requires_grad_(), mine[0].clone().requires_grad_()
-    F.cross_entropy(projection(want).flatten(0, 1), targets.flatten()).backward()
-    memo.linear_cross_entropy(got, divided, mine[1], chunk=4).backward()
-    own = want.grad.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
-    assert float((got.grad - own).abs().max() / own.abs().max()) <= BOUND
     assert float((divided(mine[0]) - projection(hidden)).abs().max()) <= BOUND
+    for done, reduction in (({}, "mean"), ({"scale": 3.0, "soft_cap": 2.0}, "sum")):
+        want, got = hidden.clone().requires_grad_(), mine[0].clone().requires_grad_()
+        logits = projection(want)
+        if done:
+            logits = torch.tanh(logits * 3.0 / 2.0) * 2.0
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction).backward()
+        memo.linear_cross_entropy(got, divided, mine[1], chunk=4, reduction=reduction, **done).backward()
+        own = want.grad.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
+        assert float((got.grad - own).abs().max() / own.abs().max()) <= BOUND
+        for name in ("weight", "bias"):
+            whole_grad = getattr(projection, name).grad
+            assert (
+                float((whole(getattr(divided, name).grad) - whole_grad).abs().max()) <= BOUND * whole_grad.abs().max()
+            )
+        projection.zero_grad()
+        divided.zero_grad()
 
 
 def main() -> None:

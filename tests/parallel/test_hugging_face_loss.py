@@ -80,21 +80,24 @@ def test_the_measure_sees_the_matrix_of_one_process() -> None:
     assert largest(llama()) == MATRIX < LOGITS
 
 
-def test_a_projection_with_a_bias_is_refused_and_stays_whole(mesh: DeviceMesh) -> None:
+def test_the_bias_of_a_projection_is_divided_with_its_rows(mesh: DeviceMesh) -> None:
     model = llama()
     model.lm_head = nn.Linear(HIDDEN, VOCAB)
     memo.parallelize(model, mesh)
-    assert model.lm_head.weight.to_local().nbytes == MATRIX
-    with pytest.raises(UsageError, match="with a bias is more than a matrix"):
-        memo.linear_cross_entropy(torch.zeros(1, HIDDEN), model.lm_head, torch.zeros(1, dtype=torch.int64))
+    assert largest(model) == MATRIX // 8
+    assert model.lm_head.bias.grad.to_local().nbytes == VOCAB * 4 // 8
+
+
+class OfItsOwn(nn.Linear):
+    """A forward that could be anything."""
 
 
 @pytest.mark.skipif(not DIVIDES_FUSED, reason="GPT-2 needs torch 2.13")
 def test_an_embedding_whose_matrix_is_used_elsewhere_too_stays_whole_and_tied(mesh: DeviceMesh) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_head=8, n_layer=1, n_positions=64))
-    biased = nn.Linear(HIDDEN, VOCAB)
-    biased.weight = model.transformer.wte.weight
-    model.lm_head = biased
+    own = OfItsOwn(HIDDEN, VOCAB)
+    own.weight = model.transformer.wte.weight
+    model.lm_head = own
     memo.parallelize(model, mesh)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert model.lm_head.weight.to_local().nbytes == MATRIX
