@@ -20,6 +20,7 @@ from memo.errors import MemoError
 
 if TYPE_CHECKING:
     from memo.allocation import memory_stats, use_planned_allocator
+    from memo.loss_without_logits import loss_without_logits
     from memo.manager import Manager, offload
     from memo.output_loss import linear_cross_entropy
     from memo.parallel.hugging_face import parallelize
@@ -32,6 +33,7 @@ __all__ = [
     "MemoError",
     "__version__",
     "linear_cross_entropy",
+    "loss_without_logits",
     "memoize",
     "memory_stats",
     "offload",
@@ -44,6 +46,7 @@ _HOME = {
     "offload": "memo.manager:offload",
     "Manager": "memo.manager:Manager",
     "linear_cross_entropy": "memo.output_loss:linear_cross_entropy",
+    "loss_without_logits": "memo.loss_without_logits:loss_without_logits",
     "memoize": "memo.swap.answers:memoize",
     "memory_stats": "memo.allocation:memory_stats",
     "parallelize": "memo.parallel.hugging_face:parallelize",

@@ -23,6 +23,7 @@ def linear_cross_entropy(
     projection: nn.Module | Tensor,
     targets: Tensor,
     *,
+    bias: Tensor | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
     reduction: loss.Reduction = "mean",
@@ -40,9 +41,10 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., h), after the model's last norm.
-        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix. Its
-            bias counts.
+        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix. A
+            bias of its own counts.
         targets: (...) of int64: the token that comes *next*, or `ignore_index` where none counts.
+        bias: (vocabulary), of a projection that has none of its own.
         scale: logits are multiplied by it (Cohere's `logit_scale`, one divided by Granite's `logits_scaling`).
         soft_cap: and then bent to lie between its negative and it (Gemma-2's `final_logit_softcapping`).
         reduction: "mean" over the tokens that count, or "sum".
@@ -53,12 +55,16 @@ def linear_cross_entropy(
         UsageError: something else than `memo.parallelize` divided the projection's rows, or an argument means nothing.
     """
     rows, vocabulary = _rows(projection)
-    bias = getattr(projection, "bias", None)
+    own = getattr(projection, "bias", None)
+    if bias is not None and own is not None:
+        raise UsageError(f"bias: the {type(projection).__name__} has one of its own")
+    if bias is not None and len(bias) != len(rows):
+        raise UsageError(f"bias: {len(bias)} numbers for the {len(rows)} rows that are here")
     return loss.linear_cross_entropy(
         hidden,
         rows,
         targets,
-        bias=None if bias is None else own_rows(bias),
+        bias=bias if own is None else own_rows(own),
         shape=LogitShape(scale=scale, soft_cap=soft_cap),
         reduction=reduction,
         ignore_index=ignore_index,

@@ -242,6 +242,7 @@ def test_without_kept_gradients_autocast_and_nothing_counted() -> None:
 
 
 SHAPES = {
+    "plain": LogitShape(),
     "scaled": LogitShape(scale=0.0625),
     "capped": LogitShape(soft_cap=5.0),
     "scaled and capped": LogitShape(scale=-1.7, soft_cap=5.0),
