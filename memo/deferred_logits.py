@@ -116,7 +116,7 @@ class DeferredLogits(Tensor):
         return _with_elements(func, args, kwargs, lambda logits: logits.whole())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Autograd has noted the operation; what is left is to compute it."""
         with torch.no_grad():
             return _with_elements(func, args, kwargs or {}, lambda logits: logits.whole().detach())
@@ -184,9 +184,8 @@ class _Defer(torch.autograd.Function):
         ctx: Any, product: Product, steps: Steps, dtype: torch.dtype, hidden: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.product, ctx.steps, ctx.hidden, ctx.weights = product, steps, hidden.detach(), weights
-        shape = (*hidden.shape[:-1], weights[0].shape[0])
-        empty = Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device)  # type: ignore[attr-defined]
-        return cast("Tensor", empty)
+        shape = (*hidden.shape[:-1], product.projection.weight.shape[0])
+        return cast("Tensor", Tensor._make_wrapper_subclass(DeferredLogits, shape, dtype=dtype, device=hidden.device))
 
     @staticmethod
     @once_differentiable

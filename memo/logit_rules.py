@@ -49,8 +49,10 @@ def _tanh(func: Any, logits: DeferredLogits) -> Any:
 def _add(func: Any, logits: DeferredLogits, other: Any) -> Any:
     """A bias that is nobody's parameter, first of all and to rows that are all here."""
     projection = logits.product.projection
-    first = not logits.steps.done and projection.bias is None and not isinstance(projection.weight, DTensor)
-    if not first or type(other) is not Tensor or other.requires_grad:
+    own: Tensor | None = projection.bias
+    if logits.steps.done or own is not None or isinstance(projection.weight, DTensor):
+        return NotImplemented
+    if type(other) is not Tensor or other.requires_grad:
         return NotImplemented
     if other.shape[-1:] != logits.shape[-1:] or other.numel() != logits.shape[-1] or other.device != logits.device:
         return NotImplemented
@@ -66,8 +68,9 @@ def _cast(func: Any, logits: DeferredLogits) -> Any:
 
 
 def _to(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    parse: Any = torch._C._nn._parse_to
     try:
-        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = parse(*args, **kwargs)
     except (TypeError, RuntimeError):  # it copies, or to what is no floating-point number
         return NotImplemented
     if layout is not None or (device is not None and torch.empty(0, device=device).device != logits.device):

@@ -97,7 +97,7 @@ class LossWithoutLogits:
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
-        projection.forward = self._project  # type: ignore[method-assign]
+        projection.forward = self._project  # type: ignore[method-assign, assignment]
 
     def __enter__(self) -> LossWithoutLogits:
         return self
@@ -121,7 +121,7 @@ class LossWithoutLogits:
         alike = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
         # Inference tensors do not count their changes, so what was made of them could not be made again with confidence.
         if not self._with_labels or not alike or hidden.is_inference():
-            return cast("Tensor", type(self._projection).forward(self._projection, hidden))
+            return type(self._projection).forward(self._projection, hidden)
         logits = deferred(self._projection, hidden, chunk=self._chunk, keep_gradients=self._keep_gradients)
         self._products.append(logits.product)
         return logits

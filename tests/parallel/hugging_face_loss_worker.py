@@ -55,6 +55,13 @@ def in_chunks(model: nn.Module, step: int) -> Tensor:
     return memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets, chunk=20, keep_gradients=step != 1)
 
 
+def its_own(model: nn.Module, step: int) -> Tensor:
+    ids, targets = batch(step)
+    output = model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False)
+    assert "made=False" in repr(output.logits)
+    return output.loss
+
+
 def steps(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> Done:
     """Three steps of AdamW and clipping: loss and whole gradients."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
@@ -85,6 +92,18 @@ def save_and_find_again(model: nn.Module) -> None:
     dist.barrier()
 
 
+def check_later_looks(model: nn.Module) -> None:
+    """Logits of a divided model are all of them, and are refused once its weights have changed."""
+    ids, targets = batch(0)
+    want = model(input_ids=ids, use_cache=False).logits
+    with memo.loss_without_logits(model), torch.no_grad():
+        seen, unseen = (model(input_ids=ids, labels=targets, use_cache=False).logits for _ in range(2))
+        assert torch.equal(seen.clone(), want)
+        model.get_output_embeddings().weight.mul_(1.5)
+        with pytest.raises(UsageError, match="look at them before the optimizer's step"):
+            unseen.argmax(-1)
+
+
 def check(family: str, mesh: DeviceMesh, tied: bool) -> float:
     def fresh() -> nn.Module:
         return model_with(family, tied=tied)
@@ -92,6 +111,10 @@ def check(family: str, mesh: DeviceMesh, tied: bool) -> float:
     want = steps(fresh(), from_logits)
     off = worst(steps(fresh(), in_chunks), want)
     for sequence in (True, False):
+        own = memo.parallelize(fresh(), mesh, sequence_parallel=sequence)
+        with memo.loss_without_logits(own, chunk=20):
+            off = max(off, worst(steps(own, its_own), want))
+        check_later_looks(own)
         model = memo.parallelize(fresh(), mesh, sequence_parallel=sequence)
         off = max(off, worst(steps(model, in_chunks), want))
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
@@ -132,6 +155,19 @@ def check_replicas() -> None:
             refused()
     sharded(ids[own], targets[own]).backward()
     got, want = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in (model, whole_model))
+    assert worst([(1.0, got)], [(1.0, want)]) <= BOUND
+    check_own_loss_of_replicas(ranks, ids[own], targets[own], want)
+
+
+def check_own_loss_of_replicas(ranks: DeviceMesh, ids: Tensor, targets: Tensor, want: dict[str, Tensor]) -> None:
+    """Within the model's forward its rows are gathered, so that no module around it is needed."""
+    model = memo.parallelize(model_with("gpt2", tied=True), ranks)
+    for layer in model.transformer.h:
+        fully_shard(layer, mesh=ranks["dp"])
+    fully_shard(model, mesh=ranks["dp"])
+    with memo.loss_without_logits(model, chunk=20):
+        model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False).loss.backward()
+    got = {name: whole(p.grad) for name, p in model.named_parameters()}
     assert worst([(1.0, got)], [(1.0, want)]) <= BOUND
 
 
