@@ -41,7 +41,7 @@ def command(*flags: object) -> list[str]:
 
 def memo_train(*flags: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*flags), capture_output=True, text=True, env=ENVIRONMENT, cwd=cwd, timeout=120, check=False
+        command(*flags), capture_output=True, text=True, env=ENVIRONMENT, cwd=cwd, timeout=240, check=False
     )
 
 
@@ -50,7 +50,7 @@ def start(*flags: object) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not metrics.exists() or metrics.read_text().count("\n") < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
