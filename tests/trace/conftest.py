@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from report_page import CHROMIUM, CHROMIUM_FLAGS
 
 from memo.trace.events import Event, to_json
 from memo.trace.reader import Trace
@@ -58,3 +59,41 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a file; whatever the page logs, throws or asks of a network fails the test at its end."""
+    troubles: list[str] = []
+    contexts = []
+
+    def open_(path: Path, *, scheme: str = "light", width: int = 1280, height: int = 720) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(f"console {message.type}: {message.text}"))
+        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: _expect_local(request.url, path, troubles))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def _expect_local(url: str, path: Path, troubles: list[str]) -> None:
+    if url != path.as_uri():
+        troubles.append(f"request: {url}")

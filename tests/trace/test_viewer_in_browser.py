@@ -5,69 +5,15 @@ Skipped where no Chromium is installed (Debian: `apt-get install chromium`); `.c
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from report_page import domain, hold, needs_browser, pick, report_of
 
-from memo.cli.main import main
-from memo.errors import ExitCode
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed (apt-get install chromium)")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-LANE_Y = {"compute": 12, "stalls": 34}  # pixels below the axis, see Timeline.stack
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a file; whatever the page logs, throws or asks of a network fails the test at its end."""
-    troubles: list[str] = []
-    contexts = []
-
-    def open_(path: Path, *, scheme: str = "light", width: int = 1280, height: int = 720) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(f"console {message.type}: {message.text}"))
-        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: _expect_local(request.url, path, troubles))
-        page.goto(path.as_uri())
-        page.wait_for_selector("html[data-ready]", timeout=20_000)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert troubles == []
-
-
-def _expect_local(url: str, path: Path, troubles: list[str]) -> None:
-    if url != path.as_uri():
-        troubles.append(f"request: {url}")
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +23,7 @@ def imagined(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     traces = [folder / f"trace.rank{rank}.jsonl" for rank in range(2)]
     for rank, trace in enumerate(traces):
         synthetic.write(trace, synthetic.Workload(layers=12, late_layer=7), rank=rank, world_size=2)
-    return _report(folder, traces)
+    return report_of(folder, traces)
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         loss.backward()
         manager.step_done()
     manager.close()
-    return _report(folder, sorted(folder.glob("trace.rank*.jsonl")))
-
-
-def _report(folder: Path, traces: list[Path]) -> tuple[Path, dict[str, Any]]:
-    from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
-
-    page = folder / "report.html"
-    assert main(["trace", "html", *map(str, traces), "-o", str(page)]) == ExitCode.OK
-    return page, json.loads(json.dumps(report_on(read_traces(traces)).to_json()))
-
-
-def domain(page: Any) -> tuple[float, float]:
-    """The visible interval, once the frame that shows it has been drawn."""
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    shown = page.evaluate("() => ({...document.querySelector('canvas.plot').dataset})")
-    return float(shown["from"]), float(shown["to"])
+    return report_of(folder, sorted(folder.glob("trace.rank*.jsonl")))
 
 
 def figures(page: Any, table: str) -> list[list[float | str | None]]:
@@ -140,12 +70,6 @@ def _exact(cell: str) -> float | str | None:
 def expected_times(step: dict[str, Any]) -> list[float | None]:
     names = ("duration_ns", "forward_ns", "backward_ns", "recompute_ns", "stall_ns", "added_percent", "overlap_percent")
     return [*(step[name] for name in names), step["prefetch"]["hit_percent"]]
-
-
-def pick(page: Any, pixels: int, *, lane: str = "compute") -> None:
-    """Clicks a point of a lane, so many pixels from the left edge of the canvas."""
-    box = page.locator("canvas.plot").first.bounding_box()
-    page.mouse.click(box["x"] + pixels, box["y"] + 28 + LANE_Y[lane])
 
 
 @pytest.mark.parametrize("which", ["imagined", "trained"])
@@ -178,15 +102,6 @@ def test_a_narrow_window_shows_the_view_above_the_panel_and_nothing_beside_it(
     assert min(plot["height"], panel["height"]) > 200
 
 
-def test_a_trace_without_events_has_an_axis_of_a_microsecond(tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    trace = tmp_path / "trace.rank0.jsonl"
-    header = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5, "meta": {}}
-    trace.write_text(json.dumps(header) + "\n")
-    assert main(["trace", "html", str(trace), "-o", str(tmp_path / "report.html")]) == ExitCode.OK
-    begin, end = domain(open_page(tmp_path / "report.html"))
-    assert end - begin == pytest.approx(1000, rel=0.1)
-
-
 def test_rank_and_step_selectors_change_figures_verdict_and_view(
     imagined: tuple[Path, dict[str, Any]], open_page: Callable[..., Any]
 ) -> None:
@@ -212,16 +127,16 @@ def test_keys_wheel_and_drag_zoom_and_move(
 ) -> None:
     page = open_page(imagined[0])
     first = domain(page)
-    _hold(page, "w")
+    hold(page, "w")
     closer = domain(page)
     assert closer[1] - closer[0] < 0.8 * (first[1] - first[0])
-    _hold(page, "d")
+    hold(page, "d")
     right = domain(page)
     assert right[0] > closer[0]
     assert right[1] - right[0] == pytest.approx(closer[1] - closer[0], rel=1e-6)
-    _hold(page, "a")
+    hold(page, "a")
     assert domain(page)[0] < right[0]
-    _hold(page, "s")
+    hold(page, "s")
     assert domain(page)[1] - domain(page)[0] > 1.2 * (right[1] - right[0])
 
     page.keyboard.press("0")
@@ -235,12 +150,6 @@ def test_keys_wheel_and_drag_zoom_and_move(
     page.mouse.move(box["x"] + 300, box["y"] + 100, steps=4)
     page.mouse.up()
     assert domain(page)[0] > near[0]
-
-
-def _hold(page: Any, key: str) -> None:
-    page.keyboard.down(key)
-    time.sleep(0.25)
-    page.keyboard.up(key)
 
 
 def test_a_copy_tells_its_tensors_life(imagined: tuple[Path, dict[str, Any]], open_page: Callable[..., Any]) -> None:
@@ -354,122 +263,3 @@ def test_nothing_lies_outside_the_window(imagined: tuple[Path, dict[str, Any]], 
     )
     assert outside == []
     assert page.evaluate("() => document.documentElement.scrollHeight") <= 720
-
-
-def test_hostile_names_run_nothing(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    names = [
-        "</script><script>alert(1)</script>",
-        "<img src=x onerror=alert(1)>",
-        "<!--<script>",
-        "a\u2028\u2029b",
-        "\u202egnp.exe",
-        "__proto__",
-        "constructor",
-        "y" * 20_000,
-        "SelfAttention.QKV",
-    ]
-    header = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5}
-    lines: list[dict[str, Any]] = [
-        header | {"meta": {name[:99]: {name[:99]: name} for name in names} | {"model": names[0]}}
-    ]
-    for i, name in enumerate(names):
-        base = {"t": 10 * i, "step": 0}
-        lines += [
-            {"k": "state", **base, "id": i, "to": "live", "nbytes": 9, "module": name, "dtype": name},
-            {"k": "span", **base, "d": 5, "lane": "compute", "module": name, "phase": "forward"},
-            {"k": "span", **base, "d": 5, "lane": "d2h", "id": i, "nbytes": 9},
-            {"k": "stall", **base, "d": 5, "cause": "drain", "module": name, "id": i},
-            {"k": "note", **base, "cause": name, "message": name},
-        ]
-    trace = tmp_path / "t.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path, _ = _report(tmp_path, [trace])
-    page = open_page(path)
-    for tab in ("stalls", "tensors", "figures", "run"):
-        page.click(f"#tab-{tab}")
-    page.click("#tab-tensors")
-    for row in range(len(names)):
-        page.click("#tab-tensors")
-        page.locator("#matches tbody tr").nth(row).click()
-        assert page.locator("#panel-body").text_content()
-    page.locator("#search").fill("selfattention.qkv")
-    assert page.locator("#matches caption").text_content().startswith("1 tensors match")
-    assert page.evaluate("() => document.querySelectorAll('img, iframe, object, embed, link, a, svg').length") == 0
-    assert page.evaluate("() => document.scripts.length") == 2  # the licences and the viewer; the data is taken out
-
-
-def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    header = {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": 5}
-    trace = tmp_path / "t.jsonl"
-    trace.write_text(json.dumps(header) + "\n")
-    page = open_page(_report(tmp_path, [trace])[0])
-    for tab in ("selection", "stalls", "tensors", "figures", "run"):
-        page.click(f"#tab-{tab}")
-    _hold(page, "w")
-    domain(page)
-
-
-@pytest.fixture(scope="module")
-def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report with an address plan: two arenas, a few rectangles on a grid."""
-    from memo.mip.buffers import ArenaPlan, Buffer, Plan, Problem, Status
-    from memo.trace.html import render_page
-    from memo.trace.packing import packing_of
-    from memo.trace.pagedata import page_data
-    from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
-
-    folder = tmp_path_factory.mktemp("packed")
-    synthetic.write(folder / "t.jsonl", synthetic.Workload(layers=4, steps=2))
-    grid = [(row, column) for row in range(4) for column in range(5)]
-    device = [
-        Buffer(id=f"layers.{row}.t{column}", start=column * 10, end=column * 10 + 10, nbytes=1 << 20)
-        for row, column in grid
-    ]
-    host = [Buffer(id="</script>spilled", start=0, end=50, nbytes=4096, arena="host")]
-    arenas = tuple(
-        ArenaPlan(name=name, nbytes=nbytes, lower_bound_nbytes=nbytes, status=Status.OPTIMAL, method="order")
-        for name, nbytes in (("device", 4 << 20), ("host", 4096))
-    )
-    offsets = (*(row << 20 for row, _ in grid), 0)
-    plan = Plan(problem=Problem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
-    data = page_data(report_on(read_traces([folder / "t.jsonl"])), packing=packing_of(plan, title="plan.json"))
-    page = folder / "report.html"
-    page.write_text(render_page(data, title="memo trace"))
-    return page
-
-
-def test_the_second_view_shows_the_address_plan(packed: Path, open_page: Callable[..., Any]) -> None:
-    page = open_page(packed)
-    page.click("#view-packing")
-    facts = page.locator(".packing .body")
-    assert "4 MiB" in facts.text_content()
-    box = page.locator(".packing canvas").bounding_box()
-    floor = box["height"] - 24
-    y = floor - 3.5 / (4 * 1.02) * (floor - 10)  # 3.5 MiB up, in the fourth of four rows
-    page.mouse.click(box["x"] + 72 + (box["width"] - 82) * 0.5, box["y"] + y)
-    assert "layers.3.t2" in facts.text_content()  # half way across, in the third of five columns
-    page.mouse.wheel(0, -200)
-    page.select_option("#arena", "1")
-    assert "4 KiB" in facts.text_content()
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.click("#view-timeline")
-    domain(page)
-
-
-def test_a_thinned_page_says_so_and_still_draws(
-    synthetic: ModuleType, open_page: Callable[..., Any], tmp_path: Path
-) -> None:
-    from memo.trace.html import render_page
-    from memo.trace.pagedata import page_data
-    from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
-
-    synthetic.write(tmp_path / "t.jsonl", synthetic.Workload(layers=8, tensors=8, steps=3))
-    data = page_data(report_on(read_traces([tmp_path / "t.jsonl"])), max_items=1000)
-    path = tmp_path / "thin.html"
-    path.write_text(render_page(data, title="memo trace"))
-    page = open_page(path)
-    assert "is thinned for drawing" in page.locator("#verdict .remark").text_content()
-    pick(page, 300)
-    domain(page)
