@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_modules
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,7 +21,7 @@ from memo.errors import ModifiedAfterSave
 from memo.swap.capture import is_sharded
 from memo.swap.saved import version_of
 
-__all__ = ["ModuleState", "Precision", "RandomState", "has_others", "modules_of", "parameters_of"]
+__all__ = ["ModuleState", "Precision", "RandomState", "has_others", "hooks_within", "modules_of", "parameters_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,28 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in every if parameter is not None]
 
 
+def hooks_within(module: nn.Module) -> str | None:
+    """Which hooks a second run of a layer would call again; None where there are none.
+
+    Those on the layer itself are called around what is repeated.
+    """
+    if _has_hooks_of_others(torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks):
+        return "hooks on all modules"
+    for child in modules_of(module):
+        if child is not module and _has_hooks_of_others(child._forward_hooks, child._forward_pre_hooks):
+            return "hooks on its modules"
+    return None
+
+
+def _has_hooks_of_others(*hooks: Mapping[int, Any]) -> bool:
+    """True for a hook that might tell somebody what it sees. Those of torch and of memo change what passes, and no more."""
+    for hook in itertools.chain.from_iterable(some.values() for some in hooks if some):
+        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if module.split(".")[0] not in ("torch", "memo"):
+            return True
+    return False
+
+
 class ModuleState:
     """Parameters, buffers and plain attributes of a layer's modules, as they were when this was made."""
 
@@ -155,6 +180,11 @@ class ModuleState:
             raise ModifiedAfterSave(
                 f"{changed} of {name} was changed before backward recomputed the layer, which would compute something"
                 " else now; change it after backward"
+            )
+        hooks = hooks_within(self._module)
+        if hooks is not None:
+            raise ModifiedAfterSave(
+                f"{name} cannot be computed again in backward: {hooks} would be called again; put them there after backward"
             )
 
     def changed_tensor(self) -> torch.Tensor | None:

@@ -15,13 +15,11 @@ trial; it says so once, with the reason, and the report lists it.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.modules.module as torch_modules
 from torch.autograd import forward_ad
 
 from memo.errors import SwapError
@@ -35,7 +33,7 @@ from memo.swap.noting import Noting
 from memo.swap.ranks import Hearing, Ranks
 from memo.swap.recent import Recent
 from memo.swap.script import Script
-from memo.swap.surroundings import has_others, modules_of, parameters_of
+from memo.swap.surroundings import has_others, hooks_within, modules_of, parameters_of
 from memo.swap.tokendims import Shapes, TokenDims
 from memo.swap.tokenrules import Unproven
 from memo.swap.trial import try_out
@@ -190,6 +188,10 @@ class TokenWise:
             return None
         if has_others(layer.module, self._own[layer.name]):
             self._refuse(layer.name, "it is called with other parameters than its own, as functional_call does")
+            return None
+        hooks = hooks_within(layer.module)
+        if hooks is not None:  # put there since the forwards began
+            self._refuse(layer.name, f"{hooks} would be called again")
             return None
         kind = Kind.of(layer, args, kwargs)
         if kind in self._other_reading:
@@ -425,23 +427,12 @@ def _moves_all(setting: Setting) -> bool:
 
 
 def _unsuited(module: torch.nn.Module) -> str | None:
-    if _has_hooks_of_others(torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks):
-        return "hooks on all modules would be called again"
+    hooks = hooks_within(module)
+    if hooks is not None:
+        return f"{hooks} would be called again"
     for child in modules_of(module):
-        # A hook on the layer itself is called around what is repeated.
-        if child is not module and _has_hooks_of_others(child._forward_hooks, child._forward_pre_hooks):
-            return "hooks on its modules would be called again"
         if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
             return "it is compiled, and a part of the tokens may be fused in another way"
         if child is not module and type(child).__name__.startswith("FSDP"):
             return "parts of it are sharded on their own; shard whole layers"
     return None
-
-
-def _has_hooks_of_others(*hooks: Mapping[int, Any]) -> bool:
-    """True for a hook that might tell somebody what it sees. Those of torch and of memo change what passes, and no more."""
-    for hook in itertools.chain.from_iterable(some.values() for some in hooks if some):
-        module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-        if module.split(".")[0] not in ("torch", "memo"):
-            return True
-    return False

@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from memo.errors import SwapError
+from memo.errors import ModifiedAfterSave, SwapError
 from memo.swap.levels import Level
 
 if TYPE_CHECKING:
@@ -213,6 +213,48 @@ def test_hooks_on_modules_are_called_once(offload: Callable[..., memo.Manager], 
     manager = offload(model, **how)
     with pytest.warns(RuntimeWarning, match="hooks on its modules"):
         assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+
+
+class Listens(Stack):
+    """Puts hooks on its layers' modules for the time of a forward, as adapters of mixed batches do."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        features: list[torch.Tensor] = []
+        hooks = [
+            layer.up.register_forward_hook(lambda module, args, output: features.append(output))  # type: ignore[union-attr]
+            for layer in self.layers
+        ]
+        loss = super().forward(ids)
+        for hook in hooks:
+            hook.remove()
+        return loss + torch.stack([feature.square().mean() for feature in features]).sum() / len(features)
+
+
+@by_recompute
+def test_hooks_put_there_in_the_forward_are_called_once(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    def listens() -> Listens:
+        torch.manual_seed(0)
+        return Listens(make=Finds)
+
+    model = listens()
+    with pytest.warns(RuntimeWarning, match="hooks on its modules"):
+        assert_equal(train(model, lambda step: model(ids(step)), offload(model, **how)), plain(listens))
+
+
+@by_recompute
+def test_hooks_put_there_before_backward_are_an_error(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    """They would be told of a forward that the program never ran."""
+    model = stack(make=Finds)
+    with offload(model, **how):
+        loss = model(ids())
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda module, args, output: None)  # type: ignore[union-attr]
+    with pytest.raises(ModifiedAfterSave, match="hooks on its modules would be called again"):
+        loss.backward()
 
 
 @by_recompute
