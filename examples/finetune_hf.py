@@ -8,10 +8,9 @@
 
 Two lines are memo's: `memo.offload(model)`, and `with manager:` around the forward. A third thing matters at this length
 and is nobody's fault: the logits. A quarter of a million tokens times 128,000 words in float32 are 128 GiB, so
-`memo.linear_cross_entropy` takes the loss from the hidden states, a chunk of logits at a time. With `--tp` one line more,
+`memo.loss_without_logits(model)` has the model's own loss computed a chunk of logits at a time. With `--tp` one line more,
 `memo.parallelize(model, mesh)`, divides the model over the processes; losses are those of one. `--without-memo` trains
 without offloading: `python -m benchmarks.finetune_hf` runs both under a limit of memory that only one of them survives.
-A model that scales or caps its logits (Gemma-2) has another loss than this one.
 """
 
 from __future__ import annotations
@@ -48,23 +47,23 @@ def main() -> int:
     model = open_model(args.model, tokens)
     if args.tp > 1:
         memo.parallelize(model, init_device_mesh(device.type, (args.tp,)))
+    memo.loss_without_logits(model)
     model.to(device).train()
     model.config.use_cache = False  # keys and values are kept for generation only
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     manager = None if args.without_memo else memo.offload(model, alpha=args.alpha, host=args.host, disk=args.disk)
     for step in range(1, args.steps + 1):
         begin = time.perf_counter()
-        inputs, targets = (part.to(device) for part in batches.at(step))
+        ids = batches.at(step)[0].to(device)
         with manager or contextlib.nullcontext():
-            hidden = model.base_model(inputs).last_hidden_state
-            loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
+            loss = model(ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if manager is not None:
             manager.step_done()
-        speed = inputs.numel() / (time.perf_counter() - begin)
+        speed = ids.numel() / (time.perf_counter() - begin)
         if first:
             memory = format_bytes(peak(device))
             print(f"step {step}  loss {loss.item()!r}  memory {memory}  tps {speed:,.0f}", flush=True)

@@ -38,7 +38,8 @@ def loss_without_logits(
 
     The loss is the model's own: its shift, `num_items_in_batch`, scaled or capped logits, what it adds for its experts. So
     is `outputs.logits` of these forwards, which is made when it is looked at. Give the module that you call: the one that
-    an adapter library wrapped, before DistributedDataParallel. A batch of which no label counts has loss 0, not nan.
+    an adapter library returned, before DistributedDataParallel. A batch of which no label counts has loss 0, not nan.
+    docs/loss.md has the rest.
 
     Args:
         model: a Hugging Face model with an output projection, before or after `memo.parallelize`.
@@ -54,7 +55,8 @@ def loss_without_logits(
     if kind not in _CROSS_ENTROPIES:
         raise UsageError(f"the loss of {type(model).__name__} ({kind}) is not a cross-entropy of its logits")
     signature = inspect.signature(model.forward)
-    if "labels" not in signature.parameters:
+    others = [parameter for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
+    if "labels" not in signature.parameters and not others:
         raise UsageError(f"the forward of {type(model).__name__} takes no labels, so it has no loss to compute")
     return LossWithoutLogits(model, projection, signature, chunk=chunk, keep_gradients=keep_gradients)
 
@@ -70,7 +72,8 @@ def _projection(model: nn.Module) -> nn.Linear:
         type(found).forward is nn.Linear.forward or isinstance(found, DividedRows)
     )
     if not plain:
-        raise UsageError(f"the output projection of {name} is a {type(found).__name__} with a forward of its own")
+        kind = f"{type(found).__module__}.{type(found).__qualname__}"
+        raise UsageError(f"the output projection of {name} is a {kind} with a forward of its own")
     return cast("nn.Linear", found)
 
 
@@ -114,7 +117,8 @@ class LossWithoutLogits:
         vars(self._projection).pop("forward", None)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._with_labels = self._signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None
+        given = {**self._signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        self._with_labels = given.get("labels") is not None
 
     def _project(self, hidden: Tensor) -> Tensor:
         dtypes = {hidden.dtype, self._projection.weight.dtype}

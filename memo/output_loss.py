@@ -37,7 +37,8 @@ def linear_cross_entropy(
         loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
 
     A scalar in float32 or wider, once differentiable. After `memo.parallelize` the same two lines are the same loss on every
-    rank. A model that scales or caps its logits has the loss of `soft_cap * tanh(scale * logits / soft_cap)`.
+    rank. A model that scales or caps its logits has the loss of `soft_cap * tanh(scale * logits / soft_cap)`. To
+    have a model's own loss without looking up what it does, see `memo.loss_without_logits`.
 
     Args:
         hidden: (..., h), after the model's last norm.

@@ -9,7 +9,7 @@ becomes a DTensor.
     layers           see memo.parallel.layers          |  with sequence parallelism
     last layer       gives all tokens again            |
     norm             all tokens, on every rank
-    projection       rows divided; joins the logits, which `memo.linear_cross_entropy` does without
+    projection       rows divided; joins the logits, which `memo.loss_without_logits` does without
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     """Divides the layers and the vocabulary of a Hugging Face GPT-2, Llama, OPT or GPT-NeoX over `mesh`, in place.
 
     Every rank has the whole model, or the same one on the meta device, and keeps its part. Forward takes the same batch on
-    every rank and gives the same loss and logits on every rank; gradients are those of one process. The loss without the
-    logits is `memo.linear_cross_entropy`. Returns the model; call `memo.offload` after it.
+    every rank and gives the same loss and logits on every rank; gradients are those of one process. With
+    `memo.loss_without_logits` no logits are made or joined for it. Returns the model; call `memo.offload` after it.
 
     Args:
         model: unmodified, from the configuration or a checkpoint.

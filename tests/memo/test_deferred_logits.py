@@ -107,6 +107,7 @@ LOOKED: dict[str, Look] = {
     "scale learned": lambda x: flat_loss(x * torch.tensor(0.5, dtype=torch.float64)),
     "added twice": lambda x: flat_loss(x * 2.0 + torch.ones(VOCAB, dtype=torch.float64)),
     "fewer words": lambda x: x[..., :5],
+    "all words in one": lambda x: x.flatten(1),
     "a mask": lambda x: x[TARGETS > 5],
     "transposed, then a view": lambda x: x.view(-1).view(VOCAB, -1),
     "every operator": lambda x: 2.0 - x @ torch.ones(VOCAB, 2, dtype=torch.float64),
