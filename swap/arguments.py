@@ -2,7 +2,8 @@
 
 Tensors are held by reference, since all layers share them, and are watched for changes; the layer's input is the caller's
 to hold, for it moves. A key/value cache, which training fills for nothing, is replaced by a new one. Anything else that a
-second run might change ends the attempt (`Unproven`).
+second run might change ends the attempt (`Unproven`). Of a sharded tensor (DTensor) it is this rank's part that is held and
+cut, and the layer is given the whole that such parts make.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from memo.errors import ModifiedAfterSave
-from memo.swap.capture import layer_input
+from memo.swap.capture import is_sharded, layer_input, local_part
+from memo.swap.placed import Placed, is_even
 from memo.swap.saved import version_of
 from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Unproven
@@ -43,8 +45,10 @@ class Arguments:
     def __init__(
         self, args: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor, dims: TokenDims | None = None
     ) -> None:
-        known = dims or TokenDims(hidden.size(-2) if hidden.ndim > 1 else 0)
+        known = dims or TokenDims(local_part(hidden).size(-2) if hidden.ndim > 1 else 0)
         positions = itertools.count()
+
+        self._hidden = Placed.of(hidden)
 
         def hold(value: Any) -> Any:
             position = next(positions) if isinstance(value, torch.Tensor) else -1
@@ -62,7 +66,8 @@ class Arguments:
         self._joined = tuple(shards)
 
     def give(self, hidden: torch.Tensor, span: tuple[int, int] | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments once more around another input, all of them or those of the tokens in `span`.
+        """The arguments once more around another input, all of them or those of the tokens in `span`. Of a sharded input
+        `hidden` is this rank's part.
 
         Raises:
             ModifiedAfterSave: one was changed in place meanwhile.
@@ -70,7 +75,7 @@ class Arguments:
 
         def give(value: Any) -> Any:
             if value is _HIDDEN:
-                return hidden
+                return _placed(hidden, self._hidden, hidden.requires_grad)
             if isinstance(value, _Cache):
                 return value.fresh()
             if not isinstance(value, _Held):
@@ -111,11 +116,11 @@ class _Held:
 
     def whole(self) -> torch.Tensor:
         self.check()
-        return self._tensor.detach().requires_grad_(self._requires_grad)
+        return _placed(local_part(self._tensor), Placed.of(self._tensor), self._requires_grad)
 
     def cut(self, first: int, stop: int, joined: Sequence[int]) -> torch.Tensor:
         self.check()
-        part = self._tensor
+        part = local_part(self._tensor)
         axes = self._dims.axes(self._position, part, joined)
         for axis in axes:
             if len(axes) > 1 and axis.outer == 1:
@@ -123,7 +128,13 @@ class _Held:
                 part = part.narrow(axis.dim, first, stop - first)
             else:
                 part = cut(part, axis, first, stop, self._dims.tokens)
-        return part.detach().requires_grad_(self._requires_grad)
+        return _placed(part, Placed.of(self._tensor), self._requires_grad)
+
+
+def _placed(part: torch.Tensor, placed: Placed | None, requires_grad: bool) -> torch.Tensor:
+    """A tensor anew, or the sharded one of which a rank has `part`."""
+    whole = part.detach() if placed is None else placed.over(part)
+    return whole.requires_grad_(requires_grad)
 
 
 _HIDDEN = object()
@@ -178,12 +189,12 @@ def _is_record(value: object) -> bool:
 
 
 def argument_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors of a call, in order."""
+    """All tensors of a call, in order; of a sharded one this rank's part."""
     found: list[torch.Tensor] = []
 
     def note(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            found.append(local_part(value))
         return value
 
     _map((tuple(args), kwargs), note)
@@ -193,7 +204,8 @@ def argument_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.
 def describe(value: Any) -> Any:
     """An argument but for the content of a tensor."""
     if isinstance(value, torch.Tensor):
-        return type(value), value.dtype, tuple(value.shape), value.stride(), value.requires_grad
+        kind = Placed.of(value) or type(value)
+        return kind, value.dtype, tuple(value.shape), value.stride(), value.requires_grad
     return value if isinstance(value, _PLAIN) else type(value)
 
 
@@ -208,13 +220,17 @@ def but_for_sizes(described: Any) -> Any:
 def check_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """The layer's input. Raises Unproven for arguments that cannot be given twice."""
     hidden = layer_input(args, kwargs)
-    if hidden is None or type(hidden) is not torch.Tensor or hidden.layout is not torch.strided:
+    local = None if hidden is None else local_part(hidden)
+    if hidden is None or type(local) is not torch.Tensor or local.layout is not torch.strided:
         raise Unproven("its input is no plain tensor")
 
     def check(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            local = local_part(value)
+            if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
                 raise Unproven(f"it is given a {type(value).__name__}")
+            if is_sharded(value) and not is_even(value):
+                raise Unproven("it is given a DTensor of which not every rank has as much")
         elif not isinstance(value, _PLAIN) and not _is_cache(value):
             raise Unproven(f"it is given a {type(value).__name__}, which a second run might change")
         return value
@@ -224,8 +240,12 @@ def check_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def token_input(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The layer's input as (batch, tokens, hidden). Raises Unproven for arguments that cannot be cut by tokens."""
-    hidden = check_arguments(args, kwargs)
+    """The layer's input as (batch, tokens, hidden), what this rank has of it.
+
+    Raises:
+        Unproven: the arguments cannot be cut by tokens.
+    """
+    hidden = local_part(check_arguments(args, kwargs))
     if hidden.ndim not in (2, 3) or hidden.size(-2) < 2 or not hidden.is_floating_point():
         raise Unproven(f"its input of shape {tuple(hidden.shape)} is not (batch, tokens, hidden)")
     return hidden

@@ -1,14 +1,25 @@
-"""Takes one of our dispatch modes out of the way for a moment: what the engine does then is no part of the layer."""
+"""Our dispatch modes, and how one is taken out of the way for a moment: what the engine does then is no part of the layer.
+
+A mode is told of the operators that run on this rank's own plain tensors. A sharded tensor's own code goes first, and comes
+back with the parts that this rank has and with the collectives between them; what it asks fakes, to learn a shape, is no
+part of the layer either.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from memo.swap.called import Given
+from memo.swap.capture import are_wrapped
 
 __all__ = ["Aside", "SleepingMode"]
 
 
 class SleepingMode(TorchDispatchMode):
-    """A mode that passes every call on while it is asleep."""
+    """A mode that passes every call on while it is asleep, and else has it `called`."""
 
     asleep = False
     supports_higher_order_operators = True  # they are passed on as any operator
@@ -17,6 +28,26 @@ class SleepingMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """What is compiled stays compiled: run operator by operator it would round in another way."""
         return True
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and are_wrapped(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if self.asleep or _asked_for_shapes():
+            return func(*args, **kwargs)
+        given = Given(func, args, kwargs)
+        return given.call() if given.operator.awaits else self.called(given)
+
+    def called(self, given: Given) -> Any:
+        """Calls an operator on plain tensors."""
+        raise NotImplementedError
+
+
+def _asked_for_shapes() -> bool:
+    """Whether operators run on fakes now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class Aside:

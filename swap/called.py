@@ -14,7 +14,7 @@ import torch
 
 from memo.swap.answers import is_attention, is_random
 from memo.swap.results import is_product
-from memo.swap.tokenrules import tensors_in
+from memo.swap.tokenrules import COLLECTIVES, tensors_in
 
 __all__ = ["Given", "Operator"]
 
@@ -29,6 +29,8 @@ _KEEP_CONTENT = frozenset(
         "slice", "view",
     )
 )  # fmt: skip
+# These say when a collective's result is there, and change nothing in it.
+_AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
 _NO_LENGTHS = frozenset({"dim", "dim0", "dim1", "dims", "index", "k", "start"})
 _LENGTH_TYPES = frozenset(
@@ -44,8 +46,8 @@ class Operator:
     """What is known of an operator before it is called."""
 
     __slots__ = (
-        "func", "is_attention", "is_constant", "is_known", "is_overload", "is_product", "is_random", "keeps_content",
-        "lengths_at", "writes",
+        "awaits", "func", "is_attention", "is_collective", "is_constant", "is_known", "is_overload", "is_product",
+        "is_random", "joins", "keeps_content", "lengths_at", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -54,7 +56,13 @@ class Operator:
         self.is_attention = is_overload and is_attention(func)
         self.is_random = is_overload and is_random(func)
         self.is_product = is_overload and is_product(func)
-        self.is_known = self.is_attention or (is_overload and func.namespace in ("aten", "prim", "prims"))
+        name = func._schema.name if is_overload else ""
+        self.awaits = name in _AWAIT
+        self.is_collective = name in COLLECTIVES
+        self.joins = func is _ATEN.cat.default
+        self.is_known = (
+            self.is_attention or self.is_collective or (is_overload and func.namespace in ("aten", "prim", "prims"))
+        )
         """Of those that may have a rule for tokens at all."""
         self.is_constant = func is _ATEN.lift_fresh.default
         """The program made a tensor of its own numbers, each time anew: `torch.tensor(scale)`."""

@@ -16,9 +16,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "are_wrapped",
     "argument_storages",
     "cast_of_parameter",
     "has_hidden_state",
@@ -82,6 +83,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     """True for a DTensor. Asks without importing torch.distributed, which a run without it need not load."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def are_wrapped(types: Iterable[type]) -> bool:
+    """Whether a DTensor or a collective's result still under way is of these types: both have code of their own for
+    operators, which calls them again on what is under it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    return any(issubclass(kind, module.DTensor) or hasattr(kind, "trigger_wait") for kind in types)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
     last_wanted = max((item.position for item in found if not item.is_result), default=-1)
     treated = tuple(zip(noting.results, treatments(noting.results, last_wanted), strict=True))
     kept = [result for result, treatment in treated if treatment is Treatment.KEPT]
-    hidden = engine.pack(watch.hidden)
+    hidden = engine.pack(watch.given)
     for answer in noting.answers:
         if not isinstance(answer, RandomAnswer):
             answer.store(engine)
@@ -116,7 +116,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         watch.layer.module,
         watch.layer.name,
         hidden=hidden,
-        hidden_grad=watch.hidden.requires_grad,
+        hidden_grad=watch.given.requires_grad,
         arguments=watch.arguments,
         state=watch.state,
         precision=watch.precision,
@@ -164,7 +164,7 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
         if saved.content != slot.content:
             continue  # what it held before it was changed in place and saved again
         seen.add(storage)
-        if not isinstance(axis, Axis) or tensor._version != slot.content[0]:
+        if not isinstance(axis, Axis) or slot.given._version != slot.content[0]:
             continue
         rows = rows_of(tensor, axis, tokens)
         if rows is not None:

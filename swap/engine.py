@@ -203,8 +203,11 @@ class Engine:
 
     # What autograd calls.
 
-    def pack(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
-        """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time."""
+    def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Handle | Kept | Sharded:
+        """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time.
+
+        `content` is what the storage holds, where the tensor itself does not count its changes.
+        """
         group = self._groups.open
         kind = type(tensor)
         if group is None or kind is torch.nn.Parameter:
@@ -219,7 +222,8 @@ class Engine:
             hold = None if known is None else known()
             if hold is not None and has_hidden_state(tensor):
                 return Kept(tensor)  # it reads the storage's bytes in another way
-            content = content_of(tensor)
+            if content is None:
+                content = content_of(tensor)
             if hold is not None and hold.saved.content == content:
                 self.stats.deduplicated += 1
             else:
@@ -245,7 +249,8 @@ class Engine:
         local = local_part(tensor)
         if local is tensor:
             return Kept(tensor)
-        packed = self.pack(local.detach())
+        # What changes a sharded tensor counts there and not at its local part.
+        packed = self.pack(local.detach(), content_of(tensor))
         if not is_sharded(tensor):
             return packed
         assert not isinstance(packed, Sharded)
@@ -261,6 +266,8 @@ class Engine:
                 raise handle.modified()
             return handle.tensor
         if type(handle) is Sharded:
+            if handle.guard._version != handle.version:
+                raise handle.modified()
             return handle.rebuild(self.unpack(handle.local, by_backward=by_backward))
         assert type(handle) is Handle
         if handle.guard._version != handle.version:

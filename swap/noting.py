@@ -21,7 +21,7 @@ from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAns
 from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import Given, Operator
-from memo.swap.capture import has_hidden_state
+from memo.swap.capture import has_hidden_state, local_part
 from memo.swap.identity import Identities
 from memo.swap.marked import Marked
 from memo.swap.origins import made_by_compiler
@@ -43,8 +43,10 @@ _MOST_MEANINGS = 10_000  # a run over ever new sequence lengths must not remembe
 class Slot:
     """One tensor that autograd saved, in the order of saving."""
 
+    given: torch.Tensor
+    """A detached alias."""
     tensor: torch.Tensor
-    """A detached alias: its geometry, and its storage while the forward lasts."""
+    """What this rank has of it: its geometry, and its storage while the forward lasts."""
     meaning: Meaning
     content: Content
 
@@ -67,7 +69,7 @@ class Noting(SleepingMode):
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
         self.results: list[Result] = []
-        """Of matrix products and of marked functions."""
+        """Of matrix products, of marked functions and of collectives."""
         self.ends = ends
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
@@ -87,16 +89,10 @@ class Noting(SleepingMode):
         self.tokens.put(hidden, Axis(dim=hidden.ndim - 2))
         self._mixed_by: str | None = None
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.asleep:
-            return func(*args, **kwargs)
-        given = Given(func, args, kwargs)
+    def called(self, given: Given) -> Any:
         origin = self.script.calls(given)
         silent = self.reason is not None or self._paused
-        out = func(*args, **kwargs) if silent else self._noted(given)
+        out = given.call() if silent else self._noted(given)
         self.script.makes(out, origin)
         return out
 
@@ -157,7 +153,8 @@ class Noting(SleepingMode):
         """The call has returned."""
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
-        if not operator.is_product and not _is_view(operator, storages, results):
+        is_result = operator.is_product or operator.is_collective or self._rearranges(given)
+        if not is_result and not _is_view(operator, storages, results):
             self._read(given.tensors)
         if operator.is_attention:
             self._attention(self._call(given, out))
@@ -171,8 +168,11 @@ class Noting(SleepingMode):
             meaning = self._meaning(given, before, out)
             if meaning is MIXED and self._mixed_by is None and all(known is not MIXED for _, known in before):
                 self._mixed_by = str(operator.func.overloadpacket)
-        if operator.is_product:
-            self._result(out, meaning, given.tensors)
+        if is_result:
+            function = None if operator.is_product else operator.func
+            self._result(out, meaning, given.tensors, function=function)
+            if function is not None and isinstance(meaning, Axis):
+                self._join(meaning.outer)
         for tensor in changed:
             if meaning is MIXED or self.tokens.of(tensor) != meaning:  # mixed here may be tokens in the whole
                 self.tokens.spoil(tensor)
@@ -204,18 +204,32 @@ class Noting(SleepingMode):
             given=given.tensors,
         )
 
+    def _rearranges(self, given: Given) -> bool:
+        """True where parts of one result are put together in another order, as before and after a collective that joins or
+        divides another dimension than the first."""
+        if not given.operator.joins:
+            return False
+        storages = {tensor.untyped_storage() for tensor in given.tensors}
+        return len(storages) == 1 and self._made.find(ref(storages.pop())) is not None
+
     def _result(
-        self, out: torch.Tensor, meaning: Meaning, given: Sequence[torch.Tensor], call: Marked | None = None
+        self,
+        out: torch.Tensor,
+        meaning: Meaning,
+        given: Sequence[torch.Tensor],
+        *,
+        function: Callable[..., Any] | None = None,
     ) -> None:
-        """Of a product, or of a marked function's `call`."""
+        """Of a product, or of another `function` of what comes first among the tensors that it is given."""
         result = Result(
             out,
             meaning if isinstance(meaning, Axis) else None,
             position=len(self.slots),
             span=self.ends,
             tokens=self.tokens.tokens,
-            function=None if call is None else call.function,
-            source=None if call is None else self._made.find(ref(call.x.untyped_storage())),
+            line=len(self.script.lines),
+            function=function,
+            source=None if function is None else self._made.find(ref(given[0].untyped_storage())),
         )
         self._read(given, result)
         self.results.append(result)
@@ -249,6 +263,8 @@ class Noting(SleepingMode):
     ) -> Any:
         """Runs a function that the user marked: as one operator, whose results are kept whole."""
         given = tensors_in((args, kwargs))
+        if self.reason is None and not all(map(_is_understood, given)):
+            self.reason = "a memoized function works on a sharded tensor, or on one of another kind of its own"
         versions = [tensor._version for tensor in given]
         with Aside(self):
             for tensor in given:
@@ -284,6 +300,8 @@ class Noting(SleepingMode):
             return call.run()
         saved = len(self.slots)
         given = tensors_in((call.x, call.others))
+        if self.reason is None and not all(map(_is_understood, given)):
+            self.reason = f"{call} works on a sharded tensor, or on one of another kind of its own"
         origin = self.script.line(str(call), given=given)
         with Aside(self):
             out = call.run()
@@ -300,7 +318,8 @@ class Noting(SleepingMode):
             self.tokens.put(out, meaning)
             with Aside(self):
                 # One that saves something runs again, for what comes after it to be in its place.
-                self._result(out, self.tokens.of(out) if saved == len(self.slots) else Mark.MIXED, given, call)
+                meaning = self.tokens.of(out) if saved == len(self.slots) else Mark.MIXED
+                self._result(out, meaning, given, function=call.function)
         return out
 
     def _join(self, shards: int) -> None:
@@ -316,11 +335,15 @@ class Noting(SleepingMode):
         """Autograd saves `tensor`."""
         if self.reason is not None or self._paused:
             return
-        if not _is_understood(tensor):
-            self.reason = f"a {type(tensor).__name__} is saved"
+        local = local_part(tensor)
+        if not _is_understood(local):
+            self.reason = f"a {type(local).__name__} is saved"
             return
-        self._read([tensor])
-        self.slots.append(Slot(tensor=tensor.detach(), meaning=self.tokens.of(tensor), content=content_of(tensor)))
+        self._read([local])
+        given = tensor.detach()
+        self.slots.append(
+            Slot(given=given, tensor=local_part(given), meaning=self.tokens.of(local), content=content_of(tensor))
+        )
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
         """True for what the layer was given, or has of its own."""

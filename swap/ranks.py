@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.swap.capture import is_sharded
-from memo.swap.tokenrules import Unproven, tensors_in
+from memo.swap.capture import are_wrapped
+from memo.swap.tokenrules import Unproven
 
 __all__ = ["Hearing", "Ranks", "all_say", "everyones"]
 
@@ -54,7 +54,8 @@ def _is_played(group: dist.ProcessGroup | None) -> bool:
 
 
 class Hearing(TorchDispatchMode):
-    """Notes the groups that a layer's forward talks to, by whatever way: torch's collectives, or sharded tensors."""
+    """Notes the groups that a layer's forward talks to. Of sharded tensors too it is the collectives that count: what is
+    computed of their parts alone, each rank can compute again by itself."""
 
     def __init__(self, layer: str, given: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,13 +67,11 @@ class Hearing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and are_wrapped(types):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        if func.namespace in ("_dtensor", "c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._note(_group_of(func, args, kwargs))
-        for tensor in tensors_in((args, kwargs)):
-            if is_sharded(tensor):
-                for group in tensor.device_mesh.get_all_groups():  # type: ignore[attr-defined]
-                    self._note(group)
         return func(*args, **kwargs)
 
     def _note(self, group: dist.ProcessGroup | None) -> None:

@@ -26,6 +26,7 @@ from memo.swap.answers import Answer
 from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import Given
+from memo.swap.capture import local_part
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
@@ -109,7 +110,7 @@ class LayerCall:
         self.engine = engine
         self.answers = answers
         self.results = results
-        """That the forward had of products and of marked functions, at the middle level."""
+        """That the forward had of products, marked functions and collectives, at the middle level."""
         self.together = together
         """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
         self.script = script
@@ -151,7 +152,7 @@ class LayerCall:
             Diverged: the layer did not do what it did in forward.
         """
         span = self.span
-        whole = self.engine.unpack(self._hidden, by_backward=False).detach()
+        whole = local_part(self.engine.unpack(self._hidden, by_backward=False)).detach()
         is_whole = span.level is Level.NOTHING  # its one span counts no tokens
         hidden = whole if is_whole else cut(whole, Axis(dim=whole.ndim - 2), span.first, span.stop, self.tokens)
         args, kwargs = self._arguments.give(
@@ -165,7 +166,7 @@ class LayerCall:
         def save(tensor: torch.Tensor) -> None:
             with Aside(mode):
                 if isinstance(mode, _Answering):
-                    mode.check_filled("autograd", [tensor])
+                    mode.check_filled("autograd", [local_part(tensor)])
                 collecting.save(tensor)
 
         begin = now_s(whole.device) if timed else None
@@ -209,7 +210,7 @@ class _Collecting:
         self._position += 1
         if wanted is None or position != wanted.position:
             return
-        local = tensor.detach()
+        local = local_part(tensor).detach()
         if local.dtype != wanted.dtype or not wanted.layout.fits(local):
             raise Diverged(
                 f"it saved {tuple(local.shape)} of {local.dtype} with strides {local.stride()} for"
@@ -239,28 +240,24 @@ class _Answering(SleepingMode):
         self._span = span
         self._collecting = collecting
         self._answers = iter(call.answers)
-        self._results = iter(call.results) if span.level is Level.MATMULS else None
+        results = call.results if span.level is Level.MATMULS else ()
+        self._results = {result.line: (result, treatment) for result, treatment in results}
         self._reading = reading
         # What stands for omitted results. Nothing may compute with it.
         self._empty: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._has_empty = False
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.asleep:
-            return func(*args, **kwargs)
-        given = Given(func, args, kwargs)
+    def called(self, given: Given) -> Any:
         origin = self._reading.calls(given)
         operator = given.operator
+        func = operator.func
         if operator.is_attention or operator.is_random:
             self.check_filled(func, given.tensors)
-            out = self._answer(func, args)
+            out = self._answer(func, given.args)
         else:
-            out = self._result(None) if operator.is_product else None
+            out = self._result() if operator.is_product or operator.is_collective or operator.joins else None
             if out is None:
-                out = func(*args, **kwargs)
+                out = given.call()
                 if self._has_empty:
                     self.check_filled(func, given.tensors, tensors_in(out))
         self._reading.makes(out, origin)
@@ -288,7 +285,7 @@ class _Answering(SleepingMode):
         given = tensors_in((call.x, call.others))
         origin = self._reading.line(str(call), given=given)
         with Aside(self):
-            out = self._result(call.function)
+            out = self._result()
             if out is None:
                 self.check_filled(call, given)
                 out = call.run()
@@ -310,14 +307,10 @@ class _Answering(SleepingMode):
             raise Diverged(f"it called {func}")
         return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
 
-    def _result(self, function: Callable[..., Any] | None) -> torch.Tensor | None:
-        """What the next product or marked function gives; None where it is computed again."""
-        if self._results is None:
-            return None
-        result, treatment = next(self._results, (None, None))
-        if result is None or result.function is not function:
-            raise Diverged("it multiplied other matrices, or called other marked functions")
-        if treatment is Treatment.REPEATED:
+    def _result(self) -> torch.Tensor | None:
+        """What this line gives at the middle level; None where it is computed again."""
+        result, treatment = self._results.get(self._reading.read, (None, Treatment.REPEATED))
+        if result is None or treatment is Treatment.REPEATED:
             return None
         if treatment is Treatment.KEPT:
             return result.give(self._call.engine)

@@ -1,12 +1,13 @@
-"""Results that a layer's forward had once and the middle level need not compute again: of matrix products, and of marked
-functions.
+"""Results that a layer's forward had once and the middle level need not compute again: of matrix products, of marked
+functions, and of what torch's own collectives and the copies around them make of those.
 
 A product's result is a token-wise tensor. Where autograd saves its storage anyway, the middle level moves that storage up
 to the end of its range instead of the first range's, and a recompute takes its part of it; where not, a copy of the
 range alone is saved besides.
 
-A product that marked functions alone read, whose results together are no larger, is passed on: theirs are kept in its
-place. So a tensor-parallel rank keeps its shard of a sum and not its partial sums of all shards, and nobody sums again.
+A product that such functions alone read, whose results together are no larger, is passed on: theirs are kept in its
+place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial sums
+of all shards, and nobody sums again.
 What becomes of each result is decided in treatment.
 """
 
@@ -48,11 +49,11 @@ class Reader:
 
 
 class Result:
-    """One result of a forward; `position` is how many tensors autograd had saved before it.
+    """One result of a forward: of `line` in its script. `position` is how many tensors autograd had saved before it.
 
-    `function` is the marked function that gave it, None for a product, and `source` the result that the function was
-    given. Without an axis (a product of parameters alone, or one in which tokens mix, which nothing saved comes from) it
-    is computed again. `span` is the range that the middle level has, and empty where it has none.
+    `function` is the marked function or the collective that gave it, None for a product, and `source` the result that the
+    function was given. Without an axis (a product of parameters alone, or one in which tokens mix, which nothing saved comes
+    from) it is computed again. `span` is the range that the middle level has, and empty where it has none.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class Result:
         position: int,
         span: tuple[int, int],
         tokens: int,
+        line: int,
         function: Callable[..., Any] | None = None,
         source: Result | None = None,
     ) -> None:
         self.axis = axis
         self.position = position
+        self.line = line
         self.function = function
         self.readers: list[Reader] = []
         self.bytes_per_token = out.numel() * out.itemsize / tokens
@@ -97,10 +100,10 @@ class Result:
 
     @property
     def is_passed_on(self) -> bool:
-        """A product, and what marked functions made of it can be kept in its place."""
-        if self.function is not None or self.axis is None:
+        """It could be kept, and so can what functions alone made of it, in its place."""
+        if not self.can_be_kept:
             return False
-        made = [reader.result for reader in self.readers]
+        made = {reader.result for reader in self.readers}  # one may read several parts
         return (
             all(result is not None and result.function is not None and result.axis is not None for result in made)
             and sum(result.bytes_per_token for result in made if result is not None) <= self.bytes_per_token

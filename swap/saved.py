@@ -252,14 +252,25 @@ class Handle:
 
 
 class Sharded:
-    """A DTensor: what pack returned for its local part, and how the whole is made of it."""
+    """A DTensor: what pack returned for its local part, and how the whole is made of it.
 
-    __slots__ = ("kind", "local", "spec")
+    `guard` is a DTensor with nothing in it that shares the version counter: a change of the whole is not
+    counted at its local part (R4).
+    """
+
+    __slots__ = ("guard", "kind", "local", "spec", "version")
 
     def __init__(self, tensor: torch.Tensor, local: Handle | Kept) -> None:
         self.kind: Any = type(tensor)
         self.spec = tensor._spec  # type: ignore[attr-defined]
         self.local = local
+        self.guard: Any = tensor.detach()
+        self.version = self.guard._version
+        self.guard._local_tensor = None
+
+    def modified(self) -> ModifiedAfterSave:
+        """What to raise when the guard's version is no longer `version`."""
+        return _modified(self.guard.shape, self.guard.dtype, self.version, self.guard._version)
 
     def rebuild(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor over `local`."""

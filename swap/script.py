@@ -167,7 +167,8 @@ class Reading:
     def __init__(self, script: Script, given: Iterable[torch.Tensor], *, fewer: int | None) -> None:
         self._script = script
         self._lines = iter(script.lines)
-        self._read = 0
+        self.read = 0
+        """How many lines, by now."""
         self._step = fewer or 0
         self._origins = Origins()
         for origin, tensor in zip(script.given, given, strict=True):
@@ -197,9 +198,9 @@ class Reading:
         depth = 1
         while depth:
             what = next(self._lines)[0]
-            self._read += 1
+            self.read += 1
             depth += (what is _BEGIN) - (what is _END)
-        return Origin((self._read, 0))
+        return Origin((self.read, 0))
 
     def line(
         self,
@@ -219,8 +220,8 @@ class Reading:
         operands = tuple([self._operand(what, tensor) for tensor in given])
         if operands != line[3]:
             self._compare(what, operands, line[3])
-        self._read += 1
-        return Origin((self._read, 0))
+        self.read += 1
+        return Origin((self.read, 0))
 
     def _compare(self, what: Any, ours: Sequence[Operand | None], theirs: Sequence[Operand | None]) -> None:
         """Raises Diverged where a call was given something else."""
@@ -263,14 +264,9 @@ class Scripted(SleepingMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._script = script
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.asleep:
-            return func(*args, **kwargs)
-        origin = self._script.calls(Given(func, args, kwargs))
-        out = func(*args, **kwargs)
+    def called(self, given: Given) -> Any:
+        origin = self._script.calls(given)
+        out = given.call()
         self._script.makes(out, origin)
         return out
 

@@ -16,7 +16,7 @@ import torch
 
 from memo.swap.tokens import Axis, Mark, Meaning, TokenMap, regroup
 
-__all__ = ["Call", "Unproven", "meaning_of", "tensors_in"]
+__all__ = ["COLLECTIVES", "Call", "Unproven", "meaning_of", "tensors_in"]
 
 _ATEN = torch.ops.aten
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -87,7 +87,7 @@ def meaning_of(call: Call) -> Meaning:
     meanings = {call.tokens.of(tensor) for tensor in call.given}
     if meanings <= {Mark.SAME}:
         return Mark.SAME
-    rule = _RULES.get(call.func.overloadpacket)
+    rule = _RULES.get(call.func.overloadpacket) or COLLECTIVES.get(call.func._schema.name)
     if rule is None and torch.Tag.pointwise in call.func.tags:
         rule = _pointwise
     has_axis = any(isinstance(meaning, Axis) for meaning in meanings)
@@ -182,14 +182,27 @@ def _pick(call: Call) -> Meaning:
     return axis.at(axis.dim - (dim < axis.dim))
 
 
+def _split(call: Call) -> Meaning:
+    """Of the tokens themselves, into parts that have as many whole rows of them each: the shards of so many ranks."""
+    axis, tensor = call.only_first(), call.args[0]
+    if axis is None or call.argument("dim") % tensor.ndim != axis.dim:
+        return _along(call)
+    rows, rest = divmod(call.out[0].size(axis.dim), call.tokens.tokens * axis.inner)
+    whole = rest == 0 and all(part.shape == call.out[0].shape for part in call.out)
+    return dataclasses.replace(axis, outer=rows) if whole else Mark.MIXED
+
+
 def _cat(call: Call) -> Meaning:
+    """Beside each other, or, along the tokens, as rows one after the other."""
     parts = [part for part in call.args[0] if part.numel()]  # an empty cache is put before the first keys
-    if not parts:
+    axes = [axis for part in parts if isinstance(axis := call.meaning(part), Axis)]
+    if not axes or len(axes) < len(parts):
         return Mark.MIXED
-    axes = {call.meaning(part) for part in parts}
-    axis = axes.pop()
-    dim = (call.argument("dim") or 0) % parts[0].ndim
-    return axis if not axes and isinstance(axis, Axis) and (axis.dim != dim or len(parts) == 1) else Mark.MIXED
+    axis, dim = axes[0], (call.argument("dim") or 0) % parts[0].ndim
+    if axis.dim == dim:
+        alike = all((other.dim, other.inner) == (axis.dim, axis.inner) for other in axes)
+        return dataclasses.replace(axis, outer=sum(other.outer for other in axes)) if alike else Mark.MIXED
+    return axis if all(other == axis for other in axes) else Mark.MIXED
 
 
 def _stack(call: Call) -> Meaning:
@@ -250,6 +263,25 @@ def _chosen(call: Call) -> Meaning:
     return axis if axis is not None and (-1 if dim is None else dim) % call.args[0].ndim != axis.dim else Mark.MIXED
 
 
+def _all_gather(call: Call) -> Meaning:
+    """The shards of all ranks one after the other, along the first dimension."""
+    axis = call.only_first()
+    return Mark.MIXED if axis is None else axis if axis.dim else axis.joined(call.argument("group_size"))
+
+
+def _reduce_scatter(call: Call) -> Meaning:
+    """A rank's shard of the sum, along the first dimension."""
+    axis = call.only_first()
+    return (axis and (axis if axis.dim else axis.divided(call.argument("group_size")))) or Mark.MIXED
+
+
+COLLECTIVES: dict[str, Rule] = {
+    "_c10d_functional::all_gather_into_tensor": _all_gather,
+    "_c10d_functional::all_reduce": _pointwise,
+    "_c10d_functional::reduce_scatter_tensor": _reduce_scatter,
+}
+"""torch's own, by the names of their schemas, of ranks that have as many tokens each. Their results are new tensors."""
+
 _LIKE = (
     "_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "fill_",
     "full_like", "lift_fresh", "ones_like", "zero_", "zeros_like",
@@ -258,7 +290,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((getattr(_ATEN, name) for name in _LIKE), _pointwise),
     **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape, _ATEN._reshape_alias), _view),
     **dict.fromkeys((_ATEN.transpose, _ATEN.t), _transpose),
-    **dict.fromkeys((_ATEN.slice, _ATEN.split, _ATEN.split_with_sizes), _along),
+    **dict.fromkeys((_ATEN.slice, _ATEN.split_with_sizes), _along),
     **dict.fromkeys((_ATEN.select, _ATEN.unbind), _pick),
     **dict.fromkeys((_ATEN._softmax, _ATEN._log_softmax, _ATEN._safe_softmax), _chosen),
     **dict.fromkeys((_ATEN.topk, _ATEN.sort), _chosen),
@@ -270,6 +302,7 @@ _RULES: dict[Any, Rule] = {
     _ATEN.embedding: _embedding,
     _ATEN.expand: _expand,
     _ATEN.permute: _permute,
+    _ATEN.split: _split,
     _ATEN.squeeze: _squeeze,
     _ATEN.stack: _stack,
     _ATEN.unsqueeze: _unsqueeze,

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from memo.errors import SwapError
 from memo.swap.arguments import argument_tensors, check_arguments, token_input
 from memo.swap.aside import Aside
-from memo.swap.capture import layer_input
+from memo.swap.capture import layer_input, local_part
 from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
@@ -201,13 +201,13 @@ class TokenWise:
         if not divides and not repeats:
             return None
         try:
-            hidden = check_arguments(args, kwargs)
+            given = check_arguments(args, kwargs)
         except Unproven as unproven:
             self._trials.refuse(kind, str(unproven))
             self._trials.refuse(kind.repeated, str(unproven))
             self._refuse(layer.name, str(unproven))
             return None
-        tensors = argument_tensors(args, kwargs)
+        tensors, hidden = argument_tensors(args, kwargs), local_part(given)
         tokens = hidden.size(-2) if hidden.ndim > 1 else 0
         dims = TokenDims(tokens, before=self._shapes.before(layer.name, tokens, tensors), no_pairs=kind.no_pairs)
         script = Script(tensors)
@@ -219,7 +219,7 @@ class TokenWise:
             group,
             args,
             kwargs,
-            hidden=hidden,
+            given=given,
             kind=kind,
             dims=dims,
             noting=noting,
@@ -419,7 +419,7 @@ class TokenWise:
 
 def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     hidden = layer_input(args, kwargs)
-    return "no tensor" if hidden is None else str(tuple(hidden.shape))
+    return "no tensor" if hidden is None else str(tuple(local_part(hidden).shape))
 
 
 def _moves_all(setting: Setting) -> bool:

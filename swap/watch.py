@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo.swap.arguments import Arguments
 from memo.swap.belongings import Belongings
+from memo.swap.capture import local_part
 from memo.swap.draws import drawn_by_python
 from memo.swap.saved import content_of, version_of
 from memo.swap.script import Script, Scripted
@@ -28,8 +29,8 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Made before a layer's forward. `noting` is there where tokens may be divided, `saves` where the layer may run again
-    whole; at least one of them is."""
+    """Made before a layer's forward, whose input is `given`. `noting` is there where tokens may be divided, `saves` where
+    the layer may run again whole; at least one of them is."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Watch:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         *,
-        hidden: torch.Tensor,
+        given: torch.Tensor,
         kind: Kind,
         dims: TokenDims,
         noting: Noting | None,
@@ -48,7 +49,9 @@ class Watch:
     ) -> None:
         self.layer = layer
         self.group = group
-        self.hidden = hidden
+        self.given = given
+        self.hidden = hidden = local_part(given)
+        """What this rank has of the input."""
         self.tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         self.kind = kind
         self.dims = dims
@@ -62,12 +65,12 @@ class Watch:
         self._belongings = Belongings(layer.module)
         self._drawn = drawn_by_python()
         self.precision = Precision.now(hidden.device.type)
-        self.arguments = Arguments(args, kwargs, hidden, dims)
+        self.arguments = Arguments(args, kwargs, given, dims)
         self.together = False
         """It talks to other ranks, and a recompute does so again."""
         self.nested = False
         """Another managed layer ran within it."""
-        self._version = version_of(hidden)
+        self._version = version_of(given)
 
     def __enter__(self) -> Watch:
         self.mode.__enter__()  # type: ignore[no-untyped-call]
@@ -85,18 +88,18 @@ class Watch:
         if self.noting is not None:
             self.noting.save(tensor)
         if self.saves is not None:
-            self.saves.append((tensor.detach(), content_of(tensor)))
+            self.saves.append((local_part(tensor).detach(), content_of(tensor)))
 
     def kept_whole(self, output: Any) -> set[torch.UntypedStorage]:
         """Storages that are the next layer's as much as this one's: its input and its output."""
-        storages = {tensor.untyped_storage() for tensor in tensors_in(tree_leaves(output))}
+        storages = {local_part(tensor).untyped_storage() for tensor in tensors_in(tree_leaves(output))}
         return storages | {self.hidden.untyped_storage()}
 
     def check_unchanged(self) -> None:
         """Raises Unproven where the forward changed what a second one would start from."""
         if self.nested:
             raise Unproven("it contains another managed layer")
-        if version_of(self.hidden) != self._version:
+        if version_of(self.given) != self._version:
             raise Unproven("it changes its input in place")
         changed = self.state.changed_tensor()
         if changed is not None:

@@ -42,7 +42,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
     wanted = _wanted(watch, output, engine)
     if not wanted:
         return None
-    hidden = engine.pack(watch.hidden)
+    hidden = engine.pack(watch.given)
     source = engine.saved_as(watch.hidden.untyped_storage())
     costs.counted_whole(
         tokens=watch.tokens,
@@ -54,7 +54,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         watch.layer.module,
         watch.layer.name,
         hidden=hidden,
-        hidden_grad=watch.hidden.requires_grad,
+        hidden_grad=watch.given.requires_grad,
         arguments=watch.arguments,
         state=watch.state,
         precision=watch.precision,

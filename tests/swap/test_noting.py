@@ -31,7 +31,11 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], Meaning]] = {
     "a part of each token": (lambda: HIDDEN.narrow(2, 1, 3), Axis(dim=1)),
     "a part of the tokens": (lambda: HIDDEN.narrow(1, 1, 3), MIXED),
     "joined with another": (lambda: torch.cat([HIDDEN, HIDDEN], 2), Axis(dim=1)),
-    "joined with later tokens": (lambda: torch.cat([HIDDEN, HIDDEN], 1), MIXED),
+    "joined with a second row of tokens": (lambda: torch.cat([HIDDEN, HIDDEN], 1), Axis(dim=1, outer=2)),
+    "joined with rows of other tokens": (lambda: torch.cat([HIDDEN, HIDDEN.transpose(1, 2)], 1), MIXED),
+    "one of two rows of tokens": (lambda: torch.cat([HIDDEN, HIDDEN], 1).split(6, 1)[1], Axis(dim=1)),
+    "two rows of tokens, in thirds": (lambda: torch.cat([HIDDEN, HIDDEN], 1).split(4, 1)[1], MIXED),
+    "rows of tokens, unlike ones": (lambda: torch.cat([HIDDEN, HIDDEN, HIDDEN], 1).split(12, 1)[0], MIXED),
     "joined with what is no token": (lambda: torch.cat([HIDDEN, TABLE], 2), MIXED),
 }
 
