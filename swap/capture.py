@@ -96,6 +96,8 @@ def are_wrapped(types: Iterable[type]) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor under a DTensor or a collective's result still under way, which is waited for."""
+    if type(tensor) is torch.Tensor:
+        return tensor
     if is_sharded(tensor):
         tensor = tensor._local_tensor  # type: ignore[attr-defined]
     wait = getattr(tensor, "trigger_wait", None)

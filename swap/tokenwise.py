@@ -419,7 +419,7 @@ class TokenWise:
 
 def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     hidden = layer_input(args, kwargs)
-    return "no tensor" if hidden is None else str(tuple(local_part(hidden).shape))
+    return "no tensor" if hidden is None else str(tuple(hidden.shape))
 
 
 def _moves_all(setting: Setting) -> bool:

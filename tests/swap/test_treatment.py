@@ -48,7 +48,10 @@ class Forward:
     ) -> Result:
         out = torch.zeros(TOKENS, width)
         where = Axis(dim=0) if axis else None
-        result = Result(out, where, position=position, span=(2, 6), tokens=TOKENS, function=function, source=source)
+        line = len(self.results) + 1
+        result = Result(
+            out, where, position=position, span=(2, 6), tokens=TOKENS, line=line, function=function, source=source
+        )
         for one in given:
             one.read(self._tensors[one], Reader(position=position, result=result))
         self.results.append(result)
@@ -120,11 +123,11 @@ def test_a_product_that_is_used_besides_is_kept_itself() -> None:
     assert forward.treated() == [KEPT, REPEATED]
 
 
-def test_a_marked_function_of_anything_else_runs_again() -> None:
+def test_a_marked_function_of_anything_but_a_product_and_what_was_made_of_one_runs_again() -> None:
     forward = Forward()
     forward.use(forward.marked())
     forward.use(forward.marked(forward.marked(forward.product())))
-    assert forward.treated() == [REPEATED, OMITTED, KEPT, REPEATED]
+    assert forward.treated() == [REPEATED, OMITTED, OMITTED, KEPT]
 
 
 def test_without_an_axis_everything_runs_again_and_what_it_reads_is_there() -> None:
