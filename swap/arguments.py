@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,6 +22,9 @@ from memo.swap.saved import version_of
 from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Unproven
 from memo.swap.tokens import cut
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Arguments",
@@ -229,7 +232,7 @@ def check_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
             local = local_part(value)
             if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
                 raise Unproven(f"it is given a {type(value).__name__}")
-            if is_sharded(value) and not is_even(value):
+            if is_sharded(value) and not is_even(cast("DTensor", value)):
                 raise Unproven("it is given a DTensor of which not every rank has as much")
         elif not isinstance(value, _PLAIN) and not _is_cache(value):
             raise Unproven(f"it is given a {type(value).__name__}, which a second run might change")

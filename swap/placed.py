@@ -43,13 +43,13 @@ class Placed:
         return DTensor.from_local(local.detach(), self.mesh, self.placements, run_check=False)
 
 
-def is_even(tensor: torch.Tensor) -> bool:
+def is_even(sharded: DTensor) -> bool:
     """Whether it is whole or divided by dimensions, and every rank has as much of it; the same answer on all ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
-    if any(type(placed) not in (Replicate, Shard) for placed in tensor.placements):
+    if any(type(placed) not in (Replicate, Shard) for placed in sharded.placements):
         return False
-    return tuple(tensor.shape) == _whole(tensor._local_tensor.shape, tensor.placements, tensor.device_mesh)
+    return tuple(sharded.shape) == _whole(sharded._local_tensor.shape, sharded.placements, sharded.device_mesh)
 
 
 def _whole(local: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[int, ...]:

@@ -264,9 +264,10 @@ class Sharded:
         self.kind: Any = type(tensor)
         self.spec = tensor._spec  # type: ignore[attr-defined]
         self.local = local
-        self.guard: Any = tensor.detach()
+        guard: Any = tensor.detach()
+        guard._local_tensor = None
+        self.guard: torch.Tensor = guard
         self.version = self.guard._version
-        self.guard._local_tensor = None
 
     def modified(self) -> ModifiedAfterSave:
         """What to raise when the guard's version is no longer `version`."""

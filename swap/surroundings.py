@@ -92,6 +92,10 @@ class RandomState:
         finally:
             self._write(now)
 
+    def restore(self) -> None:
+        """As if nothing had been drawn since."""
+        self._write(self._states)
+
     def is_now(self) -> bool:
         """True when nothing has been drawn since."""
         return all(

@@ -54,7 +54,11 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
             raise  # of this rank alone, and the others wait for it in a collective
         what = str(error).splitlines()[0] if str(error) else ""
         raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
-    if not random.is_now():
+    finally:
+        drew = not random.is_now()
+        if drew:
+            random.restore()
+    if drew:
         raise Unproven("its recompute draws random numbers")
     if exact and worst > 0:
         raise Unproven("its recompute rounds in another way, and is to be exact")
