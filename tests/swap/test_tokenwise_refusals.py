@@ -235,6 +235,27 @@ def test_a_result_of_attention_that_is_changed_in_place_is_refused(tmp_path: Pat
     assert_equal(got, train(reference, lambda step: reference(ids(step))))
 
 
+class Turns(Block):
+    """Moves the generator on, by no operator that a mode sees; sharded dropout does so on GPUs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(torch.initial_seed() + 1)
+        return super().forward(x)
+
+
+def test_a_trial_leaves_random_numbers_as_it_found_them(tmp_path: Path) -> None:
+    model = stack(make=lambda: Turns(32, 2))
+    drawn = []
+    for manager in (None, offload(model, tmp_path)):
+        torch.manual_seed(0)
+        with manager or contextlib.nullcontext():
+            model(ids(0))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+    assert reasons(manager) == {"its recompute draws random numbers"}
+    manager.close()
+
+
 def test_a_compiled_layer_moves_whole(tmp_path: Path) -> None:
     model, reference = stack(), stack()
     for module in (model, reference):
