@@ -122,6 +122,7 @@ class Script:
     def _elsewhere(self, tensor: torch.Tensor) -> Origin:
         """Of a tensor that was neither given nor made."""
         if made_by_compiler(tensor):
+            self.reason = "a function in it is compiled, and what that reads is not seen"
             return UNKNOWN
         parameter = cast_parameter(tensor)
         if parameter is not None:
@@ -132,6 +133,10 @@ class Script:
     def took(self, tensor: torch.Tensor) -> bool:
         """Whether the forward took this tensor's storage from elsewhere."""
         return has_storage(tensor) and self.found(tensor.untyped_storage()) is not None
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """False for what was neither given nor used by an operator, nor made by one: a compiled function's own."""
+        return not has_storage(tensor) or self._origins.find(tensor.untyped_storage()) is not None
 
     def found(self, storage: torch.UntypedStorage) -> Origin | None:
         """The origin of a storage that the forward took from elsewhere; None for any other."""
@@ -237,8 +242,6 @@ class Reading:
         origin = self._origins.find(storage)
         if origin is None:
             origin = self._script.found(storage)
-            if origin is None and made_by_compiler(tensor):
-                origin = UNKNOWN
             if origin is None:
                 raise Diverged(f"{what} was given a tensor of shape {tuple(tensor.shape)} that is new to it")
             if origin.states is not None and (version_of(tensor), tensor.requires_grad) not in origin.states:

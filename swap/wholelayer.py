@@ -31,7 +31,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
     """None where the layer saved nothing that could be computed again: a checkpointed layer.
 
     Raises:
-        Unproven: its forward changes what a second one would start from.
+        Unproven: its forward changes what a second one would start from, or does what cannot be followed.
     """
     try:
         watch.check_unchanged()
@@ -84,6 +84,10 @@ def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wan
         saved = None if storage in seen else engine.saved_as(storage)
         if saved is None or saved.group is not watch.group or saved.content != content:
             continue
+        if not watch.script.knows(tensor):
+            raise Unproven(
+                "it saves what no operator made: a function in it is compiled, and what that reads is not seen"
+            )
         seen.add(storage)
         wanted[saved] = Wanted(
             position=position,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from small_models import Stack, assert_equal, ids, plain, stack, train
+from small_models import Stack, assert_equal, gradients, ids, plain, stack, train
 from strange_layers import Layer, PutsAside
 from torch import nn
 from torch.func import functional_call, vmap
@@ -308,6 +308,46 @@ def test_a_compiled_function_stays_compiled(offload: Callable[..., memo.Manager]
     want = plain(lambda: stack(make=CompilesAFunction))
     model = stack(make=CompilesAFunction)
     assert_equal(train(model, lambda step: model(ids(step)), offload(model, **how)), want)
+
+
+_SHIFT = torch.zeros(32)
+
+
+class CompilesWhatReads(Layer):
+    @staticmethod
+    @torch.compile(backend="inductor")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x + _SHIFT
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compiled(x).sin()  # type: ignore[no-any-return]
+
+
+class EndsCompiled(CompilesWhatReads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compiled(super().forward(x))  # type: ignore[no-any-return]
+
+
+@by_recompute
+@pytest.mark.parametrize("kind", [CompilesWhatReads, EndsCompiled])
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_compiled_function_reads_may_change_before_backward(
+    offload: Callable[..., memo.Manager], kind: type[Layer], how: dict[str, Any]
+) -> None:
+    """Nothing of what it does is seen, so its layer moves whole."""
+
+    def step(model: Stack, manager: Any) -> list[torch.Tensor | None]:
+        _SHIFT.zero_()
+        with manager:
+            loss = model(ids())
+        _SHIFT.fill_(1.0)
+        loss.backward()
+        return gradients(model)
+
+    want = step(stack(make=kind), contextlib.nullcontext())
+    model = stack(make=kind)
+    got = step(model, offload(model, **how))
+    assert all(map(torch.equal, got, want))  # type: ignore[arg-type]
 
 
 class Interrupted(Layer):
