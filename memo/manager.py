@@ -32,7 +32,7 @@ from memo.parallel.course import Course
 from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, own_part, read_plan
 from memo.report import DiskUse, Report
 from memo.swap.engine import Engine
-from memo.swap.layers import Layer, find_layers
+from memo.swap.layers import Around, Layer, find_layers, stand_around
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels, setting_of
 from memo.swap.saved import Group
 from memo.swap.tokenwise import TokenWise
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed import ProcessGroup
-    from torch.utils.hooks import RemovableHandle
 
     from memo.findings import Everyones
     from memo.mip.activation import ActivationPlan
@@ -220,7 +219,7 @@ class Manager:
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Around] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
@@ -300,7 +299,7 @@ class Manager:
         """True in a thread that has not entered, of which autograd hands us nothing. Backward's own threads have."""
         return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
 
-    def _hook(self, position: int, layer: Layer) -> list[RemovableHandle]:
+    def _hook(self, position: int, layer: Layer) -> list[Around]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_elsewhere():
                 return
@@ -317,12 +316,7 @@ class Manager:
                 self._tokenwise.end(group, output)
                 self._engine.end_layer(group, between=not layer.last)
 
-        return [
-            layer.module.register_forward_pre_hook(begin, with_kwargs=True),
-            # First of the hooks, as the one before was the last: a recompute that is tried out here still finds the layer
-            # as its forward did, with its parameters gathered.
-            layer.module.register_forward_hook(end, always_call=True, prepend=True),
-        ]
+        return stand_around(layer.module, begin, end)
 
     def choose_levels(self, levels: Mapping[int | str, Any]) -> None:
         """From the next forward on these layers, by position or name, have these levels, and the others `alpha`'s.

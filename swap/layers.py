@@ -1,9 +1,10 @@
-"""Finds a model's repeated layers: the unit in which activations are saved, moved and reloaded."""
+"""Finds a model's repeated layers: the unit in which activations are saved, moved and reloaded; and stands around them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -12,7 +13,10 @@ from memo.errors import NoRepeatedLayers, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Layer", "find_layers"]
+__all__ = ["Around", "Layer", "find_layers", "stand_around"]
+
+_Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+_End = Callable[[nn.Module, object, object], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +92,56 @@ def _repeats(stack: nn.Module) -> bool:
         return bool(repeated)
     # A Sequential of plain operations is one layer's inside (Linear, GELU, Linear), not a stack of layers.
     return any(type(child) in repeated and any(child.children()) for child in stack.children())
+
+
+class Around(Protocol):
+    """What was put around a layer's forward, a hook for one."""
+
+    def remove(self) -> None:
+        """Takes it away."""
+
+
+def stand_around(module: nn.Module, begin: _Begin, end: _End) -> list[Around]:
+    """Calls `begin` before each forward of a layer and `end` after it, also after an exception.
+
+    A layer that `layer.compile()` compiled would have its hooks compiled with it, and what they do is not to be: of a
+    forward that must be one graph it would be an error.
+    """
+    if module._compiled_call_impl is not None:
+        return [_AroundCompiled(module, begin, end)]
+    return [
+        module.register_forward_pre_hook(begin, with_kwargs=True),
+        # First of the hooks, as the one before was the last: a recompute that is tried out here still finds the layer
+        # as its forward did, with its parameters gathered.
+        module.register_forward_hook(end, always_call=True, prepend=True),
+    ]
+
+
+class _AroundCompiled:
+    """In the place of what `layer.compile()` made."""
+
+    def __init__(self, module: nn.Module, begin: _Begin, end: _End) -> None:
+        self._module = module
+        self._begin = begin
+        self._end = end
+        self._compiled = module._compiled_call_impl
+        self._is_removed = False
+        module._compiled_call_impl = self._call_in_place = self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled is not None
+        if self._is_removed:
+            return self._compiled(*args, **kwargs)
+        self._begin(self._module, args, kwargs)
+        output = None
+        try:
+            output = self._compiled(*args, **kwargs)
+            return output
+        finally:
+            self._end(self._module, args, output)
+
+    def remove(self) -> None:
+        """Something else may have been put in its place meanwhile, which calls it still."""
+        self._is_removed = True
+        if self._module._compiled_call_impl is self._call_in_place:
+            self._module._compiled_call_impl = self._compiled

@@ -51,12 +51,13 @@ def test_prefetch_depth_is_bounded_by_bytes(
         assert deepest == ahead
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_layers(offload: Callable[..., memo.Manager], backend: str) -> None:
+def test_compiled_layers(offload: Callable[..., memo.Manager], backend: str, fullgraph: bool) -> None:
     def make() -> Stack:
         model = stack()
         for layer in model.layers:
-            layer.compile(backend=backend)
+            layer.compile(backend=backend, fullgraph=fullgraph)
         return model
 
     model = make()
@@ -65,6 +66,23 @@ def test_compiled_layers(offload: Callable[..., memo.Manager], backend: str) -> 
     torch._dynamo.reset()
     assert_equal(got, plain(make))
     assert manager.stats.bytes_disk > 0
+
+
+def test_compiled_layers_are_left_as_they_were_whoever_leaves_first(offload: Callable[..., memo.Manager]) -> None:
+    model = stack()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    compiled = [layer._compiled_call_impl for layer in model.layers]
+    with offload(model):
+        assert [layer._compiled_call_impl for layer in model.layers] != compiled
+    assert [layer._compiled_call_impl for layer in model.layers] == compiled
+    one, other = offload(model), offload(model)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__()
+    other.__exit__()
+    model(ids())
+    assert not [*one._engine._groups, *other._engine._groups], "nobody is told of a forward outside"
 
 
 def test_device_memory_holds_two_layers_and_the_last(offload: Callable[..., memo.Manager]) -> None:
