@@ -15,7 +15,7 @@ from launching import launch, run
 # "sharded" keeps DTensors between modules, "sequence" divides tokens too, "rows" has fully_shard around each layer.
 LAYOUTS = {
     2: ["replicated", "sequence_bf16", "sharded_bf16", "sequence_sharded_uneven"],
-    4: ["sequence_sharded_rows", "sequence_bf16"],
+    4: ["sequence_sharded_rows_bf16", "sequence_bf16"],
 }
 
 
