@@ -153,7 +153,7 @@ class Noting(SleepingMode):
         """The call has returned."""
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
-        is_result = operator.is_product or operator.is_collective or self._rearranges(given)
+        is_result = operator.is_product or operator.is_collective or (operator.joins and self._rearranges(given))
         if not is_result and not _is_view(operator, storages, results):
             self._read(given.tensors)
         if operator.is_attention:
@@ -205,10 +205,8 @@ class Noting(SleepingMode):
         )
 
     def _rearranges(self, given: Given) -> bool:
-        """True where parts of one result are put together in another order, as before and after a collective that joins or
+        """Of a join: parts of one result are put together in another order, as before and after a collective that joins or
         divides another dimension than the first."""
-        if not given.operator.joins:
-            return False
         storages = {tensor.untyped_storage() for tensor in given.tensors}
         return len(storages) == 1 and self._made.find(ref(storages.pop())) is not None
 
