@@ -31,8 +31,9 @@ import torch
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.findings import Findings, alone, least, worst
 from memo.managed import MEASURING, SAFEST, Setting
-from memo.measured import measured_hardware, measured_profile, scaled_profile, seconds_of
+from memo.measured import beside_layers, measured_hardware, measured_profile, scaled_profile, seconds_of
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline
+from memo.mip.activation_cost import predict
 from memo.mip.profile import Signature
 from memo.plan_use import PlanUse
 from memo.regimes import Phase, Regime, Regimes, growth, joint
@@ -114,6 +115,7 @@ class AutoPlan:
             signature=self._regimes.signature,
             plan=regime.plan,
             measured_s=regime.measured_s,
+            predicted_peak_bytes=regime.predicted_peak_bytes,
             measured_peak_bytes=regime.measured_peak_bytes,
             plans=self._regimes.plans,
             planning_s=self._planning_s,
@@ -170,8 +172,12 @@ class AutoPlan:
     def _conclude(self, regime: Regime, *, excess: int) -> None:
         if not self._judges:
             return
-        peak, trials = self._managed.take_peak(), self._managed.take_trials()
-        self._measured, self._watches = self._shape, False
+        grown = self._growth(self._shape)
+        peak = self._managed.take_peak(growth=None if regime.plan is None else grown)
+        trials = self._managed.take_trials()
+        if regime.plan is None or grown > 1.0:
+            self._measured = self._shape
+        self._watches = False
         if excess:
             self._tell_excess(excess)
         if excess and regime.plan is not None:
@@ -229,6 +235,7 @@ class AutoPlan:
         if regime.setting is not self._in_force or (isinstance(regime.setting, Setting) and grown != 1.0):
             self._in_force = regime.setting
             self._managed.use(regime.setting, growth=grown)
+        self._managed.watch(closely=self._judges)
         if regime.phase.measures:
             self._figures.restart()
         if regime.phase.measures != self._listening:
@@ -264,12 +271,13 @@ class AutoPlan:
         assert self._hardware is not None
         begin = time.perf_counter()
         limits = least(self._everyones(self._managed.limits(self._growth(regime.profile.signature))))
-        self._others_bytes = limits.others_bytes
+        profile, self._others_bytes = beside_layers(regime.profile, limits)
+        room = limits.device_bytes + limits.others_bytes - self._others_bytes
         problem = ActivationProblem(
-            profile=regime.profile,
+            profile=profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, limits.device_bytes - regime.margin_bytes),
+                device_bytes=max(0, room - regime.margin_bytes),
                 host_bytes=limits.host_bytes,
                 disk_bytes=limits.disk_bytes,
             ),
@@ -281,6 +289,8 @@ class AutoPlan:
         if isinstance(answer, MemoError):
             raise answer
         regime.planned(answer)
+        saved_alone = dataclasses.replace(answer.problem, profile=regime.profile)
+        regime.predicted_peak_bytes = predict(saved_alone, answer.layers)[0].peak_device_bytes
         self._watches = True  # also one that does nothing: what it was made of may have missed something
 
     def _pipeline(self, calls: int) -> Pipeline:
@@ -325,7 +335,7 @@ class AutoPlan:
             regime.measured_s = found.measured_s
             regime.step_off = found.measured_s / (predicted.microbatch_s * fewer) - 1
         regime.measured_peak_bytes = peak = found.peak_bytes
-        regime.peak_off = peak / predicted.peak_device_bytes - 1 if predicted.peak_device_bytes else 0.0
+        regime.peak_off = peak / regime.predicted_peak_bytes - 1 if regime.predicted_peak_bytes else 0.0
         if abs(regime.step_off or 0.0) <= TOLERANCE and regime.peak_off <= TOLERANCE:
             regime.phase = Phase.SETTLED
         elif regime.corrections == MAX_CORRECTIONS:
@@ -341,7 +351,7 @@ class AutoPlan:
         """
         assert regime.plan is not None
         assert regime.profile is not None
-        regime.margin_bytes = max(regime.margin_bytes, peak - regime.plan.stages[0].peak_device_bytes)
+        regime.margin_bytes = max(regime.margin_bytes, peak - regime.predicted_peak_bytes)
         if regime.corrections == MAX_CORRECTIONS:
             self._give_up(regime, f"{MAX_CORRECTIONS + 1} of them took more device memory than the budget")
             return
@@ -368,7 +378,7 @@ class AutoPlan:
         self._warn(
             f"off {signature}",
             f"the plan for {signature.batch} x {signature.tokens} tokens predicts "
-            f"{format_duration(predicted.microbatch_s)} and {format_bytes(predicted.peak_device_bytes)} of activations; "
+            f"{format_duration(predicted.microbatch_s)} and {format_bytes(regime.predicted_peak_bytes)} of activations; "
             f"measured {measured}{format_bytes(regime.measured_peak_bytes or 0)}",
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.variable import Variable
 
+from memo.device_use import DeviceUse, Place
 from memo.layer_classes import mlp_tiles_of
 from memo.managed import Limits, Setting
 from memo.mip.activation import chunk_layers
@@ -62,12 +63,11 @@ class Carrier:
         self._tracer = tracer
         self._link = link
         self._gradients_to_come = gradients_to_come
-        self._others_bytes = 0
-        self._resting_bytes = 0  # of these, what does not grow with the tokens
+        self._used = DeviceUse(memory, engine.stats)
+        self._others: Mapping[str | Place, int] = {}  # beside saved tensors, in the last step
+        self._idle_bytes = self._gradient_bytes = 0  # in use between steps, and what then comes to stay
         self._trials = 0
-        self._highest_bytes = 0
         engine.when_idle(self._when_idle)
-        self.restart_peaks()
 
     @property
     def idle(self) -> bool:
@@ -144,18 +144,30 @@ class Carrier:
     def limits(self, growth: float = 1.0) -> Limits:
         """Device memory that the last step used for other things is not for saved tensors.
 
-        What of it was there at rest, and gradients, stay what they are in a longer step; the rest is taken to grow with the
+        What was there at rest, and gradients, stay what they are in a longer step; the rest is taken to grow with the
         tokens, as logits and what a layer computes with do. A shorter step is believed to need no less.
         """
+        around = self._grown(Place.AROUND, growth)
+        layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
+        others = max(around, *layers)
         budgets = {tier.name: tier.budget for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
-        others = self._others_bytes + round((self._others_bytes - self._resting_bytes) * max(0.0, growth - 1.0))
         return Limits(
             device_bytes=max(0, self._memory.total_bytes - others),
             others_bytes=others,
+            around_bytes=around,
+            beside_layers=layers,
             host_bytes=budgets.get(Tier.HOST, 0) or 0,
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
+
+    def _grown(self, place: str | Place, growth: float) -> int:
+        most = max(self._others.values(), default=0)
+        nbytes = self._others.get(place, most)
+        growing = nbytes - self._idle_bytes
+        if place is not Place.AROUND or len(self._others) == 1:  # else before all gradients
+            growing = min(growing, most - self._idle_bytes - self._gradient_bytes)
+        return nbytes + round(max(0, growing) * max(0.0, growth - 1.0))
 
     def link(self) -> tuple[float, float, float] | None:
         """Measured at the first call, with nothing else on it."""
@@ -163,42 +175,36 @@ class Carrier:
 
     def excess_bytes(self) -> int:
         """0 where all was within it."""
-        self._note_peak()
-        return max(0, max(self._highest_bytes, self._engine.stats.recent_peak_bytes) - self._memory.total_bytes)
+        return max(0, self._used.peak_bytes - self._memory.total_bytes)
 
     def take_trials(self) -> int:
         """Of all layers."""
         before, self._trials = self._trials, self._tokenwise.trials_run
         return self._trials - before
 
-    def take_peak(self) -> int:
-        """Also notes how much device memory the step used beside saved tensors.
-
-        The two peaks need not have come together: what is noted may be less than the true figure by what saved tensors
-        took at the other's moment, which at the safest setting is two layers at most and is given away twice for it.
-        """
-        self._note_peak()
-        highest, peak = self._highest_bytes, self._engine.stats.recent_peak_bytes
-        self._others_bytes = max(0, highest - peak)
-        self._resting_bytes = min(self._others_bytes, self._memory.now_bytes() + self._gradients_to_come())
-        self.restart_peaks()
-        return peak
+    def take_peak(self, *, growth: float | None = None) -> int:
+        """Also notes how much device memory the step used beside saved tensors."""
+        step = self._used.end_step()
+        before = {} if growth is None else {place: self._grown(place, growth) for place in self._others}
+        self._others = before | {place: max(nbytes, before.get(place, 0)) for place, nbytes in step.others.items()}
+        self._idle_bytes, self._gradient_bytes = self._memory.now_bytes(), self._gradients_to_come()
+        return step.saved_bytes
 
     def restart_peaks(self) -> None:
         """Forgets what memory was used before."""
-        self._engine.stats.restart_peak()
-        self._memory.restart()
-        self._highest_bytes = 0
+        self._used.restart()
+
+    def watch(self, *, closely: bool) -> None:
+        """Closely: layer by layer, where the device's memory tells of each."""
+        self._used.has_edges = closely and self._memory.falls_at_once
+        self._engine.at_edges(self._used.edge if self._used.has_edges else None)
 
     def _when_idle(self) -> None:
         """Backward is nearly done. Before the next forward the program may restart the peaks, as loops that log them do."""
         try:
-            Variable._execution_engine.queue_callback(self._note_peak)  # at its end
+            Variable._execution_engine.queue_callback(self._used.end_backward)  # at its end
         except RuntimeError:  # no backward: the graph was let go
-            self._note_peak()
-
-    def _note_peak(self) -> None:
-        self._highest_bytes = max(self._highest_bytes, self._memory.peak_bytes())
+            self._used.end_backward()
 
 
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:

@@ -35,6 +35,8 @@ class DeviceMemory:
     restart: Callable[[], None]
     now_bytes: Callable[[], int] = lambda: 0
     """In use at this moment."""
+    falls_at_once: bool = True
+    """What is let go of counts no more, so that each part of a step has a peak of its own."""
 
 
 def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
@@ -53,6 +55,7 @@ def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
         peak_bytes=peak_rss_bytes,
         restart=_forget_peak_rss,
         now_bytes=rss_bytes,
+        falls_at_once=False,  # the C library keeps what it was given back
     )
 
 

@@ -84,6 +84,8 @@ def least(limits: Sequence[Limits]) -> Limits:
     return Limits(
         device_bytes=min(one.device_bytes for one in limits),
         others_bytes=max(one.others_bytes for one in limits),
+        around_bytes=max(one.around_bytes for one in limits),
+        beside_layers=tuple(map(max, zip(*(one.beside_layers for one in limits), strict=True))),
         host_bytes=min(one.host_bytes for one in limits),
         disk_bytes=min(one.disk_bytes for one in limits),
     )

@@ -35,10 +35,14 @@ MEASURING = Setting(rest_stays=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else."""
+    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else, at the most."""
 
     device_bytes: int
     others_bytes: int
+    around_bytes: int = 0
+    """Of these, before, behind and between the layers."""
+    beside_layers: tuple[int, ...] = ()
+    """The same while each layer runs; empty where nobody knows."""
     host_bytes: int
     disk_bytes: int
 
@@ -85,8 +89,15 @@ class Managed(Protocol):
     def excess_bytes(self) -> int:
         """By how much the device was above its budget since the last `take_peak`."""
 
-    def take_peak(self) -> int:
-        """The most bytes of saved tensors that the device had at once since the last call."""
+    def take_peak(self, *, growth: float | None = None) -> int:
+        """The most bytes of saved tensors that the device had at once since the last call.
+
+        What else it had counts for limits from now on. With `growth` a plan was in force, and another one may compute more
+        again: what steps of one `growth`-th of the tokens had counts still, if it is more.
+        """
+
+    def watch(self, *, closely: bool) -> None:
+        """Looks from now on at each layer's device memory by itself, or at that of whole steps."""
 
     def take_trials(self) -> int:
         """How many recomputes were tried out since the last call."""

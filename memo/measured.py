@@ -18,13 +18,17 @@ from memo.trace.events import Lane
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from memo.managed import Limits
     from memo.step_figures import LayerTimes, StepTimes
     from memo.swap.levels import LayerCosts
 
-__all__ = ["measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
+__all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 
 # A lane that nobody measured because nothing crosses it: never what a plan waits for.
 _NO_BOUND = 1e15
+
+ALIKE = 0.05
+"""Of a layer's bytes: what stands beside layers may differ by so much, and they are one class all the same."""
 
 
 def measured_profile(
@@ -67,6 +71,37 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )
+
+
+def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
+    """The profile with what else the device holds while each layer runs, and how much of that it holds whichever runs.
+
+    Gradients come layer by layer, when what is kept has begun to go. Layers beside which about as much stands remain alike,
+    and a plan treats them alike.
+    """
+    if not limits.beside_layers:
+        return profile, limits.others_bytes
+    beside, known = limits.beside_layers, profile.layer_profiles()
+    if max(beside) - min(beside) <= ALIKE * max(layer.full_bytes for layer in known):
+        beside = (max(beside),) * len(beside)
+    always = min(limits.around_bytes, *beside)
+    each = {
+        (layer.name, nbytes): dataclasses.replace(
+            layer,
+            name=f"{layer.name}+{nbytes - always}",
+            forward_transient_bytes=nbytes - always,
+            backward_transient_bytes=nbytes - always,
+        )
+        for layer, nbytes in zip(known, beside, strict=True)
+    }
+    around = limits.around_bytes - always
+    return dataclasses.replace(
+        profile,
+        classes=tuple(each.values()),
+        layers=tuple(each[layer.name, nbytes].name for layer, nbytes in zip(known, beside, strict=True)),
+        embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
+        head=dataclasses.replace(profile.head, transient_bytes=around),
+    ), always
 
 
 def scaled_profile(profile: Profile, signature: Signature) -> Profile:

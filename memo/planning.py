@@ -155,6 +155,7 @@ class FixedPlan:
             signature=self._plan.problem.profile.signature,
             plan=self._plan,
             measured_s=None,
+            predicted_peak_bytes=self._plan.stages[0].peak_device_bytes,
             measured_peak_bytes=None,
             plans=1,
             planning_s=0.0,

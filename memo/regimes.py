@@ -64,6 +64,8 @@ class Regime:
     """How often a step runs each layer: its microbatches."""
     margin_bytes: int = 0
     """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
+    predicted_peak_bytes: int = 0
+    """Of saved tensors, by the plan."""
     step_off: float | None = None
     peak_off: float | None = None
     measured_s: float | None = None

@@ -27,13 +27,15 @@ SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 class Account:
     """`stamp` takes the time on the caller's compute stream; nobody asks for it unless somebody listens."""
 
-    __slots__ = ("_stamp", "_warned", "changed", "journal", "stats")
+    __slots__ = ("_stamp", "_warned", "at_edge", "changed", "journal", "stats")
 
     def __init__(self, tracer: Tracer | None, stamp: Callable[[], Stamp]) -> None:
         self.stats = Stats()
         self.journal: Journal | None
         self.changed: Callable[[SavedStorage], None] | None
         """What each new storage tells of its transitions."""
+        self.at_edge: Callable[[str | None], None] | None = None
+        """Called with the layer whose forward begins or that backward comes to; with None where a forward ends."""
         self._stamp = stamp
         self._warned: set[str] = set()
         self.listen(tracer)
@@ -42,6 +44,11 @@ class Account:
         """From now on `tracer` is told what happens; None for nobody."""
         self.journal = None if tracer is None else Journal(tracer, self._stamp)
         self.changed = None if self.journal is None else self.journal.changed
+
+    def comes_to_edge(self, begins: str | None) -> None:
+        """A layer begins in either direction, or ends."""
+        if self.at_edge is not None:
+            self.at_edge(begins)
 
     def waited(self, begin_ns: int, cause: StallCause, module: str, ident: int | None = None) -> None:
         """Host time since `begin_ns` may have gone into waiting for a copy."""

@@ -118,6 +118,11 @@ class Engine:
         """From now on `tracer` is told what happens. Between steps only: what is saved already tells nobody else."""
         self._account.listen(tracer)
 
+    def at_edges(self, call: Callable[[str | None], None] | None) -> None:
+        """Has this called with the layer whose forward begins or that backward comes to, and with None where a forward ends:
+        in any thread, quickly, and without a word to the engine."""
+        self._account.at_edge = call
+
     def when_idle(self, call: Callable[[], None]) -> None:
         """Calls this whenever nothing is saved any more: in any thread, quickly, and without a word to the engine."""
         self._endings.when_idle = call
@@ -146,6 +151,7 @@ class Engine:
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
         """A layer's forward begins: what is saved from now on belongs to it."""
+        self._account.comes_to_edge(module)
         with self._lock:
             self._outward.layer_begins()
             group = self._groups.begin(layer, module, wait_for_next=last)
@@ -173,6 +179,7 @@ class Engine:
                 self._account.journal.forward_ended(group.module, group.began)
             self._outward.layer_ended(group)
         self._endings.drain()
+        self._account.comes_to_edge(None)
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The life of a storage that autograd saved."""

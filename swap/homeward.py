@@ -112,6 +112,7 @@ class Homeward:
 
     def reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
+        self._account.comes_to_edge(group.module)
         before = self._groups.reading
         self._groups.reached(group)
         if before is not None and self._groups.comes_again(before):

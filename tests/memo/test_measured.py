@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memo.errors import PlanError
-from memo.measured import measured_hardware, measured_profile, scaled_profile
+from memo.managed import Limits
+from memo.measured import beside_layers, measured_hardware, measured_profile, scaled_profile
 from memo.mip.profile import Level, Profile, Role, Signature
 from memo.step_figures import LaneUse, LayerTimes, StepTimes
 from memo.swap.levels import LayerCosts
@@ -130,3 +131,27 @@ def test_a_link_that_was_measured_alone_is_believed() -> None:
     machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2, link=(7e9, 8e9, 9e9))
     rates = machine.lanes(1)
     assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == (7e9, 8e9, 9e9)
+
+
+def limits(*beside: int, around: int) -> Limits:
+    most = max(around, *beside)
+    return Limits(
+        device_bytes=0, others_bytes=most, around_bytes=around, beside_layers=beside, host_bytes=0, disk_bytes=0
+    )
+
+
+def test_gradients_that_come_layer_by_layer_stand_beside_the_layers_that_run_then() -> None:
+    names = ("a", "b", "c")
+    profile = measured_profile(times({name: layer(10, 30) for name in names}), {}, SIGNATURE)
+    found, always = beside_layers(profile, limits(2900, 2500, 2100, around=2000))
+    assert always == 2000
+    assert [known.transient_bytes for known in found.layer_profiles()] == [900, 500, 100]
+    assert (found.embedding.transient_bytes, found.head.transient_bytes) == (0, 0)
+    assert [known.full_bytes for known in found.layer_profiles()] == [4000] * 3
+
+    found, always = beside_layers(profile, limits(2100, 2000, 2000, around=3000))
+    assert always == 2100
+    assert set(found.layers) == {found.layers[0]}, "a plan treats alike what differs by a fortieth of a layer"
+    assert found.head.transient_bytes == 900
+
+    assert beside_layers(profile, Limits(device_bytes=0, others_bytes=7, host_bytes=0, disk_bytes=0)) == (profile, 7)

@@ -30,6 +30,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _born(self, storage: Any) -> None:
         self._known.add(storage)
+        if storage.device.type == "meta":
+            return  # a form without bytes
         nbytes = storage.nbytes()
         self.live += nbytes
         self.peak, self.largest = max(self.peak, self.live), max(self.largest, nbytes)
@@ -37,6 +39,27 @@ class LiveBytes(TorchDispatchMode):
 
     def _died(self, nbytes: int) -> None:
         self.live -= nbytes
+
+
+class CountedDevice(LiveBytes):
+    """A model's device, as a GPU's allocator counts it: its weights, and all that operations make while this is entered."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
+                self._known.add(storage)
+                self.live += storage.nbytes()
+        self.peak = self.top = self.live
+        """`top` is another peak, that only the test restarts."""
+
+    def restart(self) -> None:
+        self.peak = self.live
+
+    def _born(self, storage: Any) -> None:
+        super()._born(storage)
+        self.top = max(self.top, self.live)
 
 
 class LiveLocalBytes(LiveBytes):

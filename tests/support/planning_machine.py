@@ -42,6 +42,7 @@ class Machine:
         self.growths: list[float] = []  # that each of `used` was for
         self.transient_bytes = 0  # of the last step
         self.trials = 0  # in each step
+        self.watched: list[bool] = []
 
     def listen(self, tracer: Tracer | None) -> None:
         self.heard_by = tracer
@@ -86,11 +87,14 @@ class Machine:
     def link(self) -> tuple[float, float, float] | None:
         return (1e7, 1e7, 2e7)
 
-    def take_peak(self) -> int:
+    def take_peak(self, *, growth: float | None = None) -> int:
         return self.peak
 
     def restart_peaks(self) -> None:
         pass
+
+    def watch(self, *, closely: bool) -> None:
+        self.watched.append(closely)
 
     @property
     def full_bytes(self) -> int:
