@@ -289,7 +289,12 @@ class LayerPlan:
         return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.level) for known in layer.levels)
 
     def beside_bytes(self, layer: LayerProfile) -> float:
-        """What stands beside all that autograd saves of the layer while it is whole on the device."""
+        """What stands beside all that autograd saves of the layer while it is whole on the device.
+
+        Where its tokens are not divided nothing is gathered to move, and nothing given to a recompute.
+        """
+        if not self.matmul_tokens and not self.attention_tokens:
+            return 0.0
         return sum(known.beside_bytes * self.fraction(known.level) for known in layer.levels)
 
     def recompute_s(self, layer: LayerProfile) -> float:

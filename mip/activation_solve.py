@@ -6,6 +6,7 @@ predict, and have the result checked. A plan that the independent checker refuse
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from memo.errors import Infeasible
@@ -63,15 +64,35 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
 
 def _best_model(problem: ActivationProblem) -> Model:
     """Layers are treated alike unless that costs more than nothing to speak of."""
-    models = [Model(problem, sharing=Sharing.INTERIOR, staying=staying) for staying in _ways(problem)]
+    models = [
+        Model(variant, sharing=Sharing.INTERIOR, staying=staying)
+        for variant in _variants(problem)
+        for staying in _ways(problem)
+    ]
     solved = [model for model in models if model.solve()]
     if not solved:
         raise Infeasible(_what_would_fit(problem))
     exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(problem, sharing=Sharing.UNIFORM, staying=exact.staying)
+    uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
+
+
+def _variants(problem: ActivationProblem) -> list[ActivationProblem]:
+    """The problem; and where tokens that are all saved have something beside them, one in which no layer's are divided.
+
+    Then there is nothing, which a linear program cannot say of an end of a range.
+    """
+    profile = problem.profile
+    if not any(layer.levels[0].beside_bytes for layer in profile.classes):
+        return [problem]
+    whole = [
+        dataclasses.replace(layer, levels=(dataclasses.replace(layer.levels[0], beside_bytes=0),))
+        for layer in profile.classes
+    ]
+    undivided = dataclasses.replace(profile, classes=tuple(whole))
+    return [problem, dataclasses.replace(problem, profile=undivided)]
 
 
 def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
@@ -146,5 +167,9 @@ def _what_would_fit(problem: ActivationProblem) -> str:
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     """The program that needs least beyond one tier's budget; None where more of it would not help."""
-    models = [Model(problem, staying=staying, relaxed=tier) for staying in _ways(problem, tier)]
+    models = [
+        Model(variant, staying=staying, relaxed=tier)
+        for variant in _variants(problem)
+        for staying in _ways(problem, tier)
+    ]
     return min((model for model in models if model.solve()), key=lambda model: model.excess_bytes, default=None)

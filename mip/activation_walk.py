@@ -113,10 +113,12 @@ def saved_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 
 
 def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """As the layer's own forward and backward have it: all that autograd saves, and what its recompute is given."""
+    """As the layer's own forward and backward have it: all that autograd saves, and of a divided one what its recompute is
+    given, and what is gathered of it to move."""
     given = {level.level.value: level.beside_bytes for level in layer.levels}
     fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
-    return layer.full_bytes + sum(given.get(name, 0) * fraction for name, fraction in fractions)
+    divided = plan.matmul_tokens > 0 or plan.attention_tokens > 0
+    return layer.full_bytes + divided * sum(given.get(name, 0) * fraction for name, fraction in fractions)
 
 
 def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:

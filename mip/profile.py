@@ -82,7 +82,8 @@ class LevelProfile:
     saved_bytes: int
     """Of the token-wise part; what is always saved comes on top."""
     beside_bytes: int = 0
-    """Of `saved_bytes`, what autograd does not save and a recompute is given: it stands beside the whole layer."""
+    """What stands beside the whole layer where its tokens are at several levels: of `saved_bytes`, what autograd does not
+    save and a recompute is given, and what lies in several pieces and is gathered in a block of its own to move."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
 

@@ -179,6 +179,9 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
     tokens = noting.tokens.tokens
     masks = sum(answer.bits_per_token for answer in noting.answers if isinstance(answer, RandomAnswer)) / 8
     results = sum(item.rows.nbytes(1) for item in found if item.is_result)
+    # What lies in several pieces is gathered to move, in a block that stands beside it.
+    in_pieces = [item for item in found if item.rows.rows > 1]
+    gathered_results = sum(item.rows.nbytes(1) for item in in_pieces if item.is_result)
     besides = sum(result.bytes_per_token for result in kept if result.saved_in(engine) is None)
     every = sum(saved.nbytes for saved in watch.group.living())
     source = engine.saved_as(watch.hidden.untyped_storage())
@@ -191,7 +194,11 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
             Level.MATMULS: results + besides + masks,
             Level.ATTENTION: masks,
         },
-        beside_per_token={Level.MATMULS: besides + masks, Level.ATTENTION: masks},
+        beside_per_token={
+            Level.ALL: sum(item.rows.nbytes(1) for item in in_pieces),
+            Level.MATMULS: gathered_results + besides + masks,
+            Level.ATTENTION: masks,
+        },
     )
 
 

@@ -145,8 +145,7 @@ class Endings:
             self._account.stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.part is not None:
-            saved.part.outgoing = None
-            saved.part.forget()
+            self._account.stats.device_bytes -= saved.part.left() + saved.part.forget()
         if saved.place is not None:
             saved.place.release()
             saved.place = None

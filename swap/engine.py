@@ -320,7 +320,7 @@ class Engine:
         if account.journal is not None:
             account.journal.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
-            self._outward.send(saved, source)
+            self._outward.send(saved)
         return hold
 
     # Ends.

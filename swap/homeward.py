@@ -80,7 +80,7 @@ class Homeward:
         except SwapError:
             saved.returned = saved.returning = None
             if saved.part is not None:
-                saved.part.forget()
+                self._account.stats.device_bytes -= saved.part.forget()
             self._account.stats.device_bytes -= saved.nbytes
             saved.move_to(AWAY)
             raise
@@ -88,7 +88,7 @@ class Homeward:
             self._account.waited(begin, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             assert saved.returned is not None
-            saved.part.returned(saved.returned, self._backend)
+            self._account.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
         saved.move_to(BACK)
         self._account.used(saved, how)
 
@@ -202,7 +202,8 @@ class Homeward:
                 buffer = self._backend.empty(saved.nbytes)
                 targets.append(buffer if saved.part is None else saved.part.returning(buffer, self._backend))
                 buffers.append(buffer)
-                self._account.stats.came_to_device(saved.nbytes)
+                beside = 0 if saved.part is None else saved.part.incoming_nbytes
+                self._account.stats.came_to_device(saved.nbytes + beside)
         finally:
             if buffers:
                 event = self._edges.allocated()

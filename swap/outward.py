@@ -26,7 +26,7 @@ from memo.trace.events import StallCause
 from memo.trace.events import Tier as TierName
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterable
 
     from memo.swap.account import Account
     from memo.swap.backend import Backend
@@ -64,9 +64,10 @@ class Outward:
         self._unretired: collections.deque[Group] = collections.deque()
         self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
 
-    def send(self, saved: SavedStorage, source: torch.Tensor) -> None:
+    def send(self, saved: SavedStorage) -> None:
         """Issues the copy out (E1)."""
-        part = saved.part
+        part, source = saved.part, saved.source
+        assert source is not None
         nbytes = saved.nbytes if part is None else part.head_nbytes
         if nbytes == 0:  # all of it will be computed again
             saved.move_to(LEAVING)
@@ -77,7 +78,8 @@ class Outward:
             return  # it stays, by plan
         saved.place = place
         if part is not None:
-            source = part.leaving(source, self._backend)
+            self._gather([saved])
+            source = part.leaving(source)
         saved.out = place.leave(source, after=self._edges.written())
         tier = place.tier
         self._account.stats.moved(tier.name, nbytes)
@@ -89,13 +91,20 @@ class Outward:
 
     def send_living(self, group: Group) -> None:
         """Issues the copies of what a group has saved and not yet sent."""
-        waiting = [
-            (saved, saved.source) for saved in group.living() if saved.state is LIVE and saved.source is not None
+        # No list of sources: each goes when its own copy is made, where the device makes it.
+        waiting = [saved for saved in group.living() if saved.state is LIVE and saved.source is not None]
+        self._gather(waiting)
+        for saved in waiting:
+            self.send(saved)
+
+    def _gather(self, waiting: Iterable[SavedStorage]) -> None:
+        """What was gathered stands beside its sources until they go."""
+        parts = [
+            (saved.part, saved.source)
+            for saved in waiting
+            if saved.part is not None and saved.part.must_gather and saved.source is not None
         ]
-        parts = [(saved.part, source) for saved, source in waiting if saved.part is not None]
-        gather([(part, source) for part, source in parts if part.must_gather], self._backend)
-        for saved, source in waiting:
-            self.send(saved, source)
+        self._account.stats.came_to_device(gather(parts, self._backend))
 
     def layer_begins(self) -> None:
         """Another layer follows the one whose copies were held back: they are worth making after all."""
@@ -150,7 +159,7 @@ class Outward:
             self._rescue(saved, error)
         saved.source = None
         if saved.part is not None:
-            saved.part.outgoing = None
+            self._account.stats.device_bytes -= saved.part.left()
         self._account.stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
@@ -170,7 +179,7 @@ class Outward:
             raise error
         self._account.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         saved.place = place
-        source = saved.source if saved.part is None else saved.part.leaving(saved.source, self._backend)
+        source = saved.source if saved.part is None else saved.part.leaving(saved.source)
         saved.out = place.leave(source, after=self._edges.written())
         stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)

@@ -64,14 +64,18 @@ class Partial:
         """The bytes that move, of a storage's or buffer's, as rows x tokens x width."""
         return block.view(self.rows.rows, self.tokens, self.rows.width)[:, : self.first]
 
-    def leaving(self, source: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """The heads in one piece; the caller's compute stream gathers them where they are not."""
+    def leaving(self, source: torch.Tensor) -> torch.Tensor:
+        """The heads in one piece: what was gathered, where they are not."""
         if self.rows.rows == 1:
             return source[: self.head_nbytes]
-        if self.outgoing is None:
-            gather([(self, source)], backend)
         assert self.outgoing is not None
         return self.outgoing
+
+    def left(self) -> int:
+        """Nobody needs what was gathered any more. Returns how many bytes of device memory that gives up."""
+        nbytes = 0 if self.outgoing is None else self.outgoing.numel()
+        self.outgoing = None
+        return nbytes
 
     def returning(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Where the reload writes the heads."""
@@ -81,12 +85,19 @@ class Partial:
         self.incoming = backend.empty(self.head_nbytes)
         return self.incoming
 
-    def returned(self, buffer: torch.Tensor, backend: Backend) -> None:
-        """The reload is over: gathered heads go to their rows."""
+    @property
+    def incoming_nbytes(self) -> int:
+        """Bytes of device memory that the reload takes besides its buffer."""
+        return 0 if self.incoming is None else self.incoming.numel()
+
+    def returned(self, buffer: torch.Tensor, backend: Backend) -> int:
+        """The reload is over: gathered heads go to their rows. Returns as `left`."""
+        nbytes = self.incoming_nbytes
         if self.incoming is not None:
             backend.compute_uses(self.incoming)
             unpack_views(self.incoming, [self.head(buffer)])
             self.incoming = None
+        return nbytes
 
     def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: Span, backend: Backend) -> int:
         """Writes recomputed tokens, `part` being all bytes of their storage; the heads may be arriving meanwhile.
@@ -111,20 +122,26 @@ class Partial:
         """Nobody will ask for the rest: what would compute it, and what that holds, may go before the copy is over."""
         del self.call
 
-    def forget(self) -> None:
-        """The reload failed: its buffer is gone, and what was written into it."""
+    def forget(self) -> int:
+        """The reload failed: its buffer is gone, and what was written into it. Returns as `left`."""
+        nbytes = self.incoming_nbytes
         self._computed_from = self.tokens
         self.incoming = None
+        return nbytes
 
 
-def gather(leaving: Iterable[tuple[Partial, torch.Tensor]], backend: Backend) -> None:
-    """Brings the heads of storages that are about to leave into one block, of which each part gets its piece."""
+def gather(leaving: Iterable[tuple[Partial, torch.Tensor]], backend: Backend) -> int:
+    """Brings the heads of storages that are about to leave into one block, of which each part gets its piece.
+
+    Returns how many bytes of device memory the pieces take.
+    """
     parts = [(part, part.head(source)) for part, source in leaving]
     heads = [head for _, head in parts]
     if not heads:
-        return
+        return 0
     block = backend.empty(staging_nbytes(heads))
     pack_views(heads, block)
     backend.compute_uses(block)
     for (part, _), (offset, nbytes) in zip(parts, places(heads), strict=True):
         part.outgoing = block[offset : offset + nbytes]
+    return sum(nbytes for _, nbytes in places(heads))

@@ -40,7 +40,7 @@ class Stats:
     failed_writes: int = 0
     """Disk writes that failed; their bytes were then put elsewhere."""
     device_bytes: int = 0
-    """Bytes of saved storages on the device now, by the engine's own ledger."""
+    """Bytes of saved storages on the device now, by the engine's own ledger, and of what is gathered of them to move."""
     peak_device_bytes: int = 0
     """Largest value of `device_bytes`."""
     recent_peak_bytes: int = 0

@@ -265,6 +265,7 @@ class TokenWise:
                 parts = self._decide(watch, output)
         finally:
             if watch is not None:
+                watch = None  # and with it what the layer made: sources go one by one as they settle
                 self._engine.settle(group, parts)
 
     def end_forwards(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -102,53 +102,82 @@ class Step:
     peak: int
 
 
-def run(*, share: float, steps: int = 12) -> tuple[list[Step], AutoPlan, int, Manager]:
-    """A run that plans itself, in `share` of what its step takes beyond the weights."""
-    torch.manual_seed(0)
-    model = GPT(preset("tiny", variant="gpt", layers=6, hidden=64, vocab_size=96, max_seq=TOKENS)).train()
-    device = CountedDevice(model)
-    weights = device.live
+class Run:
+    """A small GPT on a counted device, for `batch` sequences of TOKENS in all."""
 
-    def step(number: int, manager: Manager | None) -> int:
-        model.zero_grad(set_to_none=True)
-        device.top = device.live
-        ids = torch.randint(96, (1, TOKENS + 1), generator=torch.Generator().manual_seed(number))
-        with device:
-            if manager is None:
-                loss = model(ids[:, :-1], ids[:, 1:])
-            else:
-                with manager:
-                    loss = model(ids[:, :-1], ids[:, 1:])
+    def __init__(self, batch: int) -> None:
+        torch.manual_seed(0)
+        self._shape = batch, TOKENS // batch
+        self.model = GPT(preset("tiny", variant="gpt", layers=6, hidden=64, vocab_size=96, max_seq=TOKENS)).train()
+        self.device = CountedDevice(self.model)
+        self.weights = self.device.live
+        self.plain = self.step(0, None)
+
+    def step(self, number: int, manager: Manager | None) -> int:
+        """The most that the device holds in it."""
+        self.model.zero_grad(set_to_none=True)
+        self.device.top = self.device.live
+        batch, tokens = self._shape
+        ids = torch.randint(96, (batch, tokens + 1), generator=torch.Generator().manual_seed(number))
+        with self.device:
+            with contextlib.nullcontext() if manager is None else manager:
+                loss = self.model(ids[:, :-1], ids[:, 1:])
             loss.backward()
-        return device.top
+        return self.device.top
 
-    budget = weights + int(share * (step(0, None) - weights))
-    model.zero_grad(set_to_none=True)
-    backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
-    engine = Engine(backend, [HostTier(backend, 1 << 28, segment_bytes=1 << 20)], min_bytes=1024)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
-    manager = Manager(model, find_layers(model), engine, tokenwise=tokenwise)
-    memory = DeviceMemory(
-        total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, now_bytes=lambda: device.live
-    )
-    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
-    manager.plan_with(planning)
-    found = []
-    for number in range(steps):
-        peak = step(number, manager)
-        found.append(Step(phase=planning.use().phase, peak=peak))
-    return found, planning, budget, manager
+    def memory(self, budget: int) -> DeviceMemory:
+        device = self.device
+        return DeviceMemory(
+            total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, now_bytes=lambda: device.live
+        )
+
+    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, TokenWise]:
+        backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+        engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
+        tokenwise = TokenWise(engine, levels)
+        return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-@pytest.mark.parametrize("share", [0.6, 0.75, 0.9])
-def test_all_of_a_planned_step_is_within_the_budget_and_nearly_fills_it(share: float) -> None:
+@pytest.mark.parametrize(("batch", "host"), [(1, 1.0), (1, 0.15), (2, 0.15), (4, 0.15)])
+@pytest.mark.parametrize("share", [0.6, 0.9])
+def test_all_of_a_planned_step_is_within_the_budget_and_nearly_fills_it(share: float, batch: int, host: float) -> None:
     """Every byte that operations make counts, gradients and what layers compute with among them."""
-    found, planning, budget, manager = run(share=share)
-    assert [phase for phase, _ in itertools.groupby(step.phase for step in found)][-1] == "settled"
+    run = Run(batch)
+    saved = run.plain - run.weights
+    budget = run.weights + int(share * saved)
+    manager, engine, tokenwise = run.manager(int(host * saved), TokenLevels(all=1.0))
+    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, run.memory(budget), tracer=None), checked_plan)
+    manager.plan_with(planning)
+    run.model.zero_grad(set_to_none=True)
+    found = []
+    for number in range(12):
+        peak = run.step(number, manager)
+        found.append(Step(phase=planning.use().phase, peak=peak))
+    assert found[-1].phase == "settled"
     plan = planning.plan
     assert plan is not None, planning.use().why_not
     assert plan.declined is None, "else nothing was tested"
     planned = [step.peak / budget for step in found if step.phase in ("planned", "comparing", "settled")]
     assert max(planned) <= 1
-    assert planned[-1] > 0.9, "room for gradients is not kept free before there are any"
+    assert planned[-1] > (0.9 if batch == 1 else 0.8), "room for gradients is not kept free before there are any"
     manager.close()
+
+
+def others(batch: int) -> dict[str | Place, int]:
+    """Beside saved tensors, where three quarters of the tokens move and the others are computed again."""
+    run = Run(batch)
+    manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))
+    use = DeviceUse(run.memory(1 << 40), engine.stats)
+    engine.at_edges(use.edge)
+    for number in range(2):  # in the first one recomputes are tried out
+        run.step(number, manager)
+        step = use.end_step()
+    manager.close()
+    return dict(step.others)
+
+
+def test_blocks_in_which_first_tokens_of_several_sequences_are_gathered_count_as_saved() -> None:
+    alone, together = others(1), others(4)
+    assert alone.keys() == together.keys()
+    for place, nbytes in alone.items():
+        assert together[place] <= 1.02 * nbytes, place
