@@ -208,6 +208,10 @@ class Model:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
         x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
+        given = [known for known in layer.levels if known.beside_bytes]
+        if members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
+            self._program += x[Level.ALL] == 1  # it stands whole in any case: nothing of it is gathered
+            given = []
         budgets, rates = self.problem.budgets, self._rates
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
@@ -227,9 +231,7 @@ class Model:
                 + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
             ),
             recompute=pulp.lpSum(x[known.level] * (known.recompute_s / self._second) for known in layer.levels),
-            beside=pulp.lpSum(
-                x[known.level] * (known.beside_bytes / self._byte) for known in layer.levels if known.beside_bytes
-            ),
+            beside=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
         )
         if to_host or to_disk:
             self._program += group.kept >= 0  # (2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 
 from memo.errors import Infeasible
 from memo.mip.activation import (
@@ -24,7 +25,7 @@ from memo.mip.activation_limits import Limit, Resource
 from memo.mip.activation_model import Model, Sharing
 from memo.mip.activation_rounding import in_tiles
 from memo.mip.hardware import Hardware
-from memo.mip.profile import Profile
+from memo.mip.profile import LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
 __all__ = ["plan_activations", "solve_problem"]
@@ -34,6 +35,8 @@ UNIFORM_PRICE = 1e-4
 
 GIB = 1 << 30
 MOST_REASONS = 4
+ALMOST_ALL = 1e-6
+"""Of a layer's tokens."""
 LEAST_SAVING = 1e-6
 """Of a step: what saves less is only the price that settles ties."""
 
@@ -64,11 +67,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
 
 def _best_model(problem: ActivationProblem) -> Model:
     """Layers are treated alike unless that costs more than nothing to speak of."""
-    models = [
-        Model(variant, sharing=Sharing.INTERIOR, staying=staying)
-        for variant in _variants(problem)
-        for staying in _ways(problem)
-    ]
+    models = [model for staying in _ways(problem) for model in _models(problem, staying)]
     solved = [model for model in models if model.solve()]
     if not solved:
         raise Infeasible(_what_would_fit(problem))
@@ -79,20 +78,42 @@ def _best_model(problem: ActivationProblem) -> Model:
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
-def _variants(problem: ActivationProblem) -> list[ActivationProblem]:
-    """The problem; and where tokens that are all saved have something beside them, one in which no layer's are divided.
+def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
+    """The program; and where something is gathered of layers that are divided alone, one that knows which layers are not.
 
-    Then there is nothing, which a linear program cannot say of an end of a range.
+    A linear program cannot say that nothing stands beside a layer when all of its tokens are saved, and nearly all of it
+    when all but a few are. Which layers it would leave whole is found as if nothing were gathered.
     """
-    profile = problem.profile
-    if not any(layer.levels[0].beside_bytes for layer in profile.classes):
-        return [problem]
-    whole = [
-        dataclasses.replace(layer, levels=(dataclasses.replace(layer.levels[0], beside_bytes=0),))
-        for layer in profile.classes
-    ]
-    undivided = dataclasses.replace(profile, classes=tuple(whole))
-    return [problem, dataclasses.replace(problem, profile=undivided)]
+    yield Model(problem, staying=staying)
+    if not _gathers(problem.profile):
+        return
+    layers = problem.profile.layer_profiles()
+    free = Model(_with_layers(problem, [_gathering_nothing(layer) for layer in layers]), staying=staying)
+    if free.solve():
+        plans = zip(layers, free.layer_plans(), strict=True)
+        known = [_undivided(layer) if plan.all_tokens >= 1 - ALMOST_ALL else layer for layer, plan in plans]
+        yield Model(_with_layers(problem, known), staying=staying)
+
+
+def _gathers(profile: Profile) -> bool:
+    return any(layer.levels[0].beside_bytes for layer in profile.classes)
+
+
+def _gathering_nothing(layer: LayerProfile) -> LayerProfile:
+    return dataclasses.replace(layer, levels=(dataclasses.replace(layer.levels[0], beside_bytes=0), *layer.levels[1:]))
+
+
+def _undivided(layer: LayerProfile) -> LayerProfile:
+    """All of its tokens are saved."""
+    whole = _gathering_nothing(layer)
+    return dataclasses.replace(whole, name=f"{layer.name}, whole", levels=whole.levels[:1])
+
+
+def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> ActivationProblem:
+    classes = {layer.name: layer for layer in layers}
+    names = tuple(layer.name for layer in layers)
+    profile = dataclasses.replace(problem.profile, classes=tuple(classes.values()), layers=names)
+    return dataclasses.replace(problem, profile=profile)
 
 
 def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
@@ -167,9 +188,8 @@ def _what_would_fit(problem: ActivationProblem) -> str:
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     """The program that needs least beyond one tier's budget; None where more of it would not help."""
-    models = [
-        Model(variant, staying=staying, relaxed=tier)
-        for variant in _variants(problem)
-        for staying in _ways(problem, tier)
-    ]
+    variants = [problem]
+    if _gathers(problem.profile):
+        variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
+    models = [Model(one, staying=staying, relaxed=tier) for one in variants for staying in _ways(problem, tier)]
     return min((model for model in models if model.solve()), key=lambda model: model.excess_bytes, default=None)
