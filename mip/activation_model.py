@@ -209,7 +209,8 @@ class Model:
         x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.levels if known.beside_bytes]
-        if members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
+        alone = self.problem.pipeline.most_held(stage) == ((1,),)
+        if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
             self._program += x[Level.ALL] == 1  # it stands whole in any case: nothing of it is gathered
             given = []
         budgets, rates = self.problem.budgets, self._rates

@@ -338,3 +338,50 @@ def test_no_recompute_is_given_more_than_there_is_room_for_because_ranges_end_on
         assert plan.stages[0].peak_device_bytes <= budgets.device_bytes
         longer += any(layer.matmul_tokens and layer.all_tokens and layer.attention_tokens for layer in plan.layers)
     assert longer
+
+
+def gathering(problem: ActivationProblem) -> ActivationProblem:
+    """As several sequences make it: first tokens lie in several pieces, and are brought into one to move."""
+    classes = tuple(
+        dataclasses.replace(
+            known,
+            levels=tuple(
+                dataclasses.replace(level, beside_bytes=level.saved_bytes) if level.recompute_s < 1 else level
+                for level in known.levels
+            ),
+        )
+        for known in problem.profile.classes
+    )
+    return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=classes))
+
+
+def test_whole_layers_move_where_there_is_no_room_for_what_is_gathered_of_divided_ones() -> None:
+    block = layer(all=14_000, always=2_000, matmuls=(8_000, 0.5))
+    fast = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=2e6)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 10, host_bytes=1 << 30)
+    problem = gathering(ActivationProblem(profile=profile_of(*[block] * 8), hardware=fast, budgets=budgets))
+    plan = solve_problem(problem)
+    assert all(part.all_tokens == 1 for part in plan.layers)
+    assert plan.stages[0].recompute_s == 0
+    assert plan.stages[0].peak_device_bytes <= budgets.device_bytes
+
+
+def test_what_is_gathered_of_divided_layers_has_room() -> None:
+    """Told by the walk and the simulation, which share no code with the planner; some layers are divided, others not."""
+    divided = whole = 0
+    for seed in range(40):
+        problem = gathering(random_problem(seed, layers=5))
+        try:
+            plan = solve_problem(problem)
+        except Infeasible:
+            continue
+        prove(plan)
+        linear = Model(problem)
+        if plan.declined is None and linear.solve():
+            assert plan.step_s <= 1.1 * linear.step_s, "rounding to tiles included"
+        known = problem.profile.layer_profiles()
+        parts = [part.beside_bytes(layer) for part, layer in zip(plan.layers, known, strict=True)]
+        divided += any(parts)
+        whole += not all(parts[:-1])
+    assert divided
+    assert whole
