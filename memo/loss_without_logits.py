@@ -74,7 +74,14 @@ def _projection(model: nn.Module) -> nn.Linear:
     if not plain:
         kind = f"{type(found).__module__}.{type(found).__qualname__}"
         raise UsageError(f"the output projection of {name} is a {kind} with a forward of its own")
+    if not _has_its_weight(found):
+        raise UsageError(f"the weight of the output projection of {name} is computed, and no parameter of it")
     return cast("nn.Linear", found)
+
+
+def _has_its_weight(projection: nn.Module) -> bool:
+    """Not so where it is parametrized, or a view into a flat parameter of many."""
+    return projection._parameters.get("weight") is not None
 
 
 class LossWithoutLogits:
@@ -123,8 +130,8 @@ class LossWithoutLogits:
     def _project(self, hidden: Tensor) -> Tensor:
         dtypes = {hidden.dtype, self._projection.weight.dtype}
         alike = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
-        # Inference tensors do not count their changes, so what was made of them could not be made again with confidence.
-        if not self._with_labels or not alike or hidden.is_inference():
+        # Inference tensors do not count their changes, so nobody could tell whether logits made later are the same.
+        if not self._with_labels or not alike or hidden.is_inference() or not _has_its_weight(self._projection):
             return type(self._projection).forward(self._projection, hidden)
         logits = deferred(self._projection, hidden, chunk=self._chunk, keep_gradients=self._keep_gradients)
         self._products.append(logits.product)

@@ -286,7 +286,9 @@ def test_an_error_within_the_forward_leaves_nothing_behind() -> None:
     memo.loss_without_logits(model)
     with pytest.raises(ValueError, match="batch_size"):
         model(input_ids=batch()["input_ids"], labels=torch.zeros(2, 3, dtype=torch.int64))
-    assert type(model(batch()["input_ids"]).logits) is Tensor
+    assert type(model.lm_head(torch.zeros(1, 32))) is Tensor
+    model(**batch())
+    assert type(model.lm_head(torch.zeros(1, 32))) is Tensor
 
 
 @pytest.mark.filterwarnings("default:.*they were made")
@@ -375,6 +377,18 @@ def test_trainer_trains_as_ever(more: dict[str, Any], tmp_path: Path) -> None:
             assert float((ours[name] - parameter).detach().abs().max()) <= 1e-5, name
 
 
+def test_a_weight_that_is_computed_later_on_makes_logits_as_ever() -> None:
+    model = model_of("LlamaForCausalLM")
+    without = memo.loss_without_logits(model)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    output, got = step(model)
+    assert type(output.logits) is Tensor
+    without.close()
+    own, want = step(model)
+    assert torch.equal(output.loss, own.loss)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 class Scaled(nn.Linear):
     """A projection that does something else."""
 
@@ -386,6 +400,8 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     scaled, twice = model_of("LlamaForCausalLM"), model_of("LlamaForCausalLM")
     scaled.lm_head = Scaled(32, VOCAB, bias=False)
+    normed = model_of("LlamaForCausalLM")
+    nn.utils.parametrizations.weight_norm(normed.lm_head)
     kept = memo.loss_without_logits(twice)
     llama = hf.LlamaConfig(**small, vocab_size=VOCAB, pad_token_id=0)
     other = model_of("LlamaForCausalLM")
@@ -395,6 +411,7 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
         "no head": (hf.LlamaModel(llama), "no output projection"),
         "no transformer": (nn.Linear(3, 3), "no output projection"),
         "own forward": (scaled, r"is a \S*Scaled with a forward of its own"),
+        "computed": (normed, "is computed, and no parameter of it"),
         "twice": (twice, "has a forward put on it already"),
         "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross-entropy"),
     }
