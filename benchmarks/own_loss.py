@@ -1,9 +1,9 @@
 """A Hugging Face model's own loss, with its logits and without them: memory, time, and how far from float32's it is.
 
-    python -m benchmarks.own_loss [--tokens 1k,2k,4k] [--vocab 32768] [--hidden 256] [--rounds 5]
+    python -m benchmarks.own_loss [--tokens 1k,2k,4k] [--vocab 32768] [--hidden 256] [--rounds 5] [--autocast no,bfloat16]
 
 One unmodified Llama of two layers, forward with labels and backward, in turn as it is and with `memo.loss_without_logits`,
-in float32 and under bfloat16 autocast. Memory is the resident set at its peak above what it was before; times are the least
+in float32 and under autocast to bfloat16. Memory is the resident set at its peak above what it was before; times are the least
 and the median of interleaved rounds, told as multiples of the model's own.
 """
 
@@ -76,14 +76,15 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--autocast", default="no,bfloat16")
     args = parser.parse_args()
     return_freed_memory()
     cases: list[dict[str, Any]] = []
-    for low in (False, True):
+    for autocast in args.autocast.split(","):
         for tokens in map(parse_tokens, args.tokens.split(",")):
-            ways = compare(tokens, args.vocab, args.hidden, args.rounds, low=low)
+            ways = compare(tokens, args.vocab, args.hidden, args.rounds, low=autocast == "bfloat16")
             own, without = (ways[way] for way in WAYS)
-            kind = "bfloat16" if low else "float32"
+            kind = "float32" if autocast == "no" else autocast
             cases.append({"tokens": tokens, "matrix_products": kind, "ways": ways})
             print(
                 f"{kind:8} {format_tokens(tokens):>4} tokens  peak {format_bytes(int(own['peak_bytes'])):>9} -> "
