@@ -3,8 +3,8 @@
     python -m benchmarks.own_loss [--tokens 1k,2k,4k] [--vocab 32768] [--hidden 256] [--rounds 5] [--autocast no,bfloat16]
 
 One unmodified Llama of two layers, forward with labels and backward, in turn as it is and with `memo.loss_without_logits`,
-in float32 and under autocast to bfloat16. Memory is the resident set at its peak above what it was before; times are the least
-and the median of interleaved rounds, told as multiples of the model's own.
+in float32 and under autocast to bfloat16. Memory is the resident set at its peak above what it was before; times are the
+least and the median of interleaved rounds, told as multiples of the model's own.
 """
 
 from __future__ import annotations
