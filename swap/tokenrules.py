@@ -162,6 +162,12 @@ def _squeeze(call: Call) -> Meaning:
     return axis.at(axis.dim - gone)
 
 
+def _as_complex(call: Call) -> Meaning:
+    """Pairs in the last dimension as complex numbers, which rotary positions may be, and back."""
+    axis = call.only_first()
+    return axis if axis is not None and axis.dim < min(call.args[0].ndim, call.out.ndim) else Mark.MIXED
+
+
 def _along(call: Call) -> Meaning:
     """Takes parts along one dimension, which must not be the tokens'. Trivial parts of the tokens are all of them."""
     axis, tensor = call.only_first(), call.args[0]
@@ -283,13 +289,14 @@ COLLECTIVES: dict[str, Rule] = {
 """torch's own, by the names of their schemas, of ranks that have as many tokens each. Their results are new tensors."""
 
 _LIKE = (
-    "_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "fill_",
-    "full_like", "lift_fresh", "ones_like", "zero_", "zeros_like",
+    "_to_copy", "alias", "clone", "complex", "copy_", "detach", "empty_like", "fill_",
+    "full_like", "lift_fresh", "ones_like", "polar", "zero_", "zeros_like",
 )  # fmt: skip
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((getattr(_ATEN, name) for name in _LIKE), _pointwise),
     **dict.fromkeys((_ATEN.view, _ATEN._unsafe_view, _ATEN.reshape, _ATEN._reshape_alias), _view),
     **dict.fromkeys((_ATEN.transpose, _ATEN.t), _transpose),
+    **dict.fromkeys((_ATEN.view_as_complex, _ATEN.view_as_real), _as_complex),
     **dict.fromkeys((_ATEN.slice, _ATEN.split_with_sizes), _along),
     **dict.fromkeys((_ATEN.select, _ATEN.unbind), _pick),
     **dict.fromkeys((_ATEN._softmax, _ATEN._log_softmax, _ATEN._safe_softmax), _chosen),

@@ -28,6 +28,8 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], Meaning]] = {
     "scaled each by its own": (lambda: HIDDEN * TABLE, MIXED),
     "of another view": (lambda: HIDDEN.transpose(1, 2).softmax(-1), MIXED),
     "of another part": (lambda: HIDDEN[:, :, 2:].transpose(1, 2).softmax(-2), Axis(dim=2)),
+    "pairs as complex numbers": (lambda: torch.view_as_complex(HIDDEN.view(1, 6, 3, 2)), Axis(dim=1)),
+    "complex numbers as pairs": (lambda: torch.view_as_real(HIDDEN.to(torch.complex64)), Axis(dim=1)),
     "a part of each token": (lambda: HIDDEN.narrow(2, 1, 3), Axis(dim=1)),
     "a part of the tokens": (lambda: HIDDEN.narrow(1, 1, 3), MIXED),
     "joined with another": (lambda: torch.cat([HIDDEN, HIDDEN], 2), Axis(dim=1)),

@@ -134,6 +134,14 @@ class Rotated(nn.Module):
         return self.block(x * table)  # type: ignore[no-any-return]
 
 
+class Turned(Rotated):
+    """By complex numbers, as Llama's first code does."""
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(table, table)[..., ::2]
+        return self.block(torch.view_as_real(turned).flatten(-2))  # type: ignore[no-any-return]
+
+
 class RotatedStack(Stack):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.table = torch.linspace(0.5, 2.0, ids.size(1)).view(1, -1, 1).repeat(1, 1, 32)
@@ -143,10 +151,11 @@ class RotatedStack(Stack):
         return x.square().mean()
 
 
-def test_an_argument_over_the_tokens_is_cut_and_watched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Rotated, Turned])
+def test_an_argument_over_the_tokens_is_cut_and_watched(kind: type[Rotated], tmp_path: Path) -> None:
     def make() -> RotatedStack:
         torch.manual_seed(0)
-        return RotatedStack(make=Rotated)
+        return RotatedStack(make=kind)
 
     model, reference = make(), make()
     manager = offload(model, tmp_path)
