@@ -10,6 +10,7 @@ a function that it calls, or in another module.
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import itertools
 import random
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memo.swap.surroundings import modules_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["Belongings"]
 
@@ -33,6 +36,7 @@ _LEAVES = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, 
 # How far to look: what a layer keeps books in is flat, and a data set is not a layer's to hold.
 _DEPTH = 4
 _MOST_THINGS = 10_000
+_MOST_FORWARDS = 1_000  # of classes, which a program may make as it runs
 
 
 class Belongings:
@@ -57,7 +61,7 @@ def _belongings(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
     """Name of each attribute, its value and what is in it; and so for what is not held but named."""
     seen: set[int] = set()
     kinds: dict[type, None] = {}
-    for child in module.modules():
+    for child in modules_of(module):
         kinds[type(child)] = None
         for name, value in vars(child).items():
             if name not in _OF_EVERY_MODULE and type(value) not in _COMPARED_BY_VALUE:
@@ -72,14 +76,23 @@ def _named_by(kind: type) -> Iterator[tuple[str, Any]]:
     """Attributes of a class of modules, and the globals that its forward names."""
     if kind.__module__.split(".")[0] != "torch":
         yield from vars(kind).items()
-        forward = inspect.unwrap(kind.__dict__.get("forward", kind.forward))  # type: ignore[attr-defined]
-        code = getattr(forward, "__code__", None)
-        for name in () if code is None else code.co_names:
-            if name in forward.__globals__:
-                yield name, forward.__globals__[name]
+        names, namespace = _names_in(kind.__dict__.get("forward", kind.forward))  # type: ignore[attr-defined]
+        for name in names:
+            if name in namespace:
+                yield name, namespace[name]
+
+
+@functools.lru_cache(_MOST_FORWARDS)
+def _names_in(forward: Callable[..., Any]) -> tuple[Sequence[str], dict[str, Any]]:
+    """The names of globals and attributes in a function, and the globals."""
+    forward = inspect.unwrap(forward)
+    code = getattr(forward, "__code__", None)
+    return ((), {}) if code is None else (code.co_names, forward.__globals__)
 
 
 def _things(value: Any, seen: set[int]) -> list[Any]:
+    if type(value) in _COMPARED_BY_VALUE:
+        return [value]
     return list(itertools.islice(_walk(value, _DEPTH, seen), _MOST_THINGS))
 
 

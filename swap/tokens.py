@@ -28,12 +28,14 @@ __all__ = [
     "SAME",
     "Axis",
     "Described",
+    "Geometry",
     "Layout",
     "Mark",
     "Meaning",
     "Rows",
     "TokenMap",
     "cut",
+    "geometry_of",
     "layout_of_part",
     "regroup",
     "rows_of",
@@ -185,9 +187,9 @@ def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) ->
     return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
 
 
-_Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
+Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
 
-Described = tuple[_Geometry, Meaning]
+Described = tuple[Geometry, Meaning]
 """How a tensor lies in its storage, and what it means."""
 
 
@@ -212,22 +214,26 @@ class TokenMap:
     def described(self, tensor: torch.Tensor) -> Described:
         """The tensor as the rules for tokens see it."""
         known = self._known.find(ref(tensor.untyped_storage()))
-        geometry = _geometry(tensor)
+        geometry = geometry_of(tensor)
         return geometry, SAME if known is None else known.get(geometry, MIXED)
 
     def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
         if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
             meaning = MIXED
-        storage = tensor.untyped_storage()
+        self.know(tensor.untyped_storage(), (geometry_of(tensor), meaning))
+
+    def know(self, storage: torch.UntypedStorage, described: Described) -> None:
+        """What lies so in a storage means this."""
         known = self._known.find(ref(storage))
         if known is None:
             known = self._known[storage] = {}
-        known[_geometry(tensor)] = meaning
+        known[described[0]] = described[1]
 
     def spoil(self, tensor: torch.Tensor) -> None:
         """The whole storage was overwritten with something else than it held."""
         self._known.find(ref(tensor.untyped_storage())).clear()
 
 
-def _geometry(tensor: torch.Tensor) -> _Geometry:
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """How it lies in its storage."""
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
