@@ -3,40 +3,39 @@
 What a forward puts aside (a loss of its router, a list of features) is its model's to find, and a recompute would put aside
 another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are
 watched by the surroundings, until backward; this looks from a forward's begin to its end, into containers, objects and
-random generators, and at what the modules' classes and their forwards name. Not seen: what a forward changes by way of
-a function that it calls, or in another module.
+random generators, and at what the modules' classes and their forwards name (named). Not seen: what a forward changes in
+another module, or where none of these leads.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import itertools
+import operator
 import random
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from memo.swap.named import named_by
 from memo.swap.surroundings import modules_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["Belongings"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _COMPARED_BY_VALUE = frozenset({type(None), bool, int, float, complex, str, bytes})
+_EMPTY_CELL = types.CellType()
 _CONTAINERS = (list, tuple, dict, set, collections.deque)
-_LEAVES = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+_LEAVES = (torch.Tensor, nn.Module, type, types.ModuleType)
 
 # How far to look: what a layer keeps books in is flat, and a data set is not a layer's to hold.
 _DEPTH = 4
 _MOST_THINGS = 10_000
-_MOST_FORWARDS = 1_000  # of classes, which a program may make as it runs
 
 
 class Belongings:
@@ -67,27 +66,14 @@ def _belongings(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
             if name not in _OF_EVERY_MODULE and type(value) not in _COMPARED_BY_VALUE:
                 yield f"attribute {name!r} of a module", _things(value, seen)
     for kind in kinds:
-        for name, value in _named_by(kind):
-            if type(value) in _COMPARED_BY_VALUE or isinstance(value, _CONTAINERS):
+        for space, name in named_by(kind):
+            value = space.get(name)
+            if (
+                type(value) in _COMPARED_BY_VALUE
+                or isinstance(value, (*_CONTAINERS, types.FunctionType))
+                or _is_own(value)
+            ):
                 yield f"{name!r} of its class or its file", _things(value, seen)
-
-
-def _named_by(kind: type) -> Iterator[tuple[str, Any]]:
-    """Attributes of a class of modules, and the globals that its forward names."""
-    if kind.__module__.split(".")[0] != "torch":
-        yield from vars(kind).items()
-        names, namespace = _names_in(kind.__dict__.get("forward", kind.forward))  # type: ignore[attr-defined]
-        for name in names:
-            if name in namespace:
-                yield name, namespace[name]
-
-
-@functools.lru_cache(_MOST_FORWARDS)
-def _names_in(forward: Callable[..., Any]) -> tuple[Sequence[str], dict[str, Any]]:
-    """The names of globals and attributes in a function, and the globals."""
-    forward = inspect.unwrap(forward)
-    code = getattr(forward, "__code__", None)
-    return ((), {}) if code is None else (code.co_names, forward.__globals__)
 
 
 def _things(value: Any, seen: set[int]) -> list[Any]:
@@ -115,6 +101,17 @@ def _contents(value: Any) -> Iterable[Any]:
         return words[0], words[-1], gauss
     if isinstance(value, itertools.count):
         return (repr(value),)
+    if isinstance(value, types.FunctionType):
+        return _state_of(value)
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
+        return (operator.length_hint(value),)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
         return _stand(getattr(value, "bit_generator", None) or value._bit_generator)
@@ -122,6 +119,18 @@ def _contents(value: Any) -> Iterable[Any]:
         return ()
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if name != "__dict__")]
+
+
+def _state_of(function: types.FunctionType) -> list[Any]:
+    """What it closes over, what its arguments are by default, and its attributes."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+
+
+def _is_own(value: object) -> bool:
+    """True for an object of a class that is no library's, and no module or tensor."""
+    module = type(value).__module__.split(".")[0]
+    return module not in sys.stdlib_module_names and module not in ("torch", "numpy") and not isinstance(value, _LEAVES)
 
 
 def _stand(bits: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from types import SimpleNamespace
@@ -278,6 +279,75 @@ class PutsIntoAGlobal(Layer):
         return _ASIDE[0]
 
 
+def _count_in_a_global() -> None:
+    _CALLS["calls"] += 1
+
+
+_CALLS = {"calls": 0}
+
+
+class CountsByAFunction(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        _count_in_a_global()
+        return x.sin()
+
+
+class CountsInAClosure(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        calls = 0
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * calls
+
+        self.scaled = scaled
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x)
+
+
+def _times_length(seen: list[int], x: torch.Tensor) -> torch.Tensor:
+    seen.append(1)
+    return x * len(seen)
+
+
+class CountsInAPartial(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = functools.partial(_times_length, [])
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x)
+
+
+class _Books:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> None:
+        self.calls += 1
+
+
+_BOOKS = _Books()
+
+
+class CountsInAGlobalObject(Layer):
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        _BOOKS.count()
+        return x.sin()
+
+
+class CountsByAGenerator(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in range(1, 1000))
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.numbers)
+
+
 class AttendsByHand(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ x.transpose(1, 2)) / 6).softmax(-1) @ x
@@ -325,4 +395,9 @@ STRANGE: dict[type[Layer], str] = {
     CountsForAll: "its forward changes 'calls_of_all' of its class",
     PutsIntoAGlobal: "its forward changes '_ASIDE' of its class or its file",
     CountsInPython: "its forward changes attribute 'calls'",
+    CountsByAFunction: "its forward changes '_CALLS' of its class or its file",
+    CountsInAClosure: "its forward changes attribute 'scaled'",
+    CountsInAPartial: "its forward changes attribute 'scaled'",
+    CountsInAGlobalObject: "its forward changes '_BOOKS' of its class or its file",
+    CountsByAGenerator: "its forward changes attribute 'numbers'",
 }

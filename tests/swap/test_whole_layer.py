@@ -18,7 +18,12 @@ from strange_layers import (
     Collects,
     CollectsDeep,
     Counts,
+    CountsByAFunction,
+    CountsByAGenerator,
     CountsForAll,
+    CountsInAClosure,
+    CountsInAGlobalObject,
+    CountsInAPartial,
     CountsInPython,
     CountsOn,
     DrawsFromItsOwn,
@@ -48,6 +53,7 @@ UNREPEATABLE = {
     NormalisesOverTheBatch, Counts, ChangesItsInput, CountsInPython, DrawsFromItsOwn, DrawsWithPython, PutsAside, Collects,
     KeepsBooks, CollectsDeep, DrawsFromPythons, DrawsFromNumPys,
     CountsOn, CountsForAll, PutsIntoAGlobal,
+    CountsByAFunction, CountsInAClosure, CountsInAPartial, CountsInAGlobalObject, CountsByAGenerator,
 }  # fmt: skip
 
 
