@@ -7,6 +7,8 @@ engine's tiers; of random 0/1 masks only the tokens that will be recomputed are 
 from __future__ import annotations
 
 import functools
+import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,6 +30,7 @@ __all__ = [
     "FunctionAnswer",
     "RandomAnswer",
     "is_attention",
+    "is_memoized",
     "is_random",
     "mask_axis",
     "memoize",
@@ -186,6 +189,12 @@ def mask_axis(call: Call) -> Axis:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_MEMOIZED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def is_memoized(function: object) -> bool:
+    """True for what `memoize` returned: no recompute of a part of the tokens runs it, whatever it keeps for itself."""
+    return isinstance(function, types.FunctionType) and function in _MEMOIZED
 
 
 def memoize(function: _Function | None = None, *, token_dim: int | None = None) -> Any:
@@ -209,4 +218,5 @@ def memoize(function: _Function | None = None, *, token_dim: int | None = None) 
                 return answer(function, args, kwargs, token_dim)
         return function(*args, **kwargs)
 
+    _MEMOIZED.add(memoized)
     return memoized

@@ -4,7 +4,7 @@ What a forward puts aside (a loss of its router, a list of features) is its mode
 another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are
 watched by the surroundings, until backward; this looks from a forward's begin to its end, into containers, objects and
 random generators, and at what the modules' classes and their forwards name (named). Not seen: what a forward changes in
-another module, or where none of these leads.
+another module, or where none of these leads; and what a memoized function keeps, which no division runs again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memo.swap.answers import is_memoized
 from memo.swap.named import named_by
 from memo.swap.surroundings import modules_of
 
@@ -102,7 +103,7 @@ def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, itertools.count):
         return (repr(value),)
     if isinstance(value, types.FunctionType):
-        return _state_of(value)
+        return () if is_memoized(value) else _state_of(value)
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
     if isinstance(value, functools.partial):

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from memo.swap.answers import is_memoized
+
 __all__ = ["named_by"]
 
 _Place = tuple[Mapping[str, Any], str]
@@ -78,10 +80,10 @@ def _spaces_of(value: object) -> list[Mapping[str, Any]]:
 
 
 def _function(value: object) -> types.FunctionType | None:
-    """The function behind what a name stands for."""
+    """The function behind what a name stands for; none behind a memoized one."""
     value = value.__func__ if isinstance(value, (staticmethod, classmethod, types.MethodType)) else value
-    value = inspect.unwrap(value) if callable(value) else value
-    return value if isinstance(value, types.FunctionType) else None
+    value = inspect.unwrap(value, stop=is_memoized) if callable(value) else value
+    return value if isinstance(value, types.FunctionType) and not is_memoized(value) else None
 
 
 def _is_librarys(value: Any) -> bool:
