@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from family_sizes import GROUPED, LAYERS, STACKS, TOKENS, VOCAB
 from live_bytes import LiveBytes
 from torch import Tensor, nn
 
@@ -20,24 +21,9 @@ from memo.errors import UsageError
 
 hf = pytest.importorskip("transformers")
 
-VOCAB = 96
-LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-GROUPED = {**LAYERS, "num_key_value_heads": 2, "intermediate_size": 80}
 HEADS = {**GROUPED, "head_dim": 8}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
-STACKS = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "vocab_size": VOCAB,
-    "decoder_start_token_id": 2,
-    **TOKENS,
-}
+PAIRS = {**STACKS, "decoder_start_token_id": 2}
 EXPERTS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -64,9 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "BloomForCausalLM": ("BloomConfig", {**LAYERS, "n_layer": 2, "n_head": 4}),
     "FalconForCausalLM": ("FalconConfig", LAYERS),
     "MixtralForCausalLM": ("MixtralConfig", {**GROUPED, **TOKENS, **EXPERTS}),  # and what its router adds
-    "BartForCausalLM": ("BartConfig", STACKS),
-    "BartForConditionalGeneration": ("BartConfig", STACKS),  # a bias that no module has
-    "T5ForConditionalGeneration": ("T5Config", {**STACKS, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}),
+    "BartForCausalLM": ("BartConfig", PAIRS),
+    "BartForConditionalGeneration": ("BartConfig", PAIRS),  # a bias that no module has
+    "T5ForConditionalGeneration": ("T5Config", {**PAIRS, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}),
 }
 UNSHIFTED = ("BartForCausalLM", "BartForConditionalGeneration", "T5ForConditionalGeneration")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_sizes import GROUPED, LAYERS, STACKS, TOKENS, VOCAB
 from small_models import assert_equal, train
 from torch import nn
 
@@ -15,22 +16,7 @@ import memo
 
 hf = pytest.importorskip("transformers")
 
-VOCAB = 96
-LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-GROUPED = {**LAYERS, "num_key_value_heads": 2, "intermediate_size": 80}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-STACKS = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "vocab_size": VOCAB,
-    "dropout": 0.0,
-    **TOKENS,
-}
+PAIRS = {**STACKS, "dropout": 0.0}
 SOUND = {"num_mel_bins": 8, "max_source_positions": 60, "max_target_positions": 64}
 # transformers 5.17 runs it through fused attention by default, 5.23 does not.
 IN_FULL = {"head_dim": 8, "attn_implementation": "eager"}
@@ -73,8 +59,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any], Forward]] = {
     "Gemma3ForCausalLM": ("Gemma3TextConfig", {**GROUPED, **TOKENS, "head_dim": 8}, next_token),
     "OPTForCausalLM": ("OPTConfig", {**LAYERS, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}, next_token),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", {**LAYERS, "intermediate_size": 64}, next_token),
-    "BartForConditionalGeneration": ("BartConfig", {**STACKS, "decoder_start_token_id": 2}, translated),
-    "WhisperForConditionalGeneration": ("WhisperConfig", {**STACKS, **SOUND, "decoder_start_token_id": 1}, heard),
+    "BartForConditionalGeneration": ("BartConfig", {**PAIRS, "decoder_start_token_id": 2}, translated),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {**PAIRS, **SOUND, "decoder_start_token_id": 1}, heard),
     "ViTForImageClassification": ("ViTConfig", {**LAYERS, **IMAGES}, seen),
 }
 
