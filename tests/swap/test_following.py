@@ -82,7 +82,6 @@ def course(
     disguise: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     stop: bool = False,
     mean: bool = False,
-    spoils: bool = False,
 ) -> list[torch.Tensor]:
     """A forward with a choice in each kind of thing that it is compared by."""
     y = F.linear(HIDDEN, WEIGHT)
@@ -118,10 +117,7 @@ def course(
         return [y, a, b, c, inside, made]
     z = F.dropout(F.linear(made.transpose(1, 2).flatten(-2), WEIGHT.t()), dropped)
     save(z)
-    last = F.linear(z, WEIGHT)
-    save(last.tanh())
-    last.mul_(last.mean(1, keepdim=True) if spoils else added)
-    return [y, a, b, c, inside, made, z, mean_of, last]
+    return [y, a, b, c, inside, made, z, mean_of, F.linear(z, WEIGHT)]
 
 
 def forward(precedent: Precedent | None, **choices: Any) -> Noting:
@@ -152,13 +148,7 @@ def knowledge(noting: Noting) -> dict[str, Any]:
             (type(answer), answer.func, getattr(answer, "bits_per_token", None)) for answer in noting.kept.answers
         ],
         "results": [
-            (
-                r.axis,
-                r.position,
-                r.line,
-                r._copy is None,
-                [(x.position, x.result and results.index(x.result)) for x in r.readers],
-            )
+            (r.axis, r.position, r.line, [(x.position, x.result and results.index(x.result)) for x in r.readers])
             for r in results
         ],
         "lines": script.lines,
@@ -228,12 +218,6 @@ def test_a_forward_that_does_the_same_proves_nothing_and_knows_as_much(
 
 def test_a_forward_with_a_marked_function_is_no_precedent() -> None:
     assert forward(None, marked=negated).precedent is None
-
-
-def test_a_forward_that_mixes_tokens_in_place_is_no_precedent() -> None:
-    spoiling = forward(None, spoils=True)
-    assert spoiling.reason is None
-    assert spoiling.precedent is None
 
 
 def test_a_result_that_should_be_a_view_and_is_none_is_not_the_same() -> None:
