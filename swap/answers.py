@@ -32,7 +32,6 @@ __all__ = [
     "is_attention",
     "is_memoized",
     "is_random",
-    "mask_axis",
     "memoize",
 ]
 
@@ -149,11 +148,16 @@ class RandomAnswer:
         self._handle: Handle | Kept | Sharded | None = None
 
     @classmethod
-    def of(cls, func: torch._ops.OpOverload, out: Any, axis: Axis, *, first: int, tokens: int) -> RandomAnswer:
-        """What such an operator gave, of `tokens` tokens along `axis`."""
-        mask = out[1] if func is _ATEN.native_dropout.default else out
-        parts = mask.unflatten(axis.dim, (axis.outer, tokens, axis.inner))
-        return cls(func, parts.narrow(axis.dim + 1, first, tokens - first), axis, first)
+    def of(cls, call: Call, *, first: int) -> RandomAnswer:
+        """Raises Unproven for random numbers that are no mask over the tokens."""
+        target = call.args[0] if call.args else None
+        axis = call.meaning(target) if isinstance(target, torch.Tensor) else None
+        if call.func not in (_ATEN.bernoulli_.float, _ATEN.native_dropout.default) or not isinstance(axis, Axis):
+            raise Unproven(f"{call.func.overloadpacket} draws random numbers that cannot be repeated")
+        mask = call.out[1] if call.func is _ATEN.native_dropout.default else call.out
+        parts = mask.unflatten(axis.dim, (axis.outer, call.tokens.tokens, axis.inner))
+        tail = parts.narrow(axis.dim + 1, first, call.tokens.tokens - first)
+        return cls(call.func, tail, axis, first)
 
     def store(self, engine: Engine) -> None:
         assert self._bits is not None
@@ -177,15 +181,6 @@ class RandomAnswer:
         bits = engine.unpack(self._handle, by_backward=False)
         whole = unpack_mask(bits, torch.empty(self._shape, dtype=torch.bool, device=bits.device))
         return whole.narrow(self._axis.dim + 1, span[0] - self._first, span[1] - span[0])
-
-
-def mask_axis(call: Call) -> Axis:
-    """Where the tokens of a dropout's mask are. Raises Unproven for random numbers that are no mask over the tokens."""
-    target = call.args[0] if call.args else None
-    axis = call.meaning(target) if isinstance(target, torch.Tensor) else None
-    if call.func not in (_ATEN.bernoulli_.float, _ATEN.native_dropout.default) or not isinstance(axis, Axis):
-        raise Unproven(f"{call.func.overloadpacket} draws random numbers that cannot be repeated")
-    return axis
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

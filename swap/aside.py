@@ -37,10 +37,6 @@ class SleepingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.asleep or _asked_for_shapes():
             return func(*args, **kwargs)
-        return self.dispatched(func, args, kwargs)
-
-    def dispatched(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at what an operator is given."""
         given = Given(func, args, kwargs)
         return given.call() if given.operator.awaits else self.called(given)
 

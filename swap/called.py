@@ -1,8 +1,7 @@
 """What an operator's schema says of all its calls, looked up once, and what one call is given, looked at once.
 
 Each operator of a layer's forward and of its recompute is asked about, and that runs on the host while the device waits for
-its next kernel. So the answers of the schema are attributes, and the arguments are gone through in one pass; those of a call
-that is expected to be as another one was are only compared with its form.
+its next kernel. So the answers of the schema are attributes, and the arguments are gone through in one pass.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from memo.swap.answers import is_attention, is_random
 from memo.swap.results import is_product
 from memo.swap.tokenrules import COLLECTIVES, tensors_in
 
-__all__ = ["Form", "Given", "Operator"]
+__all__ = ["Given", "Operator"]
 
 _ATEN = torch.ops.aten
 
@@ -39,7 +38,6 @@ _LENGTH_TYPES = frozenset(
     for number in ("int", "SymInt")
     for form in ("{}", "Optional[{}]", "List[{}]", "Optional[List[{}]]")
 )
-_TENSOR_TYPES = frozenset({"Tensor", "Optional[Tensor]"})
 _TENSOR = object()
 _NOWHERE: frozenset[int] = frozenset()
 
@@ -48,8 +46,8 @@ class Operator:
     """What is known of an operator before it is called."""
 
     __slots__ = (
-        "awaits", "func", "is_attention", "is_collective", "is_constant", "is_flat", "is_known", "is_overload",
-        "is_product", "is_random", "joins", "keeps_content", "lengths_at", "writes",
+        "awaits", "func", "is_attention", "is_collective", "is_constant", "is_known", "is_overload", "is_product",
+        "is_random", "joins", "keeps_content", "lengths_at", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -68,22 +66,12 @@ class Operator:
         """Of those that may have a rule for tokens at all."""
         self.is_constant = func is _ATEN.lift_fresh.default
         """The program made a tensor of its own numbers, each time anew: `torch.tensor(scale)`."""
-        self.is_flat = is_overload and not self.is_constant and _is_flat(func)
-        """Its tensors are arguments by position, none an item of a list and none by name."""
         self.keeps_content = is_overload and func.overloadpacket in _KEEP_CONTENT
         """It changes how a tensor lies, is seen or is typed, and no more."""
         self.lengths_at = _lengths_at(func) if is_overload else _NOWHERE
         """The positions of whole numbers, alone or in lists, that may follow the number of tokens."""
         self.writes = _writes(func) if is_overload else ()
         """Position and name of the arguments that it changes in place."""
-
-    def changed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call changes in place."""
-        return [
-            tensor
-            for position, name in self.writes
-            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
-        ]
 
 
 class Given:
@@ -155,45 +143,12 @@ class Given:
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that it changes in place."""
-        return self.operator.changed(self.args, self.kwargs)
-
-
-class Form:
-    """All that one call of an operator was given but its tensors."""
-
-    __slots__ = ("_args", "_kwargs", "_others", "operator")
-
-    def __init__(self, given: Given) -> None:
-        self.operator = operator = given.operator
-        self._args: tuple[Any, ...] = ()
-        self._kwargs: dict[str, Any] = {}
-        self._others: tuple[Any, ...] = ()
-        if operator.is_flat:
-            self._args = tuple(_TENSOR if isinstance(value, torch.Tensor) else value for value in given.args)
-            self._kwargs = given.kwargs
-        else:
-            self._others = (*given.others, *given.numbers)  # the numbers of a constant are among them alone
-
-    def tensors(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """What stands in the tensors' places in a call of the same form; None for a call of another one."""
-        operator = self.operator
-        if func is not operator.func:
-            return None
-        if not operator.is_flat:
-            given = Given(func, args, kwargs)
-            return given.tensors if self._others == (*given.others, *given.numbers) else None
-        if len(args) != len(self._args) or kwargs != self._kwargs:
-            return None
-        found = []
-        for value, ours in zip(args, self._args, strict=True):
-            if ours is _TENSOR:
-                found.append(value)
-            elif ours is None:
-                if value is not None:  # a tensor, maybe: nothing to compare with ==
-                    return None
-            elif value != ours:
-                return None
-        return found
+        args, kwargs = self.args, self.kwargs
+        return [
+            tensor
+            for position, name in self.operator.writes
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        ]
 
 
 _OPERATORS: dict[int, Operator] = {}  # by the identity of what each holds: an OpOverload's hash is computed in Python
@@ -204,14 +159,6 @@ def _operator_of(func: Any) -> Operator:
     if operator is None:
         operator = _OPERATORS[id(func)] = Operator(func)
     return operator
-
-
-def _is_flat(func: torch._ops.OpOverload) -> bool:
-    arguments = func._schema.arguments
-    return not any(
-        "Tensor" in str(declared.type) and (declared.kwarg_only or str(declared.type) not in _TENSOR_TYPES)
-        for declared in arguments
-    )
 
 
 def _lengths_at(func: torch._ops.OpOverload) -> frozenset[int]:

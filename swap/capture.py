@@ -25,7 +25,6 @@ __all__ = [
     "has_hidden_state",
     "is_plain",
     "is_sharded",
-    "is_understood",
     "layer_input",
     "local_part",
     "view_of_parameter",
@@ -65,12 +64,6 @@ _MAX_HOPS = 6
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for an ordinary strided tensor whose storage is all there is to it."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not has_hidden_state(tensor)
-
-
-def is_understood(tensor: torch.Tensor) -> bool:
-    """A tensor or a parameter whose bytes, shape and strides are all there is to it."""
-    plain = type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided
-    return plain and not has_hidden_state(tensor)
 
 
 def has_hidden_state(tensor: torch.Tensor) -> bool:

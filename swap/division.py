@@ -66,9 +66,9 @@ class Division:
         return (self.operators, self.treatments, *spans)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Divisible:
-    """A saved storage that tokens divide; `position` is where autograd first saved it. Made as often as a slot (noting)."""
+    """A saved storage that tokens divide; `position` is where autograd first saved it."""
 
     position: int
     tensor: torch.Tensor
@@ -94,14 +94,14 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         return None
     tokens, (first, second) = noting.tokens.tokens, noting.ends
     last_wanted = max((item.position for item in found if not item.is_result), default=-1)
-    treated = tuple(zip(noting.kept.results, treatments(noting.kept.results, last_wanted), strict=True))
+    treated = tuple(zip(noting.results, treatments(noting.results, last_wanted), strict=True))
     kept = [result for result, treatment in treated if treatment is Treatment.KEPT]
     hidden = engine.pack(watch.given)
-    for answer in noting.kept.answers:
+    for answer in noting.answers:
         if not isinstance(answer, RandomAnswer):
             answer.store(engine)
     _count(costs, watch, found, kept, engine)
-    for answer in noting.kept.answers:
+    for answer in noting.answers:
         if isinstance(answer, RandomAnswer):
             answer.store(engine)
     for result, treatment in treated:
@@ -123,7 +123,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         tokens=tokens,
         costs=costs,
         together=watch.together,
-        answers=noting.kept.answers,
+        answers=noting.answers,
         script=watch.script,
     )
     last = _span(Level.ATTENTION, second, tokens, found, tokens)
@@ -149,12 +149,12 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
     noting = watch.noting
     assert noting is not None
     tokens = noting.tokens.tokens
-    seen = {*noting.kept.whole, *watch.kept_whole(output)}
-    results = {result.saved_in(engine) for result in noting.kept.results} - {None}
-    for position, slot in enumerate(noting.kept.slots):
+    seen = {*noting.whole, *watch.kept_whole(output)}
+    results = {result.saved_in(engine) for result in noting.results} - {None}
+    for position, slot in enumerate(noting.slots):
         tensor, axis = slot.tensor, slot.meaning
         storage = tensor.untyped_storage()
-        if storage in seen or slot.is_outside:
+        if storage in seen or noting.is_outside(tensor):
             continue
         saved = engine.saved_as(storage)
         if saved is None or saved.group is not watch.group:
@@ -168,7 +168,8 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
             continue
         rows = rows_of(tensor, axis, tokens)
         if rows is not None:
-            yield _Divisible(position, tensor, axis, rows, saved, saved in results)
+            is_result = saved in results
+            yield _Divisible(position=position, tensor=tensor, axis=axis, rows=rows, saved=saved, is_result=is_result)
 
 
 def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine) -> None:
@@ -176,7 +177,7 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
     noting = watch.noting
     assert noting is not None
     tokens = noting.tokens.tokens
-    masks = sum(answer.bits_per_token for answer in noting.kept.answers if isinstance(answer, RandomAnswer)) / 8
+    masks = sum(answer.bits_per_token for answer in noting.answers if isinstance(answer, RandomAnswer)) / 8
     results = sum(item.rows.nbytes(1) for item in found if item.is_result)
     # What lies in several pieces is gathered to move, in a block that stands beside it.
     in_pieces = [item for item in found if item.rows.rows > 1]

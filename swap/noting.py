@@ -1,40 +1,54 @@
 """Watches one forward of one layer: what it saves, what must not be computed twice, and whether tokens stay apart.
 
 `Noting` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis through every
-operator (tokenrules) and has what is never repeated kept (keeping). The first thing it cannot prove ends it; from then on
-it only passes calls on, and `reason` says why.
-
-Layers and steps repeat, so a forward is first held to a precedent (following): what that one did is proven already.
+operator (tokenrules) and keeps the results of those that are never repeated: attention, which needs all tokens, and
+random numbers, which would come out different. The first thing it cannot prove ends it; from then on it only passes
+calls on, and `reason` says why.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
+from torch.nn import Parameter
 
-from memo.swap.answers import FunctionAnswer, mask_axis
+from memo.swap.answers import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer
 from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
-from memo.swap.called import Form, Given, Operator
-from memo.swap.capture import is_understood, local_part
-from memo.swap.following import Following
-from memo.swap.keeping import Keeping
+from memo.swap.called import Given, Operator
+from memo.swap.capture import has_hidden_state, local_part
+from memo.swap.identity import Identities
 from memo.swap.marked import Marked
 from memo.swap.origins import made_by_compiler
-from memo.swap.precedent import Precedent, Proof, Recording, Step, Storages
+from memo.swap.results import Reader, Result
+from memo.swap.saved import Content, content_of
 from memo.swap.script import Script
 from memo.swap.tokendims import TokenDims
 from memo.swap.tokenrules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.tokens import MIXED, SAME, Axis, Described, Mark, Meaning, TokenMap
 
-__all__ = ["Noting"]
+__all__ = ["Noting", "Slot"]
 
 _MEANINGS: dict[tuple[Any, ...], Meaning] = {}
 """An operator, the number of tokens, what the call is given and what is known of that -> what its results mean."""
 _MOST_MEANINGS = 10_000  # a run over ever new sequence lengths must not remember them all
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor that autograd saved, in the order of saving."""
+
+    given: torch.Tensor
+    """A detached alias."""
+    tensor: torch.Tensor
+    """What this rank has of it: its geometry, and its storage while the forward lasts."""
+    meaning: Meaning
+    content: Content
 
 
 class Noting(SleepingMode):
@@ -49,18 +63,22 @@ class Noting(SleepingMode):
         dims: TokenDims,
         ends: tuple[int, int],
         script: Script,
-        precedent: Precedent | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.precedent: Precedent | None = None
-        """Of a forward that is over and was proven anew, for later ones."""
         self.reason: str | None = None
+        self.slots: list[Slot] = []
+        self.answers: list[Answer] = []
+        self.results: list[Result] = []
+        """Of matrix products, of marked functions and of collectives."""
         self.ends = ends
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
-        self.kept = Keeping(ends=ends, tokens=hidden.size(-2))
         self._dims = dims
+        # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
+        self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._made = Identities(brief=True)
+        """Storage -> the Result that it is."""
         self._paused = False
         self.joined: set[int] = set()
         """How many shards of tokens lie one after the other in what the layer gathers from other ranks."""
@@ -70,77 +88,15 @@ class Noting(SleepingMode):
             self.tokens.put(tensor, dims.meaning(position, tensor))
         self.tokens.put(hidden, Axis(dim=hidden.ndim - 2))
         self._mixed_by: str | None = None
-        storages = Storages(self._arguments)
-        given = tuple([(storages.number(tensor), self.tokens.described(tensor)) for tensor in self._arguments])
-        self._following: Following | None = None
-        self._recording: Recording | None = None
-        if precedent is not None and precedent.given == given:
-            self._following = Following(precedent, storages, script)
-        else:
-            self._recording = Recording(given, storages, script)
-
-    def dispatched(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._following is not None:
-            known = self._following.calls(func, args, kwargs)
-            if known is not None:
-                return self._again(self._following, *known, args, kwargs)
-            self._leave()
-        return super().dispatched(func, args, kwargs)
 
     def called(self, given: Given) -> Any:
-        return self._anew(given, given.call)
-
-    def _again(
-        self,
-        following: Following,
-        step: Step,
-        tensors: Sequence[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls an operator of which all is known, but what it will give."""
-        operator = step.form.operator
-        if operator.writes:
-            self.kept.changes(operator.changed(args, kwargs))
-        out = operator.func(*args, **kwargs)
-        if following.made(step, out):
-            self.kept.call(operator, tensors, out, step.proof)
-            return out
-        self._leave()
-        if operator.writes:
-            self.reason = f"{operator.func.overloadpacket} changes something in place in another way than before"
-        return self._anew(Given(operator.func, args, kwargs), lambda: out)
-
-    def _anew(self, given: Given, call: Callable[[], Any]) -> Any:
-        """Calls an operator that has to be proven."""
-        recording = self._recording
-        if recording is not None:
-            recording.begins(self._mixed_by)
         origin = self.script.calls(given)
         silent = self.reason is not None or self._paused
-        out, proof = (call(), None) if silent else self._noted(given, call)
+        out = given.call() if silent else self._noted(given)
         self.script.makes(out, origin)
-        if recording is not None and proof is not None:
-            recording.step(Form(given), given.tensors, proof, out, self.tokens)
         return out
 
-    def _leave(self) -> None:
-        """The forward does something else than its precedent did."""
-        if self._following is not None:
-            self._recording, self._mixed_by = self._following.leave(self.tokens)
-            self._following = None
-
-    def ended(self) -> None:
-        """The forward is over, or was broken off."""
-        following = self._following
-        if following is not None and following.ends():
-            self._mixed_by = following.mixed_by
-        else:
-            self._leave()
-        if self._recording is not None and self.reason is None and self.script.reason is None:
-            self.precedent = self._recording.ends(self._mixed_by)
-
-    def _noted(self, given: Given, call: Callable[[], Any]) -> tuple[Any, Proof | None]:
+    def _noted(self, given: Given) -> Any:
         """Calls an operator that the proof must understand."""
         before: list[Described] = []
         changed: list[torch.Tensor] = []
@@ -150,13 +106,13 @@ class Noting(SleepingMode):
                 changed = self._changed(given)
         except Unproven as unproven:
             self.reason = str(unproven)
-        out, proof = call(), None
+        out = given.call()
         if self.reason is None:
             try:
-                proof = self._after(given, before, changed, out)
+                self._after(given, before, changed, out)
             except Unproven as unproven:
                 self.reason = str(unproven)
-        return out, proof
+        return out
 
     def _before(self, given: Given) -> list[Described]:
         """What is known of the tensors that the call is given. Raises Unproven for what a recompute must not do again."""
@@ -165,7 +121,7 @@ class Noting(SleepingMode):
             raise Unproven(f"{func} is not known to work token by token")
         before = []
         for tensor in given.tensors:
-            if not is_understood(tensor):
+            if not _is_understood(tensor):
                 raise Unproven(f"{func.overloadpacket} works on a {type(tensor).__name__}")
             described = self.tokens.described(tensor)
             if described[1] is SAME and tensor not in self.tokens and made_by_compiler(tensor):
@@ -184,45 +140,47 @@ class Noting(SleepingMode):
                 raise Unproven(
                     f"{given.operator.func.overloadpacket} changes something from outside the layer in place"
                 )
-            if storage in self.kept.whole:
+            if storage in self.whole:
                 raise Unproven(
                     f"{given.operator.func.overloadpacket} changes a result in place that is not computed again"
                 )
-        self.kept.changes(changed)
+            self._read([tensor])
+            for result in self.results:
+                result.before_change_of(storage)
         return changed
 
-    def _after(self, given: Given, before: list[Described], changed: list[torch.Tensor], out: Any) -> Proof:
+    def _after(self, given: Given, before: list[Described], changed: list[torch.Tensor], out: Any) -> None:
         """The call has returned."""
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
-        is_result = operator.is_product or operator.is_collective or (operator.joins and self.kept.rearranges(given))
-        uses = not is_result and not _is_view(operator, storages, results)
-        meaning: Meaning
+        is_result = operator.is_product or operator.is_collective or (operator.joins and self._rearranges(given))
+        if not is_result and not _is_view(operator, storages, results):
+            self._read(given.tensors)
         if operator.is_attention:
-            meaning = self._axis_of_attention(self._call(given, out))
-        elif operator.is_random:
-            meaning = mask_axis(self._call(given, out))
+            self._attention(self._call(given, out))
+            return
+        meaning: Meaning
+        if operator.is_random:
+            call = self._call(given, out)
+            self.answers.append(RandomAnswer.of(call, first=self.ends[0]))
+            meaning = call.meaning(call.args[0])
         else:
             meaning = self._meaning(given, before, out)
             if meaning is MIXED and self._mixed_by is None and all(known is not MIXED for _, known in before):
                 self._mixed_by = str(operator.func.overloadpacket)
-        proof = Proof(meaning=meaning, uses=uses, is_result=is_result, line=len(self.script.lines))
-        self.kept.call(operator, given.tensors, out, proof)
-        if operator.is_collective:
-            self._has_no_precedent()
-        if is_result and not operator.is_product and isinstance(meaning, Axis):
-            self._join(meaning.outer)
+        if is_result:
+            function = None if operator.is_product else operator.func
+            self._result(out, meaning, given.tensors, function=function)
+            if function is not None and isinstance(meaning, Axis):
+                self._join(meaning.outer)
         for tensor in changed:
             if meaning is MIXED or self.tokens.of(tensor) != meaning:  # mixed here may be tokens in the whole
                 self.tokens.spoil(tensor)
-                self._recording = None
-                return proof
-        for number, tensor in enumerate(results):
+                return
+        for tensor in results:
             outside = tensor.untyped_storage() in storages and tensor not in self.tokens  # a view of a parameter
             if not outside:
-                # What attention gives besides its first result is autograd's alone.
-                self.tokens.put(tensor, MIXED if operator.is_attention and number else meaning)
-        return proof
+                self.tokens.put(tensor, meaning)
 
     def _meaning(self, given: Given, before: list[Described], out: Any) -> Meaning:
         """By the rules for tokens, which are asked once for all calls that look alike: layers and steps repeat."""
@@ -246,22 +204,64 @@ class Noting(SleepingMode):
             given=given.tensors,
         )
 
-    def _axis_of_attention(self, call: Call) -> Axis:
-        axis = call.meaning(call.given[0])
+    def _rearranges(self, given: Given) -> bool:
+        """Of a join: parts of one result are put together in another order, as before and after a collective that joins or
+        divides another dimension than the first."""
+        storages = {tensor.untyped_storage() for tensor in given.tensors}
+        return len(storages) == 1 and self._made.find(ref(storages.pop())) is not None
+
+    def _result(
+        self,
+        out: torch.Tensor,
+        meaning: Meaning,
+        given: Sequence[torch.Tensor],
+        *,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        """Of a product, or of another `function` of what comes first among the tensors that it is given."""
+        result = Result(
+            out,
+            meaning if isinstance(meaning, Axis) else None,
+            position=len(self.slots),
+            span=self.ends,
+            tokens=self.tokens.tokens,
+            line=len(self.script.lines),
+            function=function,
+            source=None if function is None else self._made.find(ref(given[0].untyped_storage())),
+        )
+        self._read(given, result)
+        self.results.append(result)
+        self._made[out.untyped_storage()] = result
+
+    def _read(self, given: Sequence[torch.Tensor], result: Result | None = None) -> None:
+        """Something computes with these tensors; `result` is what it makes of them."""
+        if not self.results:
+            return
+        for tensor in given:
+            made = self._made.find(ref(tensor.untyped_storage()))
+            if made is not None:
+                made.read(tensor, Reader(position=len(self.slots), result=result))
+
+    def _attention(self, call: Call) -> None:
+        tensors, results = call.given, tensors_in(call.out)
+        axis = call.meaning(tensors[0])
         if axis is Mark.MIXED:
             raise Unproven(f"{self.mixes} before they come to attention")
-        first = tensors_in(call.out)[0]
-        if not isinstance(axis, Axis) or first.size(axis.dim) != axis.length(self.tokens.tokens):
+        if not isinstance(axis, Axis) or results[0].size(axis.dim) != axis.length(self.tokens.tokens):
             raise Unproven(f"{call.func.overloadpacket} is given queries that do not run over the layer's tokens")
-        return axis
+        self.answers.append(AttentionAnswer(call.func, call.out, axis))
+        for tensor in (*tensors[3:], *results):
+            self.whole.add(tensor.untyped_storage())
+        for result in results[1:]:
+            self.tokens.put(result, Mark.MIXED)
+        self.tokens.put(results[0], axis)
 
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
         """Runs a function that the user marked: as one operator, whose results are kept whole."""
-        self._has_no_precedent()
         given = tensors_in((args, kwargs))
-        if self.reason is None and not all(map(is_understood, given)):
+        if self.reason is None and not all(map(_is_understood, given)):
             self.reason = "a memoized function works on a sharded tensor, or on one of another kind of its own"
         versions = [tensor._version for tensor in given]
         with Aside(self):
@@ -286,20 +286,19 @@ class Noting(SleepingMode):
             except Unproven as unproven:
                 self.reason = str(unproven)
                 return out
-            self.kept.answers.append(FunctionAnswer(function, out, axes))
+            self.answers.append(FunctionAnswer(function, out, axes))
             for result, axis in zip(results, axes, strict=True):
                 self.tokens.put(result, axis or Mark.SAME)
-                self.kept.whole.add(result.untyped_storage())
+                self.whole.add(result.untyped_storage())
         return out
 
     def marked(self, call: Marked) -> torch.Tensor:
         """Runs a marked function, as one operator."""
         if self.asleep:
             return call.run()
-        self._has_no_precedent()
-        saved = len(self.kept.slots)
+        saved = len(self.slots)
         given = tensors_in((call.x, call.others))
-        if self.reason is None and not all(map(is_understood, given)):
+        if self.reason is None and not all(map(_is_understood, given)):
             self.reason = f"{call} works on a sharded tensor, or on one of another kind of its own"
         origin = self.script.line(str(call), given=given)
         with Aside(self):
@@ -317,20 +316,14 @@ class Noting(SleepingMode):
             self.tokens.put(out, meaning)
             with Aside(self):
                 # One that saves something runs again, for what comes after it to be in its place.
-                meaning = self.tokens.of(out) if saved == len(self.kept.slots) else Mark.MIXED
-                self.kept.result(out, meaning, given, line=len(self.script.lines), function=call.function)
+                meaning = self.tokens.of(out) if saved == len(self.slots) else Mark.MIXED
+                self._result(out, meaning, given, function=call.function)
         return out
-
-    def _has_no_precedent(self) -> None:
-        """Forwards with marked functions and with parts of what several ranks have are proven each time."""
-        self._leave()
-        self._recording = None
 
     def _join(self, shards: int) -> None:
         """Arguments as long as the tokens of so many shards run over them, as what was gathered does."""
         if shards == 1 or shards in self.joined:
             return
-        self._has_no_precedent()
         self.joined.add(shards)
         for position, tensor in enumerate(self._arguments):
             if self.tokens.of(tensor) is Mark.SAME:
@@ -340,23 +333,17 @@ class Noting(SleepingMode):
         """Autograd saves `tensor`."""
         if self.reason is not None or self._paused:
             return
-        save = None if self._following is None else self._following.saves(tensor)
-        if save is not None:
-            self.kept.save(tensor, save.described[1], is_outside=save.is_outside)
-            return
-        self._leave()
         local = local_part(tensor)
-        if not is_understood(local):
+        if not _is_understood(local):
             self.reason = f"a {type(local).__name__} is saved"
             return
-        if local is not tensor:
-            self._has_no_precedent()
-        described, is_outside = self.tokens.described(local), self._is_outside(local)
-        if self._recording is not None:
-            self._recording.save(local, described, is_outside=is_outside)
-        self.kept.save(tensor, described[1], is_outside=is_outside)
+        self._read([local])
+        given = tensor.detach()
+        self.slots.append(
+            Slot(given=given, tensor=local_part(given), meaning=self.tokens.of(local), content=content_of(tensor))
+        )
 
-    def _is_outside(self, tensor: torch.Tensor) -> bool:
+    def is_outside(self, tensor: torch.Tensor) -> bool:
         """True for what the layer was given, or has of its own."""
         return tensor not in self.tokens or tensor.untyped_storage() in self._inputs
 
@@ -374,6 +361,12 @@ def _is_view(operator: Operator, storages: Sequence[torch.UntypedStorage], resul
         if storage is not first:
             return False
     return len(results) == 1 or all(result.untyped_storage() is first for result in results)
+
+
+def _is_understood(tensor: torch.Tensor) -> bool:
+    """A tensor whose bytes, shape and strides are all there is to it."""
+    plain = type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided
+    return plain and not has_hidden_state(tensor)
 
 
 def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:

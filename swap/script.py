@@ -39,13 +39,13 @@ from memo.swap.tokenrules import tensors_in
 if TYPE_CHECKING:
     from memo.swap.marked import Marked
 
-__all__ = ["Diverged", "Line", "Reading", "Script", "Scripted"]
+__all__ = ["Diverged", "Reading", "Script", "Scripted"]
 
 _BEGIN, _END = "memoized function", "its end"
 
-Line = tuple[Any, tuple[Any, ...], tuple[int, ...], tuple[Operand | None, ...]]
+_Line = tuple[Any, tuple[Any, ...], tuple[int, ...], tuple[Operand | None, ...]]
 """What was called, numbers, lengths, tensors."""
-_SEEN: dict[Line, Line] = {}  # layers repeat, and so do their lines: one object each spares the garbage collector
+_SEEN: dict[_Line, _Line] = {}  # layers repeat, and so do their lines: one object each spares the garbage collector
 _MOST_SEEN = 10_000
 
 
@@ -59,7 +59,7 @@ class Script:
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         self.reason: str | None = None
         """Why the forward must not run again."""
-        self.lines: list[Line] = []
+        self.lines: list[_Line] = []
         self.given: list[Origin | None] = []
         """Of the arguments; several may hold one storage."""
         self._origins = Origins()
@@ -71,7 +71,7 @@ class Script:
         """An operator is about to be called. Returns the origin of what it makes."""
         operator, tensors = given.operator, given.tensors
         if operator.keeps_content:
-            return copy_of(self.operand(tensors[0]))
+            return copy_of(self._operand(tensors[0]))
         origin = self.line(operator.func, given.numbers, given.lengths, () if operator.is_constant else tensors)
         if self.reason is None:
             self._look_for_traces(given)
@@ -100,13 +100,13 @@ class Script:
         given: Iterable[torch.Tensor] = (),
     ) -> Origin:
         """One line. Returns the origin of what it makes."""
-        line = (what, tuple(numbers), tuple(lengths), tuple([self.operand(tensor) for tensor in given]))
+        line = (what, tuple(numbers), tuple(lengths), tuple([self._operand(tensor) for tensor in given]))
         if len(_SEEN) > _MOST_SEEN:
             _SEEN.clear()
         self.lines.append(_SEEN.setdefault(line, line))
         return Origin((len(self.lines), 0))
 
-    def operand(self, tensor: torch.Tensor) -> Operand | None:
+    def _operand(self, tensor: torch.Tensor) -> Operand | None:
         """What the forward uses a tensor as."""
         if not has_storage(tensor):
             return None
@@ -126,20 +126,9 @@ class Script:
             return UNKNOWN
         parameter = cast_parameter(tensor)
         if parameter is not None:
-            return dataclasses.replace(copy_of(self.operand(parameter)), states=set())
+            return dataclasses.replace(copy_of(self._operand(parameter)), states=set())
         self._found += 1
         return Origin((-self._found, 0), states=set())
-
-    def goes_on(self, lines: Sequence[Line], known: Iterable[tuple[torch.UntypedStorage, Origin]]) -> None:
-        """The forward has done what another one did, whose lines these are, and made what is `known`."""
-        self.lines = list(lines)
-        for storage, origin in known:
-            if self._origins.find(storage) is None:
-                self._origins.put(storage, origin)
-
-    def origin(self, tensor: torch.Tensor) -> Origin | None:
-        """Of what was given, made, or found elsewhere."""
-        return self._origins.find(tensor.untyped_storage())
 
     def took(self, tensor: torch.Tensor) -> bool:
         """Whether the forward took this tensor's storage from elsewhere."""

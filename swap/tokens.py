@@ -28,14 +28,12 @@ __all__ = [
     "SAME",
     "Axis",
     "Described",
-    "Geometry",
     "Layout",
     "Mark",
     "Meaning",
     "Rows",
     "TokenMap",
     "cut",
-    "geometry_of",
     "layout_of_part",
     "regroup",
     "rows_of",
@@ -187,9 +185,9 @@ def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) ->
     return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
 
 
-Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
+_Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
 
-Described = tuple[Geometry, Meaning]
+Described = tuple[_Geometry, Meaning]
 """How a tensor lies in its storage, and what it means."""
 
 
@@ -214,26 +212,22 @@ class TokenMap:
     def described(self, tensor: torch.Tensor) -> Described:
         """The tensor as the rules for tokens see it."""
         known = self._known.find(ref(tensor.untyped_storage()))
-        geometry = geometry_of(tensor)
+        geometry = _geometry(tensor)
         return geometry, SAME if known is None else known.get(geometry, MIXED)
 
     def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
         if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
             meaning = MIXED
-        self.know(tensor.untyped_storage(), (geometry_of(tensor), meaning))
-
-    def know(self, storage: torch.UntypedStorage, described: Described) -> None:
-        """What lies so in a storage means this."""
+        storage = tensor.untyped_storage()
         known = self._known.find(ref(storage))
         if known is None:
             known = self._known[storage] = {}
-        known[described[0]] = described[1]
+        known[_geometry(tensor)] = meaning
 
     def spoil(self, tensor: torch.Tensor) -> None:
         """The whole storage was overwritten with something else than it held."""
         self._known.find(ref(tensor.untyped_storage())).clear()
 
 
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How it lies in its storage."""
+def _geometry(tensor: torch.Tensor) -> _Geometry:
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -30,7 +30,6 @@ from memo.swap.division import Division, divide
 from memo.swap.levelcosts import Costs
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels
 from memo.swap.noting import Noting
-from memo.swap.precedent import MOST_KEPT, Precedents
 from memo.swap.ranks import Hearing, Ranks
 from memo.swap.recent import Recent
 from memo.swap.script import Script
@@ -100,7 +99,6 @@ class TokenWise:
         self._ranks = Ranks(engine.backend.device)
         self._trials = Trials(self._ranks)
         self._shapes = Shapes()
-        self._precedents = Precedents(MOST_KEPT)
         self._other_reading: Recent[Kind, bool] = Recent(MOST_READ_ANEW)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
@@ -249,10 +247,8 @@ class TokenWise:
             self._refuse(layer.name, str(unproven))
             return None
         tokens = hidden.size(-2)
-        ends, before = setting.ends(tokens), self._precedents.get(kind)
-        if ends[0] >= tokens:
-            return None
-        return Noting(hidden, args, kwargs, dims=dims, ends=ends, script=script, precedent=before)
+        ends = setting.ends(tokens)
+        return Noting(hidden, args, kwargs, dims=dims, ends=ends, script=script) if ends[0] < tokens else None
 
     def end(self, group: Group, output: Any) -> None:
         """The layer's forward has ended; what it saved may move now."""
@@ -262,8 +258,6 @@ class TokenWise:
                 return
             self._open = None
             watch.__exit__()
-            if watch.noting is not None and watch.noting.precedent is not None:
-                self._precedents[watch.kind] = watch.noting.precedent
         parts: _Parts = {}
         try:
             self._heard(group.module, output)
@@ -411,10 +405,7 @@ class TokenWise:
         return self._chosen.get(name, self.default)
 
     def _cost(self, name: str) -> Costs:
-        known = self._costs.get(name)
-        if known is None:
-            known = self._costs[name] = Costs(name)
-        return known
+        return self._costs.setdefault(name, Costs(name))
 
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason

@@ -78,8 +78,6 @@ class Watch:
 
     def __exit__(self, *exception: object) -> None:
         self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if self.noting is not None:
-            self.noting.ended()
 
     def drop_noting(self) -> None:
         """What a division kept for its own recompute is not needed."""
