@@ -64,6 +64,11 @@ class Block:
     attention's, under tensor parallelism, a rank's share of the sum."""
     beside: float
     """Of these, what autograd does not save: it stands beside everything that is."""
+    in_pieces: float
+    """Of `all`, where the first tokens are those of several sequences or of several ranks: they move in one piece, which
+    stands beside them."""
+    products_in_pieces: float
+    """Likewise of the matrix products' results that autograd saves."""
     between: float
     """Gradients of norms' and products' results: what the first half of a split backward leaves for the weights."""
     elementwise: float
@@ -123,6 +128,8 @@ class _Letters:
             all=self.rest(),
             matmuls=self.q + h + (0 if self.tiled else ups * self.f),
             beside=h + (self.q if self._queries_are_made_anew() else 0),
+            in_pieces=self._in_pieces(),
+            products_in_pieces=self._products_in_pieces(),
             between=2 * self.stream + self.q + 2 * h + (0 if self.tiled else ups * self.f),
             elementwise=again + (self._activation() if self.tiled else 0) + 2 * self.stream + h,
             elementwise_again=again,
@@ -147,12 +154,28 @@ class _Letters:
         return self.stream + self.h + STATISTIC * self.config.heads
 
     def rest(self) -> float:
-        inner = 0 if self.tiled else (4 if self.gated else 2) * self.f
         exchanged = self.h if self.exchanged else 0
         # Autocast casts for each product by itself; where ranks or tiles share the matrices, it is done before.
         twice = self.h if self._casts_twice() else 0
         attention = self.h + self.q + self._gathered() + exchanged
-        return attention + self.stream + self.h + twice + inner + self._norms()
+        return attention + self.stream + self.h + twice + self._inner() + self._norms()
+
+    def _inner(self) -> float:
+        return 0 if self.tiled else (4 if self.gated else 2) * self.f
+
+    def _in_pieces(self) -> float:
+        """Between gathering and summing a rank has tokens of all; between two exchanges attention has."""
+        if self.batch > 1:
+            return self.rest()
+        if self.tp > 1:
+            return self.q + self._gathered() + (self.h if self.exchanged else 0) + self._inner()
+        return self.q if self.exchanged else 0
+
+    def _products_in_pieces(self) -> float:
+        queries = 0 if self._queries_are_made_anew() else self.q
+        if self.batch > 1 or self.tp > 1:
+            return queries + (0 if self.tiled else (2 if self.gated else 1) * self.f)
+        return queries if self.exchanged else 0
 
     def _casts_twice(self) -> bool:
         return self.gated and self.sizes.casts and self.tp == 1 and not self.tiled

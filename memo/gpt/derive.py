@@ -114,7 +114,6 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
     memory_s = tokens / machine.hbm_bytes_per_s
     tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
     parameters = layer_parameter_count(config)
-    gathered = layout.batch > 1  # the first tokens of several sequences lie in several pieces, and move in one
     gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
     # Autocast's copies stay from their first use until backward has used them.
     copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
@@ -125,13 +124,13 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
             LevelProfile(
                 level=Level.ALL,
                 saved_bytes=round(block.all * tokens),
-                beside_bytes=round(gathered * block.all * tokens),
+                beside_bytes=round(block.in_pieces * tokens),
             ),
             # What ranks sum is saved; what they gather is read by products alone, whose results are saved.
             LevelProfile(
                 level=Level.MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
-                beside_bytes=round((block.beside + gathered * (block.matmuls - block.beside)) * tokens),
+                beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
             ),
             LevelProfile(

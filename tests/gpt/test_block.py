@@ -25,7 +25,7 @@ from memo.parallel.played import played_rank
 from memo.rank_step import rank_step
 from memo.recording import Recording, Role, gpt_step, record_step
 from memo.swap.layers import find_layers
-from memo.swap.levels import Level
+from memo.swap.levels import LayerCosts, Level
 
 TOKENS, HIDDEN, HEADS, LAYERS = 1152, 128, 8, 3
 MIDDLE = "layers.1"
@@ -115,7 +115,12 @@ def test_saved_bytes_are_those_of_a_recorded_step(config: GPTConfig, layout: Lay
 def test_the_middle_level_moves_what_it_says(sizes: dict[str, Any], layout: Layout) -> None:
     config, precision = shape(**sizes), Precision.BF16_AUTOCAST
     block = block_of(config, precision, layout)
-    assert moved_at_matmuls(config, precision, layout) == (block.matmuls, block.beside)
+    cost = costs_of(config, precision, layout)
+    assert cost.bytes_per_token[Level.MATMULS] == block.matmuls
+    assert cost.beside_per_token[Level.MATMULS] == block.beside + block.products_in_pieces
+    in_pieces = cost.beside_per_token[Level.ALL]
+    small = 0 if config.kv_heads == config.heads else 2 * (config.qkv_width - HIDDEN)  # keys and values: they stay
+    assert block.in_pieces - small <= in_pieces <= block.in_pieces
 
 
 @pytest.mark.parametrize("sizes", [{"positions": "rotary"}, {"variant": "llama"}], ids=["gpt", "llama"])
@@ -123,12 +128,13 @@ def test_the_middle_level_moves_what_it_says(sizes: dict[str, Any], layout: Layo
 def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) -> None:
     config, layout = shape(**sizes, kv_heads=HEADS), Layout(tp=8)
     block = block_of(config, precision, layout)
-    assert moved_at_matmuls(config, precision, layout) == (block.matmuls, block.beside)
+    cost = costs_of(config, precision, layout)
+    assert cost.bytes_per_token[Level.MATMULS] == block.matmuls
+    assert cost.beside_per_token[Level.MATMULS] == block.beside + block.products_in_pieces
 
 
-def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) -> tuple[float, float]:
-    """Bytes that each token of a rank has moved at that level, as the offloaded step of a rank counts them; and how many
-    of them autograd does not save."""
+def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCosts:
+    """Of each layer alike, as the offloaded step of a rank counts them."""
     with contextlib.ExitStack() as stack:
         if layout == ONE_RANK:
             build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
@@ -140,11 +146,9 @@ def moved_at_matmuls(config: GPTConfig, precision: Precision, layout: Layout) ->
         manager = HollowOffload(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
         with manager:
             step.loss()
-        (found,) = {
-            (cost.bytes_per_token[Level.MATMULS], cost.beside_per_token[Level.MATMULS])
-            for cost in manager.levels_profile()
-        }
-    return found
+        first, *others = manager.levels_profile()
+    assert all(cost.bytes_per_token == first.bytes_per_token for cost in others)
+    return first
 
 
 def written_out_norms(config: GPTConfig, precision: Precision) -> int:
