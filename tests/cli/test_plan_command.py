@@ -48,7 +48,7 @@ def test_the_papers_headline_run_is_planned_checked_shown_and_simulated(
     written = capsys.readouterr().out
     assert written.splitlines()[-1] == f"Wrote {plan_path}"
     # Left free for rounding to whole storages: on each of eight ranks one of 4 GiB.
-    assert re.search(r"host, a node +2 TiB +1\.968 TiB +1\.6 %", written)
+    assert re.search(r"host, a node +2 TiB +1\.969 TiB +1\.6 %", written)
     assert check_plan(read_activation_plan(plan_path)) is None
     assert main(["check", str(plan_path)]) == ExitCode.OK
     assert "valid, 32 layers" in capsys.readouterr().out

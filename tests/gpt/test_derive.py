@@ -49,9 +49,11 @@ def test_attentions_output_is_a_sixteenth_of_them_and_the_layers_input_another()
 
 
 def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
-    """(n - 2) (S_in + S_attn + alpha S_oth) <= M_cpu with 30 layers of 16 units of 1 GiB a GPU, and 256 GiB for each."""
+    """(n - 2) (S_in + S_attn + alpha S_oth) <= M_cpu with 30 layers of 16 units of 1 GiB a GPU, and 256 GiB for each.
+
+    What the eight ranks gather to move stands in none of the paper's formulas, nor here."""
     assert pytest.approx(0.467, abs=5e-4) == (256 / 30 - 2) / 14
-    two_levels = only(paper_profile(), Level.ALL, Level.ATTENTION)
+    two_levels = ungathered(only(paper_profile(), Level.ALL, Level.ATTENTION))
     layer = two_levels.classes[0]
     head = two_levels.head.saved_bytes + two_levels.head.transient_bytes
     room = 2 * layer.full_bytes + max(layer.transient_bytes, head - layer.full_bytes)
@@ -133,6 +135,14 @@ FULL_NODE = Budgets(device_bytes=80 * GIB, host_bytes=2048 * GIB, ranks_per_node
 def only(profile: Profile, *levels: Level) -> Profile:
     classes = tuple(
         dataclasses.replace(known, levels=tuple(level for level in known.levels if level.level in levels))
+        for known in profile.classes
+    )
+    return dataclasses.replace(profile, classes=classes)
+
+
+def ungathered(profile: Profile) -> Profile:
+    classes = tuple(
+        dataclasses.replace(known, levels=tuple(dataclasses.replace(level, beside_bytes=0) for level in known.levels))
         for known in profile.classes
     )
     return dataclasses.replace(profile, classes=classes)
