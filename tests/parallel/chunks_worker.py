@@ -83,10 +83,10 @@ def unkept(plan: ActivationPlan) -> float:
 
 
 def of_all_ranks(plan: ActivationPlan, schedule: PipelineSchedule) -> ActivationPlan:
-    """Made for the whole pipeline at once, with little host memory, so that some is computed again."""
+    """Made for the whole pipeline at once, with host memory for a part of it."""
     profile = plan.problem.profile
     profile = dataclasses.replace(profile, layers=profile.layers[:1] * LAYERS)
-    budgets = Budgets(device_bytes=BUDGET * 6 // 7, host_bytes=6 * LAYER, ranks_per_node=2)
+    budgets = Budgets(device_bytes=BUDGET, host_bytes=9 * LAYER, ranks_per_node=2)
     pipeline = Pipeline(stages=2, microbatches=MICROBATCHES, stages_per_node=2, schedule=schedule)
     hardware = plan.problem.hardware
     return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
