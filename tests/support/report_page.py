@@ -15,15 +15,6 @@ from memo.errors import ExitCode
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed (apt-get install chromium)")
-CHROMIUM_FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 LANE_Y = {"compute": 12, "stalls": 34}  # pixels below the axis, see Timeline.stack
 
 

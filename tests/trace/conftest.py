@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from report_page import CHROMIUM, CHROMIUM_FLAGS
+from report_page import CHROMIUM
 
+from benchmarks.viewer import FLAGS
 from memo.trace.events import Event, to_json
 from memo.trace.reader import Trace
 
@@ -65,7 +66,7 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
         chromium.close()
 
