@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.manager import Manager
+from memo.swap.backend import OneComputeStream
 from memo.swap.cpu import Done
 from memo.swap.engine import Engine
 from memo.swap.levels import TokenLevels
@@ -129,7 +130,7 @@ class _Stamp:
         return 0
 
 
-class _Lanes:
+class _Lanes(OneComputeStream):
     """The backend: a device that is the CPU, with lanes on which nothing takes time."""
 
     device = torch.device("cpu")
@@ -138,17 +139,14 @@ class _Lanes:
         self.d2h = _Stream()
         self.h2d = _Stream()
 
-    def compute_event(self) -> _Copied:
+    def compute_event(self, stream: int | None = None) -> _Copied:
         return _COPIED
 
-    def compute_wait(self, event: Event) -> None:
+    def compute_wait(self, event: Event, stream: int | None = None) -> None:
         return None
 
     def host_waits(self, event: Event) -> bool:
         return False
-
-    def compute_uses(self, buffer: torch.Tensor) -> None:
-        return None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

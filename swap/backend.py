@@ -9,14 +9,16 @@ order they were issued; different streams are ordered only by `record` and `wait
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
-__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "Stamp", "Timed"]
+__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "OneComputeStream", "Stamp", "Timed"]
 
 
 class Event(Protocol):
@@ -96,11 +98,26 @@ class Backend(Protocol):
     @property
     def h2d(self) -> CopyStream: ...
 
-    def compute_event(self) -> Timed:
-        """An event at the current end of the caller's compute stream, read at call time and never cached (R5)."""
+    def here(self) -> int:
+        """The caller's compute stream, read at call time and never cached (R5). Equal numbers are the same stream."""
 
-    def compute_wait(self, event: Event) -> None:
-        """Work issued later on the caller's compute stream runs after `event`; raises if its operation failed."""
+    def saved_here(self, source: torch.Tensor) -> int:
+        """The caller's compute stream, on which autograd saves `source`: what wrote it is ordered before its end."""
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        """Within, `stream` is the caller's compute stream."""
+
+    def is_capturing(self) -> bool:
+        """True while the caller's stream is captured into a graph: what is issued now runs later, and more than once."""
+
+    def compute_event(self, stream: int | None = None) -> Timed:
+        """An event at the current end of a compute stream, the caller's where none is named."""
+
+    def compute_wait(self, event: Event, stream: int | None = None) -> None:
+        """Work issued later on a compute stream, the caller's where none is named, runs after `event`.
+
+        Raises what the event's operation failed with, where that is known.
+        """
 
     def host_waits(self, event: Event) -> bool:
         """True where `compute_wait(event)` would stop the calling thread now, which could issue other work meanwhile.
@@ -108,8 +125,11 @@ class Backend(Protocol):
         False where a device orders itself, and where the calling thread is the compute stream: it must wait in any case.
         """
 
-    def compute_uses(self, buffer: torch.Tensor) -> None:
-        """Says that the caller's compute stream has just used `buffer` or is about to: its memory must outlive that."""
+    def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
+        """Says that a compute stream, the caller's where none is named, has just used `buffer` or is about to.
+
+        Its memory is used again only after all that this stream has issued when the buffer is freed.
+        """
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory that belongs to the caller's compute stream."""
@@ -125,3 +145,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends the lanes. Idempotent."""
+
+
+class OneComputeStream:
+    """The part of a Backend that is about compute streams, where the calling thread is the only one."""
+
+    def here(self) -> int:
+        return 0
+
+    def saved_here(self, source: torch.Tensor) -> int:
+        return 0
+
+    def on(self, stream: int) -> AbstractContextManager[object]:
+        return _SAME
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
+        return None
+
+
+_SAME = contextlib.nullcontext()

@@ -4,7 +4,11 @@ The same engine runs on it as on CUDA. Copies are carried out as late as the ord
 at seeded random moments ("random"), and every access is checked against a vector clock: two accesses to overlapping bytes,
 one of them a write, must be ordered by an event, whatever the schedule did. Delayed copies alone miss races that the
 clocks find. Three further rules: a copy whose buffer is gone when it runs is a use after free; freeing memory is a write
-on the compute stream; fresh memory is filled with ones, which read as NaN.
+on the stream that it was allocated on, ordered after the streams that the allocator was told of; fresh memory is filled
+with ones, which read as NaN.
+
+There are two compute streams, 0 and 1. What runs on them runs at once; that nothing but `wait_for` orders them shows in
+their clocks. The host has a clock too: what it has seen to be done is before whatever it issues next, on any stream.
 
 A disk operation gets a lane of its own: the store promises no order but `after`.
 """
@@ -12,6 +16,7 @@ A disk operation gets a lane of its own: the store promises no order but `after`
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import random
 import weakref
@@ -22,7 +27,7 @@ import torch
 from memo.swap.freelist import FreeList
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from memo.swap.backend import Event
 
@@ -51,6 +56,14 @@ class _Access:
         return clock[self.lane] >= self.clock[self.lane]
 
 
+class _Buffer:
+    """Memory: who has touched it, and the compute streams that it belongs to: its own, and those the allocator was told of."""
+
+    def __init__(self, stream: int) -> None:
+        self.accesses: list[_Access] = []
+        self.streams = {stream}
+
+
 class _Lane:
     """A queue of operations and what is known to have happened before its next one."""
 
@@ -63,6 +76,7 @@ class _Lane:
         self.done = 0
 
     def tick(self) -> _Clock:
+        self.clock |= self.backend.seen
         self.clock[self.name] += 1
         return self.clock.copy()
 
@@ -90,12 +104,12 @@ class _LaneEvent:
         self.lane.backend.maybe_run(self.lane)
         if self.lane.done < self.position:
             return False
-        self.lane.backend.compute.clock |= self.clock  # the host has seen it, and issues what follows
+        self.lane.backend.seen |= self.clock
         return True
 
     def synchronize(self) -> None:
         self.lane.run_until(self.position)
-        self.lane.backend.compute.clock |= self.clock
+        self.lane.backend.seen |= self.clock
 
     def interval_ns(self) -> tuple[int, int] | None:
         return None
@@ -105,7 +119,7 @@ class _LaneEvent:
 
 
 class Past:
-    """The compute stream at one moment: the host is the compute stream, so it is done. Without a clock, no moment."""
+    """A compute stream at one moment: what runs on it runs at once, so it is done. Without a clock, no moment."""
 
     def __init__(self, clock: _Clock | None = None) -> None:
         self.clock: _Clock = collections.Counter() if clock is None else clock
@@ -135,7 +149,7 @@ class _CheckingStream:
 
     def synchronize(self) -> None:
         self.lane.run_until(self.lane.issued)
-        self.lane.backend.compute.clock |= self.lane.clock
+        self.lane.backend.seen |= self.lane.clock
 
 
 def _wait(lane: _Lane, event: Event) -> None:
@@ -158,13 +172,16 @@ class CheckingBackend:
         self._hosted_disk = hosted_disk
         self.device = torch.device("cpu")
         self.races: list[str] = []
-        self.compute = _Lane(self, "compute")
+        self.seen: _Clock = collections.Counter()
+        """What the host knows to be done."""
         self.d2h = _CheckingStream(self, "d2h")
         self.h2d = _CheckingStream(self, "h2d")
-        self._marked = self.compute.tick()  # where the latest compute event stands
+        self._compute = [_Lane(self, f"compute stream {number}") for number in range(2)]
+        self.current = 0
+        """The compute stream that the caller is on."""
         self._policy = policy
         self._random = random.Random(seed)
-        self._accesses: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
+        self._buffers: weakref.WeakKeyDictionary[torch.UntypedStorage, _Buffer] = weakref.WeakKeyDictionary()
 
     def maybe_run(self, lane: _Lane) -> None:
         """Lets the schedule make progress in a lane."""
@@ -186,38 +203,83 @@ class CheckingBackend:
     def access(self, lane: _Lane, buffer: torch.Tensor, *, write: bool) -> None:
         """Declares an access at the lane's present clock and checks it against all earlier ones."""
         storage = buffer.untyped_storage()
-        accesses = self._accesses.get(storage)
-        if accesses is None:
-            accesses = self._accesses[storage] = []
-            weakref.finalize(storage, self._freed, accesses).atexit = False
-            if not write:  # made by the compute stream, no later than the event that says so
-                accesses.append(_Access("compute", self._marked, True, 0, storage.nbytes()))
         start = int(buffer.storage_offset())  # every buffer is uint8
-        check_access(accesses, lane, start, start + buffer.numel(), write=write)
+        check_access(self._known(storage).accesses, lane, start, start + buffer.numel(), write=write)
 
-    def _freed(self, accesses: list[_Access]) -> None:
-        for access in accesses:
-            if not access.before(self.compute.clock):
+    def _known(self, storage: torch.UntypedStorage) -> _Buffer:
+        known = self._buffers.get(storage)
+        if known is None:
+            known = self._buffers[storage] = _Buffer(self.current)
+            weakref.finalize(storage, self._freed, known).atexit = False
+        return known
+
+    def _freed(self, buffer: _Buffer) -> None:
+        """The memory is its stream's again, after those that the allocator was told of."""
+        before: _Clock = collections.Counter(self.seen)
+        for stream in buffer.streams:
+            before |= self._compute[stream].clock
+        for access in buffer.accesses:
+            if not access.before(before):
                 self.races.append(f"memory freed while an access on {access.lane} is not ordered before it")
 
-    def compute_event(self) -> Past:
-        self._marked = self.compute.clock.copy()
-        event = Past(self._marked)
-        self.compute.tick()
+    def allocates(self, tensor: torch.Tensor) -> None:
+        """The program has made this tensor on the stream that it is on."""
+        storage = tensor.untyped_storage()
+        check_access(self._known(storage).accesses, self._ticking(self.current), 0, storage.nbytes(), write=True)
+
+    def wait_for(self, stream: int) -> None:
+        """The program's own edge: the stream that it is on runs after what `stream` has issued so far."""
+        self.compute_wait(self.compute_event(stream))
+
+    def here(self) -> int:
+        return self.current
+
+    def saved_here(self, source: torch.Tensor) -> int:
+        if source.untyped_storage() not in self._buffers:
+            self.allocates(source)
+        return self.current
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def _ticking(self, stream: int) -> _Lane:
+        lane = self._compute[stream]
+        lane.tick()
+        return lane
+
+    def compute_event(self, stream: int | None = None) -> Past:
+        lane = self._ticking(self.current if stream is None else stream)
+        event = Past(lane.clock.copy())
+        lane.tick()
         return event
 
-    def compute_wait(self, event: Event) -> None:
+    def compute_wait(self, event: Event, stream: int | None = None) -> None:
         assert isinstance(event, (_LaneEvent, Past))
         self.host_stops += self.host_waits(event)
-        event.synchronize()
+        if isinstance(event, _LaneEvent):
+            event.lane.run_until(event.position)
+            if self._is_hosted(event):
+                self.seen |= event.clock
+        self._compute[self.current if stream is None else stream].clock |= event.clock
+
+    def _is_hosted(self, event: _LaneEvent) -> bool:
+        return self._hosted_disk and event.lane not in (self.d2h.lane, self.h2d.lane)
 
     def host_waits(self, event: Event) -> bool:
-        is_disk = isinstance(event, _LaneEvent) and event.lane not in (self.d2h.lane, self.h2d.lane)
-        return self._hosted_disk and is_disk and not event.query()
+        return isinstance(event, _LaneEvent) and self._is_hosted(event) and not event.query()
 
-    def compute_uses(self, buffer: torch.Tensor) -> None:
-        self.compute.tick()
-        self.access(self.compute, buffer, write=True)
+    def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
+        user = self.current if stream is None else stream
+        self.access(self._ticking(user), buffer, write=writes)
+        self._known(buffer.untyped_storage()).streams.add(user)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         buffer = torch.full((nbytes,), _POISON, dtype=torch.uint8)

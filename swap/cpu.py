@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.swap.aligned import aligned_empty, private_pages
+from memo.swap.backend import OneComputeStream
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event, Timed
@@ -158,7 +159,7 @@ class _Stamp:
         return self._ns
 
 
-class CpuBackend:
+class CpuBackend(OneComputeStream):
     """Worker threads in place of copy engines."""
 
     def __init__(self) -> None:
@@ -166,17 +167,14 @@ class CpuBackend:
         self.d2h = ThreadStream("d2h")
         self.h2d = ThreadStream("h2d")
 
-    def compute_event(self) -> Timed:
+    def compute_event(self, stream: int | None = None) -> Timed:
         return _DONE
 
-    def compute_wait(self, event: Event) -> None:
+    def compute_wait(self, event: Event, stream: int | None = None) -> None:
         event.synchronize()
 
     def host_waits(self, event: Event) -> bool:
         return False  # the host is the compute stream
-
-    def compute_uses(self, buffer: torch.Tensor) -> None:
-        return None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return aligned_empty(nbytes)

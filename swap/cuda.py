@@ -1,9 +1,9 @@
-"""The CUDA backend: one stream out, one stream in, events between them and the caller's own stream.
+"""The CUDA backend: one stream out, one stream in, events between them and the program's compute streams.
 
-Copies never run on the caller's stream and the caller's stream is read at each call: under pipelines, FSDP2 or recompute
-the current stream is not the one a constructor saw. Device buffers are allocated on the caller's stream, so that the
-caching allocator reuses their memory in that stream's order; `record_stream` is used only where a buffer is consumed on
-another stream than it was allocated on.
+Copies never run on a compute stream, and which one the caller is on is read at each call: under pipelines, FSDP2 or recompute
+it is not the one a constructor saw. A stream is named by its raw handle, which costs a tenth of a torch.cuda.Stream to ask
+for and to compare. Device buffers are allocated on the caller's stream, so that the caching allocator reuses their memory in
+that stream's order; `record_stream` makes it wait for any other stream that used them, and does nothing for their own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every c
 # The driver tells the time between two events as a 24-bit float of milliseconds: to 1 us after ten seconds, to a quarter of
 # a millisecond after an hour.
 _LONGEST_ELAPSED_MS = 10_000.0
+
+
+_SAME = contextlib.nullcontext()
+
+
+def _is_capturing() -> bool:
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
 class _Clock:
@@ -59,7 +66,8 @@ class _CudaEvent:
         self._event = event
 
     def query(self) -> bool:
-        return bool(self._event.query())
+        # A question to the driver would break off a capture that is under way; an unanswered one is asked again later.
+        return not _is_capturing() and bool(self._event.query())
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -144,25 +152,40 @@ class CudaBackend:
         self._clock = _Clock(self.device) if timing else None
         self.d2h = CudaStream(self.device, self._clock)
         self.h2d = CudaStream(self.device, self._clock)
-        # Storage -> the stream its memory belongs to.
-        self._home: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by raw handle, each that the program has been on
+        # Storage of a buffer -> the stream its memory belongs to. Of what the program allocated only the allocator knows.
+        self._owner: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
-    def compute_event(self) -> Timed:
+    def here(self) -> int:
+        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self.device)
+        return handle
+
+    def saved_here(self, source: torch.Tensor) -> int:
+        return self.here()
+
+    def on(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        return _SAME if stream == self.here() else torch.cuda.stream(self._streams[stream])
+
+    def is_capturing(self) -> bool:
+        return _is_capturing()
+
+    def compute_event(self, stream: int | None = None) -> Timed:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._streams[self.here() if stream is None else stream])
         return _CudaEvent(event)
 
-    def compute_wait(self, event: Event) -> None:
-        _order(event, torch.cuda.current_stream(self.device))
+    def compute_wait(self, event: Event, stream: int | None = None) -> None:
+        _order(event, self._streams[self.here() if stream is None else stream])
 
     def host_waits(self, event: Event) -> bool:
         return not isinstance(event, _CudaEvent) and not event.query()
 
-    def compute_uses(self, buffer: torch.Tensor) -> None:
-        current = torch.cuda.current_stream(self.device)
-        home = self._home.get(buffer.untyped_storage())
-        if home is not None and home != current:
-            buffer.record_stream(current)
+    def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
+        user = self.here() if stream is None else stream
+        if self._owner.get(buffer.untyped_storage()) != user:
+            buffer.record_stream(self._streams[user])
 
     def empty(self, nbytes: int) -> torch.Tensor:
         try:
@@ -172,7 +195,7 @@ class CudaBackend:
                 raise
             # The planned allocator cannot throw torch's own class; who makes room and tries again waits for that one.
             raise torch.OutOfMemoryError(str(error)) from None
-        self._home[buffer.untyped_storage()] = torch.cuda.current_stream(self.device)
+        self._owner[buffer.untyped_storage()] = self.here()
         return buffer
 
     def empty_host(self, nbytes: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ class Endings:
                     continue
                 begin = time.monotonic_ns()
                 try:
-                    self._backend.compute_wait(event)
+                    self._edges.abandoned(saved, event)
                 except SwapError as error:
                     # Nobody needs these bytes any more; the failure itself must still be seen.
                     self._account.warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")

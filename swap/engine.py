@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+CAPTURED = (
+    "a layer's tensors were saved while a CUDA graph was being captured; they stay on the device, since a copy that the graph"
+    " repeats could not wait for its host memory"
+)
 MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
 
 
@@ -233,11 +237,16 @@ class Engine:
                 content = content_of(tensor)
             if hold is not None and hold.saved.content == content:
                 self.stats.deduplicated += 1
+                if hold.saved.home != self.backend.here():  # its memory must outlive what this stream does with it, too
+                    self.backend.compute_uses(tensor, writes=False)
             else:
                 if hold is None and known is not None:
                     self._endings.clear_limbo_of(storage)
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
+                    return Kept(tensor)
+                if self.backend.is_capturing():
+                    self._account.warn("capture", CAPTURED)
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
             self.stats.packed += 1
@@ -280,6 +289,7 @@ class Engine:
         if handle.guard._version != handle.version:
             raise handle.modified()
         saved = handle.hold.saved
+        here = self.backend.here()
         try:
             while True:
                 with self._lock:
@@ -289,11 +299,13 @@ class Engine:
                             self._homeward.reach(saved.group)
                         if saved.state is not BACK:
                             self._homeward.bring(saved)
+                        elif saved.user != here:
+                            self._homeward.hand_over(saved)
                         buffer = saved.source
                         if buffer is None:
                             buffer = saved.returned
                             assert buffer is not None
-                            self.backend.compute_uses(buffer)
+                            self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
                 self._homeward.recompute(saved, part)
@@ -310,7 +322,8 @@ class Engine:
         """The life of a storage begins."""
         account = self._account
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
-        saved = SavedStorage(source, nbytes, content, group, self._dropping, account.changed)
+        home = self.backend.saved_here(source)
+        saved = SavedStorage(source, nbytes, content, group, home, self._dropping, account.changed)
         hold = Hold(saved)
         self._selection.known[storage] = weak = saved.hold
         group.saved.append(weak)

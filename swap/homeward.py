@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import SwapError
-from memo.swap.saved import AWAY, BACK, LEAVING, LIVE, RETURNING
+from memo.swap.saved import AWAY, BACK, LEAVING, LIVE, RETURNING, by_home
 from memo.trace.events import StallCause, UseKind
 from memo.trace.events import Tier as TierName
 
@@ -76,7 +76,7 @@ class Homeward:
             self._fetch([saved])
         begin = time.monotonic_ns()
         try:
-            self._edges.copied_back(saved)
+            self.hand_over(saved)
         except SwapError:
             saved.returned = saved.returning = None
             if saved.part is not None:
@@ -91,6 +91,13 @@ class Homeward:
             self._account.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
         saved.move_to(BACK)
         self._account.used(saved, how)
+
+    def hand_over(self, saved: SavedStorage) -> None:
+        """A stream asks for the first time since another one did, or since the reload was issued (E4, E6)."""
+        self._edges.copied_back(saved)
+        if saved.part is not None:
+            self._edges.taken_over(saved)
+        saved.user = self._backend.here()
 
     def recompute(self, saved: SavedStorage, part: Partial) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
@@ -151,9 +158,8 @@ class Homeward:
         """
         for saved in group.living():
             if saved.state is BACK and saved.part is None and saved.returned is not None:
-                saved.returned = saved.returning = (
-                    None  # the compute stream has used it, and made it: E3 and E4 hold anew
-                )
+                # Who has used it waited for it, and its home waits for who has used it: E3 and E4 hold anew.
+                saved.returned = saved.returning = None
                 self._account.stats.device_bytes -= saved.nbytes
                 saved.move_to(AWAY)
 
@@ -190,11 +196,17 @@ class Homeward:
         return True
 
     def _fetch(self, wanted: Sequence[SavedStorage]) -> None:
-        """Allocates buffers on the compute stream and issues the reloads into them, all after one event (E3).
+        """Allocates buffers on their home streams and issues the reloads into them.
 
         Raises:
             torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
         """
+        for home, those in by_home(wanted).items():
+            with self._backend.on(home):
+                self._fetch_at_home(home, those)
+
+    def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
+        """All reloads after one event (E3)."""
         buffers: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         try:
@@ -206,7 +218,7 @@ class Homeward:
                 self._account.stats.came_to_device(saved.nbytes + beside)
         finally:
             if buffers:
-                event = self._edges.allocated()
+                event = self._edges.allocated(home)
                 for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
                     self._reload(saved, buffer, target, event)
 
@@ -222,6 +234,7 @@ class Homeward:
                 if self._account.journal is not None:
                     self._account.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
+        saved.user = saved.home
         saved.move_to(RETURNING)
 
     def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
@@ -236,6 +249,7 @@ class Homeward:
             if saved.state is AWAY:
                 self._fetch([saved])
             assert saved.returned is not None
+            self._edges.taken_over(saved)
             self._account.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self._backend)
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:

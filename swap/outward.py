@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import StoreWriteError
 from memo.swap.partial import gather
-from memo.swap.saved import AWAY, LEAVING, LIVE
+from memo.swap.saved import AWAY, LEAVING, LIVE, by_home
 from memo.trace.events import StallCause
 from memo.trace.events import Tier as TierName
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from memo.swap.account import Account
-    from memo.swap.backend import Backend
+    from memo.swap.backend import Backend, Event
     from memo.swap.destinations import Destinations
     from memo.swap.edges import Edges
     from memo.swap.endings import Endings
@@ -64,8 +64,8 @@ class Outward:
         self._unretired: collections.deque[Group] = collections.deque()
         self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
 
-    def send(self, saved: SavedStorage) -> None:
-        """Issues the copy out (E1)."""
+    def send(self, saved: SavedStorage, written: Event | None = None) -> None:
+        """Issues the copy out, on the storage's home stream (E1); `written` is an event of it since the storage was saved."""
         part, source = saved.part, saved.source
         assert source is not None
         nbytes = saved.nbytes if part is None else part.head_nbytes
@@ -80,7 +80,7 @@ class Outward:
         if part is not None:
             self._gather([saved])
             source = part.leaving(source)
-        saved.out = place.leave(source, after=self._edges.written())
+        saved.out = place.leave(source, after=written or self._edges.written(saved.home))
         tier = place.tier
         self._account.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
@@ -93,9 +93,12 @@ class Outward:
         """Issues the copies of what a group has saved and not yet sent."""
         # No list of sources: each goes when its own copy is made, where the device makes it.
         waiting = [saved for saved in group.living() if saved.state is LIVE and saved.source is not None]
-        self._gather(waiting)
-        for saved in waiting:
-            self.send(saved)
+        for home, there in by_home(waiting).items():
+            with self._backend.on(home):
+                self._gather(there)
+                written = self._edges.written(home)  # one event for them all
+                for saved in there:
+                    self.send(saved, written)
 
     def _gather(self, waiting: Iterable[SavedStorage]) -> None:
         """What was gathered stands beside its sources until they go."""
@@ -180,7 +183,7 @@ class Outward:
         self._account.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         saved.place = place
         source = saved.source if saved.part is None else saved.part.leaving(saved.source)
-        saved.out = place.leave(source, after=self._edges.written())
+        saved.out = place.leave(source, after=self._edges.written(saved.home))
         stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
         self._edges.copied_out(saved)

@@ -25,7 +25,7 @@ from memo.errors import ModifiedAfterSave
 from memo.trace.events import TensorState as State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from memo.swap.backend import Stamp, Timed
     from memo.swap.partial import Partial
@@ -48,6 +48,7 @@ __all__ = [
     "SavedStorage",
     "Sharded",
     "State",
+    "by_home",
     "content_of",
     "version_of",
 ]
@@ -136,6 +137,7 @@ class SavedStorage:
         "dropped",
         "group",
         "hold",
+        "home",
         "id",
         "nbytes",
         "out",
@@ -145,6 +147,7 @@ class SavedStorage:
         "returning",
         "source",
         "state",
+        "user",
     )
 
     def __init__(
@@ -153,6 +156,7 @@ class SavedStorage:
         nbytes: int,
         content: Content,
         group: Group,
+        home: int,
         dropped: Callable[[SavedStorage], None],
         changed: Callable[[SavedStorage], None] | None,
     ) -> None:
@@ -161,6 +165,8 @@ class SavedStorage:
         self.nbytes = nbytes
         self.content = content
         self.group = group
+        self.home = home  # the compute stream that it was saved on, and that its reload buffer belongs to
+        self.user = home  # the compute stream whose end is after all that was written into that buffer
         self.state = LIVE
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
@@ -201,6 +207,14 @@ class SavedStorage:
     def on_device(self) -> bool:
         """True while the bytes take device memory."""
         return self.source is not None or self.returned is not None
+
+
+def by_home(storages: Iterable[SavedStorage]) -> dict[int, list[SavedStorage]]:
+    """The storages of each compute stream, in their order; mostly all are of one."""
+    found: dict[int, list[SavedStorage]] = {}
+    for saved in storages:
+        found.setdefault(saved.home, []).append(saved)
+    return found
 
 
 class Kept:

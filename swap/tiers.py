@@ -101,6 +101,8 @@ class HostTier(_Ledger):
         self._refused = False  # in this step, for want of room
         self._expected = 0
         self._begins_anew = False  # what is known of steps before is of no use to the next one
+        self._reloads = 0
+        self._left: tuple[int, Event] | None = None  # the latest reload out of room that has been given back since
 
     def expect(self, nbytes: int) -> None:
         if nbytes or self._expected:
@@ -178,8 +180,12 @@ class HostTier(_Ledger):
         self.take(nbytes)
         return _HostPlace(self, segment, offset, nbytes, number)
 
-    def give_back(self, segment: _Segment, offset: int, nbytes: int, number: int, step: int) -> None:
+    def give_back(
+        self, segment: _Segment, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None
+    ) -> None:
         segment.free.free(offset)
+        if reload is not None and (self._left is None or self._left[0] < reload[0]):
+            self._left = reload
         self.used -= nbytes
         self._recorder.release(number, step)
 
@@ -189,12 +195,24 @@ class HostTier(_Ledger):
         return self._recorder.step
 
     def copy_out(self, block: torch.Tensor, source: torch.Tensor, after: Event) -> Timed:
+        self._after_reloads()
         self._backend.d2h.wait(after)
         return self._backend.d2h.copy(block, source)
 
-    def copy_in(self, target: torch.Tensor, block: torch.Tensor, after: Event) -> Timed:
+    def _after_reloads(self) -> None:
+        """E7: reloads run in order, so the latest one that left room free speaks for those before it.
+
+        With one compute stream E4, the program's order and E1 say as much; what is saved on another has not waited for E4.
+        """
+        if self._left is not None:
+            self._backend.d2h.wait(self._left[1])
+            self._left = None
+
+    def copy_in(self, target: torch.Tensor, block: torch.Tensor, after: Event) -> tuple[int, Timed]:
+        """The reload's number, and its event."""
         self._backend.h2d.wait(after)
-        return self._backend.h2d.copy(target, block)
+        self._reloads += 1
+        return self._reloads, self._backend.h2d.copy(target, block)
 
     def close(self) -> None:
         self._segments.clear()
@@ -212,7 +230,7 @@ class _Segment:
 
 
 class _HostPlace:
-    __slots__ = ("_block", "_number", "_offset", "_segment", "_step", "tier")
+    __slots__ = ("_block", "_number", "_offset", "_reload", "_segment", "_step", "tier")
 
     def __init__(self, tier: HostTier, segment: _Segment, offset: int, nbytes: int, number: int) -> None:
         self.tier = tier
@@ -221,15 +239,17 @@ class _HostPlace:
         self._block = segment.memory[offset : offset + nbytes]
         self._number = number
         self._step = tier.step
+        self._reload: tuple[int, Timed] | None = None
 
     def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.copy_out(self._block, source, after)
 
     def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
-        return self.tier.copy_in(target, self._block, after)
+        self._reload = self.tier.copy_in(target, self._block, after)
+        return self._reload[1]
 
     def release(self) -> None:
-        self.tier.give_back(self._segment, self._offset, self._block.numel(), self._number, self._step)
+        self.tier.give_back(self._segment, self._offset, self._block.numel(), self._number, self._step, self._reload)
 
 
 class DiskTier(_Ledger):

@@ -99,6 +99,9 @@ class StandinCuda:
         """Page-locked ranges."""
         self.lock_limit: int | None = None
         self.last_error = 0
+        self.capturing = False
+        self.recorded: list[Stream] = []
+        """The streams that the allocator was told of, one for each use beside a buffer's own."""
         self.compute = Stream(self, is_compute=True)
         self._current = threading.local()
         for name, value in {
@@ -112,6 +115,12 @@ class StandinCuda:
             "get_device_properties": lambda device: SimpleNamespace(),  # says nothing of its place on the bus
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        for name, value in {
+            "_cuda_getCurrentRawStream": lambda index: id(self.current),
+            "_cuda_isCurrentStreamCapturing": lambda: self.capturing,
+        }.items():
+            monkeypatch.setattr(torch._C, name, value, raising=False)  # a build for the CPU has neither
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: self.recorded.append(stream))
         copy, zeros = torch.Tensor.copy_, torch.zeros
 
         def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -83,13 +83,17 @@ EDGES = {
     "allocated": long_ago,
     "copied_back": nothing,
     "in_flight": nothing,
+    "abandoned": nothing,
 }
-# With copies done at once nothing is ever in flight when a graph is dropped: no limbo is needed there.
-MUTANTS = [(edge, policy) for edge in EDGES for policy in POLICIES if (edge, policy) != ("in_flight", "eager")]
+BETWEEN_COMPUTE_STREAMS = {"taken_over"}
+"""Needed by programs with several of them alone: test_compute_streams."""
+# With copies done at once nothing is in flight when a graph is dropped: no limbo is needed there; with some of them, seldom.
+NEVER_MISSED = {"in_flight": ["lazy", "random"], "abandoned": ["lazy"]}
+MUTANTS = [(edge, policy) for edge in EDGES for policy in NEVER_MISSED.get(edge, POLICIES)]
 
 
 def test_no_edge_is_left_out_of_what_is_proven_necessary() -> None:
-    assert {name for name in vars(Edges) if not name.startswith("_")} == set(EDGES)
+    assert {name for name in vars(Edges) if not name.startswith("_")} == EDGES.keys() | BETWEEN_COMPUTE_STREAMS
 
 
 def caught(model: Stack, made: Checked) -> bool:

@@ -1,0 +1,45 @@
+"""Programs with several compute streams: gradients equal to the last bit, and no access that nothing orders."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stream_programs import PROGRAMS, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    # Each stream of a program's own makes the accumulation of its gradients another's; the programs order that themselves.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_equal_on_several_streams(name: str, alpha: float) -> None:
+    want, again = run(name), run(name)
+    assert all(map(torch.equal, again, want))  # the comparison means something only where the plain run repeats itself
+    got = run(name, alpha=alpha, host="64MiB")
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_cuda_sanitizer_is_clean_on_several_streams(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stream_programs", name],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr
