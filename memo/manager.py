@@ -261,6 +261,8 @@ class Manager:
         return self
 
     def _begin_forwards(self) -> None:
+        if self._engine.is_captured():
+            return
         if self._recorder is not None and not self._in_step:
             self._recorder.begin_step(self.step)
             self._in_step = True

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 CAPTURED = (
-    "a layer's tensors were saved while a CUDA graph was being captured; they stay on the device, since a copy that the graph"
-    " repeats could not wait for its host memory"
+    "a CUDA graph is being captured: what autograd saves meanwhile stays on the device, since a graph repeats its work without"
+    " asking for memory; capture parts that fit, or train without graphs"
 )
 MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
 
@@ -138,6 +138,13 @@ class Engine:
     def expect(self, order: Sequence[Call]) -> None:
         """Says in which order backward will come to the layers' calls, until a step has shown it."""
         self._groups.expect(order)
+
+    def is_captured(self) -> bool:
+        """Whether what runs now is captured into a CUDA graph, and is therefore left alone; says so once."""
+        captured = self.backend.is_capturing()
+        if captured:
+            self._account.warn("capture", CAPTURED)
+        return captured
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
@@ -245,8 +252,7 @@ class Engine:
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                if self.backend.is_capturing():
-                    self._account.warn("capture", CAPTURED)
+                if self.is_captured():
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
             self.stats.packed += 1

@@ -102,17 +102,60 @@ def test_spans_stay_exact_over_a_day_though_the_driver_counts_in_floats(cuda: St
         assert abs((end - begin) / 1e6 - span_ms) < 0.01
 
 
-def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Stream] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
+def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda) -> None:
     backend = OnHostMemory()
     buffer = backend.empty(64)
     backend.compute_uses(buffer)
-    assert kept == []
+    assert cuda.recorded == []
     side = Stream(cuda)
     with torch.cuda.stream(side):  # type: ignore[arg-type]
         backend.compute_uses(buffer[8:])
-    assert kept == [side]
+    assert cuda.recorded == [side]
+
+
+def test_a_forward_under_capture_is_left_alone_and_says_so_once(cuda: StandinCuda, tmp_path: Path) -> None:
+    model = stack(layers=LAYERS)
+    manager, _ = managed(model, "host", 1.0, tmp_path)
+    with manager:
+        before = model(ids(0))  # its copies are under way when the capture begins, and when its graph dies
+    cuda.capturing = True
+    del before
+    gc.collect()
+    with pytest.warns(RuntimeWarning, match="CUDA graph is being captured") as said, manager:
+        model(ids(1)).backward()
+    with manager:
+        model(ids(2)).backward()
+    assert len(said) == 1
+    cuda.capturing = False
+    packed = manager.stats.packed
+    reference = stack(layers=LAYERS)
+    model.zero_grad()
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    assert manager.stats.packed > packed
+    manager.close()
+    assert manager.stats.live_entries == 0
+
+
+def test_what_a_layer_saves_while_it_captures_stays_on_the_device(cuda: StandinCuda, tmp_path: Path) -> None:
+    model = stack(layers=LAYERS)
+    manager, _ = managed(model, "host", 1.0, tmp_path)
+
+    def capture(module: torch.nn.Module, args: object, output: object = None) -> None:
+        cuda.capturing = output is None
+
+    projection = model.layers[1].down
+    hooks = projection.register_forward_pre_hook(capture), projection.register_forward_hook(capture)
+    with pytest.warns(RuntimeWarning, match="CUDA graph is being captured"), manager:
+        loss = model(ids(0))
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    reference = stack(layers=LAYERS)
+    reference(ids(0)).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    manager.close()
 
 
 def test_pages_that_cannot_be_locked_are_an_error_that_no_later_kernel_is_blamed_for(cuda: StandinCuda) -> None:
