@@ -125,11 +125,6 @@ class _Stream:
         return _COPIED
 
 
-class _Stamp:
-    def ns(self) -> int | None:
-        return 0
-
-
 class _Lanes(OneComputeStream):
     """The backend: a device that is the CPU, with lanes on which nothing takes time."""
 
@@ -157,8 +152,8 @@ class _Lanes(OneComputeStream):
     def synchronize(self) -> None:
         return None
 
-    def stamp(self) -> _Stamp:
-        return _Stamp()
+    def stamp(self, stream: int | None = None) -> None:
+        return None  # nothing takes time
 
     def close(self) -> None:
         return None

@@ -148,7 +148,7 @@ def offload(
     fixed = None if fixed is None else own_part(fixed, course)
     room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, course))
     recorder = None if trace is None else open_recorder(trace, model, room)
-    backend = open_backend(where, timing=recorder is not None or automatic)
+    backend = open_backend(where, timing=recorder is not None or automatic or fixed is not None)
     tiers, store = open_tiers(room, backend, verify=verify)
     engine = Engine(
         backend,
@@ -373,7 +373,8 @@ class Manager:
         self.step += 1
 
     def report(self) -> Report:
-        """What went where and what it cost, so far."""
+        """What went where and what it cost, so far; waits for the device where it has still to reach what is timed."""
+        self._engine.settle_times()
         return Report.of(
             self._engine,
             layers=len(self._layers),

@@ -76,7 +76,8 @@ class TokenWiseUse:
     """Largest difference that any trial so far found between recomputed and saved, as a share of what is accepted; 0 is bit
     for bit."""
     recomputed_bytes: int
-    recompute_s: float
+    recompute_s: float | None
+    """None where the device's time is not measured."""
 
     @classmethod
     def of(cls, engine: Engine, tokenwise: TokenWise) -> TokenWiseUse | None:
@@ -98,11 +99,15 @@ class TokenWiseUse:
         exact = "bit for bit" if self.deviation == 0 else f"within {100 * self.deviation:.0f} % of the bound"
         told = [
             f"token-wise: {self.levels}, {self.accepted} layers ({exact}), recomputed "
-            f"{format_bytes(self.recomputed_bytes)} in {format_duration(self.recompute_s)}"
+            f"{format_bytes(self.recomputed_bytes)} in {_duration(self.recompute_s)}"
         ]
         told += _by_reason("recomputed whole, attention too", self.repeated)
         told += _by_reason("whole tensors", self.refused)
         return told
+
+
+def _duration(seconds: float | None) -> str:
+    return "a time that was not measured" if seconds is None else format_duration(seconds)
 
 
 def _by_reason(what: str, layers: dict[str, str]) -> list[str]:
@@ -131,6 +136,9 @@ class Report:
     spilled: int
     failed_writes: int
     stalls_s: dict[StallCause, float]
+    """That compute spent waiting for copies, as far as it was measured."""
+    untimed_waits: int
+    """Waits of a device whose time is measured only for a trace or a plan."""
     live_entries: int
     tokenwise: TokenWiseUse | None = None
     disk: DiskUse | None
@@ -174,6 +182,7 @@ class Report:
             spilled=stats.spilled,
             failed_writes=stats.failed_writes,
             stalls_s={cause: ns / 1e9 for cause, ns in stats.stalls_ns.items()},
+            untimed_waits=stats.untimed_waits,
             live_entries=stats.live_entries,
             tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
             disk=disk,
@@ -182,8 +191,8 @@ class Report:
 
     @property
     def overlap(self) -> float | None:
-        """Share of the disk's busy time that nobody waited for; None without a disk or before it was used."""
-        if self.disk is None or self.disk.busy_s == 0:
+        """Share of the disk's busy time that nobody waited for; None without a disk, before its use, or if not measured."""
+        if self.disk is None or self.disk.busy_s == 0 or self.untimed_waits:
             return None
         return max(0.0, 1 - sum(self.stalls_s.values()) / self.disk.busy_s)
 
@@ -205,14 +214,16 @@ class Report:
             for row in rows
         ]
         hits = self.prefetch_hits
-        stalls = ", ".join(f"{cause} {format_duration(s)}" for cause, s in self.stalls_s.items() if s >= 5e-4)
+        stalls = ", ".join(f"{cause} {format_duration(s)}" for cause, s in self.stalls_s.items() if s >= 5e-4) or "none"
+        if self.untimed_waits:
+            stalls = f"not measured on the device (a trace measures them), {stalls} on the host"
         lines = [
             f"{self.layers} layers, {self.saved_tensors} saved tensors ({self.deduplicated} shared a storage)",
             *table,
             f"reloaded {format_bytes(self.reloaded_bytes)}, prefetch hits "
             + ("-" if hits is None else f"{100 * hits:.1f} %")
             + f", forwarded {self.uses[UseKind.LIVE]}, cancelled {self.cancelled}, spilled {self.spilled}",
-            f"stalls: {stalls or 'none'}",
+            f"stalls: {stalls}",
         ]
         if self.kept_bytes:
             lines.append(f"kept by plan: {format_bytes(self.kept_bytes)}")

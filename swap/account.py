@@ -5,44 +5,50 @@ It owns the counters and the journal. What it is told it keeps and passes on; it
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import time
 import warnings
 from typing import TYPE_CHECKING
 
+from memo.swap.backend import HostStamp
 from memo.swap.journal import Journal
 from memo.swap.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-    from memo.swap.backend import Stamp
+    from memo.swap.backend import Backend, Stamp
     from memo.swap.saved import SavedStorage
     from memo.trace.events import StallCause, Tracer, UseKind
 
 __all__ = ["Account"]
 
+_NO_RANGE = contextlib.nullcontext()
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 
 
 class Account:
-    """`stamp` takes the time on the caller's compute stream; nobody asks for it unless somebody listens."""
+    """Of one engine. Time is the device's where `backend` measures it; what a device has still to reach is counted later."""
 
-    __slots__ = ("_stamp", "_warned", "at_edge", "changed", "journal", "stats")
+    __slots__ = ("_backend", "_pending", "_warned", "at_edge", "changed", "journal", "stats")
 
-    def __init__(self, tracer: Tracer | None, stamp: Callable[[], Stamp]) -> None:
+    def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
         self.journal: Journal | None
         self.changed: Callable[[SavedStorage], None] | None
         """What each new storage tells of its transitions."""
         self.at_edge: Callable[[str | None], None] | None = None
         """Called with the layer whose forward begins or that backward comes to; with None where a forward ends."""
-        self._stamp = stamp
+        self._backend = backend
+        self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
         self._warned: set[str] = set()
         self.listen(tracer)
 
     def listen(self, tracer: Tracer | None) -> None:
         """From now on `tracer` is told what happens; None for nobody."""
-        self.journal = None if tracer is None else Journal(tracer, self._stamp)
+        self.journal = None if tracer is None else Journal(tracer, self._backend)
         self.changed = None if self.journal is None else self.journal.changed
 
     def comes_to_edge(self, begins: str | None) -> None:
@@ -50,14 +56,69 @@ class Account:
         if self.at_edge is not None:
             self.at_edge(begins)
 
-    def waited(self, begin_ns: int, cause: StallCause, module: str, ident: int | None = None) -> None:
-        """Host time since `begin_ns` may have gone into waiting for a copy."""
-        duration = time.monotonic_ns() - begin_ns
-        if duration < SHORTEST_STALL_NS:
+    def issuing(self, what: str, module: str) -> AbstractContextManager[None]:
+        """Around the issue of a copy or a recompute, for the device's profiler where somebody listens."""
+        return _NO_RANGE if self.journal is None else self.journal.range(f"{what} {module}")
+
+    def begin_wait(self, stream: int | None = None, *, stops_host: bool = False) -> Stamp | None:
+        """Now, on a compute stream that is about to wait for a copy; None where nobody measures that.
+
+        Where the host stops instead of the device its time is known in any case.
+        """
+        stamp = self._backend.stamp(stream)
+        return HostStamp() if stamp is None and stops_host else stamp
+
+    def waited(
+        self,
+        began: Stamp | None,
+        cause: StallCause,
+        module: str,
+        ident: int | None = None,
+        *,
+        stream: int | None = None,
+    ) -> None:
+        """The wait is issued. Time since `began` may have gone into it."""
+        if type(began) is HostStamp:
+            self._stalled(began.at, time.monotonic_ns(), cause, module, ident)
             return
-        self.stats.stalls_ns[cause] += duration
+        ended = None if began is None else self._backend.stamp(stream)
+        if began is None or ended is None:
+            self.stats.untimed_waits += 1
+            return
+        self._pending.append((began, ended, lambda begin, end: self._stalled(begin, end, cause, module, ident)))
+
+    def _stalled(self, begin_ns: int, end_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
+        if end_ns - begin_ns < SHORTEST_STALL_NS:
+            return
+        self.stats.stalls_ns[cause] += end_ns - begin_ns
         if self.journal is not None:
-            self.journal.stalled(begin_ns, duration, cause, module, ident)
+            self.journal.stalled(begin_ns, end_ns - begin_ns, cause, module, ident)
+
+    def recomputed(self, began: Stamp | None, module: str) -> None:
+        """A layer's recompute is issued, which began at `began` on the caller's stream."""
+        ended = None if began is None else self._backend.stamp()
+        if began is None or ended is None:
+            self.stats.untimed_recomputes += 1
+            return
+        self._pending.append((began, ended, self._recomputed))
+        if self.journal is not None:
+            self.journal.recompute_ended(module, began, ended)
+        self.settle()
+
+    def _recomputed(self, begin_ns: int, end_ns: int) -> None:
+        self.stats.recompute_ns += end_ns - begin_ns
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Counts the times that the device has reached by now, or all of them."""
+        while self._pending:
+            began, ended, count = self._pending[0]
+            if wait:
+                ended.synchronize()
+            begin_ns, end_ns = began.ns(), ended.ns()
+            if begin_ns is None or end_ns is None:
+                return
+            self._pending.popleft()
+            count(begin_ns, end_ns)
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
         """Backward has asked for a storage for the first time."""

@@ -10,6 +10,7 @@ order they were issued; different streams are ordered only by `record` and `wait
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "OneComputeStream", "Stamp", "Timed"]
+__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "HostStamp", "OneComputeStream", "Stamp", "Timed"]
 
 
 class Event(Protocol):
@@ -80,10 +81,28 @@ class Disk(Protocol):
 
 
 class Stamp(Protocol):
-    """A point of the compute stream in time."""
+    """A point of a compute stream in time."""
 
     def ns(self) -> int | None:
         """`time.monotonic_ns()` when the stream passed it; None while it has not."""
+
+    def synchronize(self) -> None:
+        """Blocks the calling host thread until it has."""
+
+
+class HostStamp:
+    """Now, where the host is the clock."""
+
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at = time.monotonic_ns()
+
+    def ns(self) -> int:
+        return self.at
+
+    def synchronize(self) -> None:
+        return None
 
 
 class Backend(Protocol):
@@ -140,8 +159,14 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """The host waits until no copy is in flight."""
 
-    def stamp(self) -> Stamp:
-        """Now, on the caller's compute stream."""
+    def stamp(self, stream: int | None = None) -> Stamp | None:
+        """Now, on a compute stream, the caller's where none is named; None where the device's time is not measured."""
+
+    def begin_range(self, name: str) -> int:
+        """Opens a range that a profiler of the device shows around what is issued in it; for `end_range`."""
+
+    def end_range(self, number: int) -> None:
+        """Closes the range."""
 
     def close(self) -> None:
         """Ends the lanes. Idempotent."""
@@ -163,6 +188,12 @@ class OneComputeStream:
         return False
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
+        return None
+
+    def begin_range(self, name: str) -> int:
+        return 0
+
+    def end_range(self, number: int) -> None:
         return None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.swap.aligned import aligned_empty, private_pages
-from memo.swap.backend import OneComputeStream
+from memo.swap.backend import HostStamp, OneComputeStream
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event, Timed
@@ -149,16 +149,6 @@ class ThreadStream:
             self._thread = None
 
 
-class _Stamp:
-    __slots__ = ("_ns",)
-
-    def __init__(self) -> None:
-        self._ns = time.monotonic_ns()
-
-    def ns(self) -> int | None:
-        return self._ns
-
-
 class CpuBackend(OneComputeStream):
     """Worker threads in place of copy engines."""
 
@@ -186,8 +176,8 @@ class CpuBackend(OneComputeStream):
         self.d2h.synchronize()
         self.h2d.synchronize()
 
-    def stamp(self) -> _Stamp:
-        return _Stamp()
+    def stamp(self, stream: int | None = None) -> HostStamp:
+        return HostStamp()
 
     def close(self) -> None:
         self.d2h.close()

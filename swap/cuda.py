@@ -1,9 +1,10 @@
 """The CUDA backend: one stream out, one stream in, events between them and the program's compute streams.
 
-Copies never run on a compute stream, and which one the caller is on is read at each call: under pipelines, FSDP2 or recompute
-it is not the one a constructor saw. A stream is named by its raw handle, which costs a tenth of a torch.cuda.Stream to ask
-for and to compare. Device buffers are allocated on the caller's stream, so that the caching allocator reuses their memory in
-that stream's order; `record_stream` makes it wait for any other stream that used them, and does nothing for their own.
+Copies never run on a compute stream, and which one the caller is on is read at each call: under pipelines, FSDP2 or
+recompute it is not the one a constructor saw. A stream is named by its raw handle, which takes a tenth of the time that a
+torch.cuda.Stream takes to ask for and to compare. Device buffers are allocated on the caller's stream, so that the caching
+allocator reuses their memory in that stream's order; `record_stream` makes it wait for any other stream that used them, and
+does nothing for their own.
 """
 
 from __future__ import annotations
@@ -120,16 +121,16 @@ class CudaStream:
         return _CudaCopy(end, begin, self._clock)
 
 
-class _CudaStamp:
-    __slots__ = ("_clock", "_event")
+class _CudaStamp(_CudaEvent):
+    __slots__ = ("_clock",)
 
-    def __init__(self, device: torch.device, clock: _Clock) -> None:
+    def __init__(self, stream: torch.cuda.Stream, clock: _Clock) -> None:
+        super().__init__(torch.cuda.Event(enable_timing=True))
         self._clock = clock
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
+        self._event.record(stream)
 
     def ns(self) -> int | None:
-        return self._clock.ns(self._event) if self._event.query() else None
+        return self._clock.ns(self._event) if self.query() else None
 
 
 def _order(event: Event, stream: torch.cuda.Stream) -> None:
@@ -143,7 +144,8 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
 class CudaBackend:
     """Copy engines of one GPU.
 
-    `timing` takes two timed events a copy, for a trace; without it events are the cheap kind.
+    `timing` takes two timed events for each copy, wait and recompute; without it events are the cheap kind and nobody knows
+    how long they took.
     """
 
     def __init__(self, device: torch.device, *, timing: bool = False) -> None:
@@ -205,9 +207,16 @@ class CudaBackend:
         self.d2h.stream.synchronize()
         self.h2d.stream.synchronize()
 
-    def stamp(self) -> _CudaStamp:
-        assert self._clock is not None, "stamps are taken only for a trace, and a trace asks for timing"
-        return _CudaStamp(self.device, self._clock)
+    def stamp(self, stream: int | None = None) -> _CudaStamp | None:
+        if self._clock is None or _is_capturing():
+            return None
+        return _CudaStamp(self._streams[self.here() if stream is None else stream], self._clock)
+
+    def begin_range(self, name: str) -> int:
+        return int(torch.cuda.nvtx.range_start(name))
+
+    def end_range(self, number: int) -> None:
+        torch.cuda.nvtx.range_end(number)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -10,7 +10,6 @@ still touches its memory. It waits for no copy unless its memory is wanted.
 from __future__ import annotations
 
 import collections
-import time
 from typing import TYPE_CHECKING
 
 from memo.errors import SwapError
@@ -85,13 +84,13 @@ class Endings:
                     leave -= saved.nbytes
                     self._limbo.append(saved)
                     continue
-                begin = time.monotonic_ns()
+                began = self._account.begin_wait(saved.home, stops_host=self._backend.host_waits(event))
                 try:
                     self._edges.abandoned(saved, event)
                 except SwapError as error:
                     # Nobody needs these bytes any more; the failure itself must still be seen.
                     self._account.warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
-                self._account.waited(begin, _DRAIN, saved.module, saved.id)
+                self._account.waited(began, _DRAIN, saved.module, saved.id, stream=saved.home)
             self._free(saved)
 
     def clear_limbo_of(self, storage: torch.UntypedStorage) -> None:

@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from memo.swap.partial import Partial
     from memo.swap.placement import Placement
     from memo.swap.saved import Content
+    from memo.swap.stats import Stats
     from memo.swap.tiers import Tier as TierRoom
     from memo.trace.events import Tracer
 
 __all__ = ["Engine"]
 
 CAPTURED = (
-    "a CUDA graph is being captured: what autograd saves meanwhile stays on the device, since a graph repeats its work without"
-    " asking for memory; capture parts that fit, or train without graphs"
+    "a CUDA graph is being captured: what autograd saves meanwhile stays on the device, since a graph repeats its work"
+    " without asking for memory; capture parts that fit, or train without graphs"
 )
 MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
 
@@ -78,8 +79,8 @@ class Engine:
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
         # waits for the section to end.
         self._lock = lock = threading.Lock()
-        self._account = account = Account(tracer, backend.stamp)
-        self.stats = account.stats
+        self._account = account = Account(tracer, backend)
+        self._stats = account.stats
         self._groups = groups = Groups()
         self._selection = Selection(backend.device)
         self._find = self._selection.known.find
@@ -88,7 +89,7 @@ class Engine:
         self._dropping = endings.drop  # one bound method, not one for each storage
         self._dropped = endings.dropped
         self._destinations = Destinations(
-            tiers, DeviceTier(backend, self.stats), spill=spill, stats=self.stats, make_room=endings.clear_limbo
+            tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
         )
         self._outward = Outward(backend, edges, self._destinations, endings, account=account, late_bytes=late_bytes)
         self._homeward = Homeward(
@@ -103,6 +104,12 @@ class Engine:
         self.place(placements or {})
 
     # Layers. The manager calls these around each layer's forward.
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since construction, with the times of what the device is through with."""
+        self._account.settle()
+        return self._stats
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """Names a model's parameters and buffers, whose storages never move."""
@@ -149,7 +156,8 @@ class Engine:
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
         self._endings.drain()
-        if self.stats.live_entries == 0:
+        self._account.settle()
+        if self._stats.live_entries == 0:
             with self._lock:
                 self._endings.clear_limbo()
             for tier in self.tiers:
@@ -174,7 +182,7 @@ class Engine:
             journal = self._account.journal
             if journal is not None:
                 journal.backward_left()
-                group.began = journal.stamp()
+                group.began = journal.begin(f"forward {module}")
         return group
 
     def end_layer(self, group: Group, *, between: bool) -> None:
@@ -243,7 +251,7 @@ class Engine:
             if content is None:
                 content = content_of(tensor)
             if hold is not None and hold.saved.content == content:
-                self.stats.deduplicated += 1
+                self._stats.deduplicated += 1
                 if hold.saved.home != self.backend.here():  # its memory must outlive what this stream does with it, too
                     self.backend.compute_uses(tensor, writes=False)
             else:
@@ -255,7 +263,7 @@ class Engine:
                 if self.is_captured():
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
-            self.stats.packed += 1
+            self._stats.packed += 1
         if self._dropped:
             self._endings.drain()
         nothing = self._nothing.get(tensor.dtype)
@@ -347,8 +355,13 @@ class Engine:
     def end_step(self) -> None:
         """A training step is over: what it did can be told."""
         self._endings.drain()
+        self._account.settle()
         if self._account.journal is not None:
             self._account.journal.end_step()
+
+    def settle_times(self) -> None:
+        """Waits for the device where times of waits and recomputes are still to come, so that `stats` has them all."""
+        self._account.settle(wait=True)
 
     def close(self) -> None:
         """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""

@@ -9,7 +9,6 @@ reload is ordered (E4) and, where only its first tokens moved, before the others
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +73,6 @@ class Homeward:
             self._refuse_if_closed(saved)
             how = _FETCHED
             self._fetch([saved])
-        begin = time.monotonic_ns()
         try:
             self.hand_over(saved)
         except SwapError:
@@ -84,8 +82,6 @@ class Homeward:
             self._account.stats.device_bytes -= saved.nbytes
             saved.move_to(AWAY)
             raise
-        finally:
-            self._account.waited(begin, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             assert saved.returned is not None
             self._account.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
@@ -94,7 +90,13 @@ class Homeward:
 
     def hand_over(self, saved: SavedStorage) -> None:
         """A stream asks for the first time since another one did, or since the reload was issued (E4, E6)."""
-        self._edges.copied_back(saved)
+        account = self._account
+        stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
+        began = account.begin_wait(stops_host=stops_host)
+        try:
+            self._edges.copied_back(saved)
+        finally:
+            account.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             self._edges.taken_over(saved)
         saved.user = self._backend.here()
@@ -107,13 +109,10 @@ class Homeward:
                 self.reach(saved.group)
             if saved.state is AWAY:
                 self._fetch([saved])
-        journal = self._account.journal
-        begin = time.monotonic_ns()
-        began = None if journal is None else journal.stamp()
-        part.call.recompute(self._fill)
-        self._account.stats.recompute_s += (time.monotonic_ns() - begin) / 1e9
-        if journal is not None and began is not None:
-            journal.recompute_ended(saved.module, began)
+        began = self._backend.stamp()
+        with self._account.issuing("recompute", saved.module):
+            part.call.recompute(self._fill)
+        self._account.recomputed(began, saved.module)
         if not part.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
@@ -227,8 +226,9 @@ class Homeward:
         place = saved.place
         if place is not None:  # None where all of it is computed again
             nbytes = saved.nbytes if saved.part is None else saved.part.head_nbytes
-            saved.returning = place.enter(target, after=event)
             tier = place.tier
+            with self._account.issuing(tier.lane_in, saved.module):
+                saved.returning = place.enter(target, after=event)
             if tier.name is not _DEVICE:
                 stats.bytes_reloaded += nbytes
                 if self._account.journal is not None:

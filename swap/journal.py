@@ -2,36 +2,45 @@
 
 Copies and layers take time on the device, so their spans are kept here until they have ended and are told at the end of a
 step; everything else is told at once. Without a trace there is no journal, and the engine does not look at a clock for it.
+Layers, copies and recomputes are also ranges for the device's own profiler (NVTX).
 """
 
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
 
 from memo.trace.events import Lane, Note, Span, Stall, StateChange, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     import torch
 
-    from memo.swap.backend import Stamp, Timed
+    from memo.swap.backend import Backend, Stamp, Timed
     from memo.swap.saved import SavedStorage
     from memo.trace.events import StallCause, Tracer, UseKind
 
 __all__ = ["Journal"]
 
 
-class Journal:
-    """The events of one engine. `stamp` takes the time on the caller's compute stream."""
+class Began(NamedTuple):
+    """The beginning of a layer's pass: its time, None where that is not measured, and the number of its range."""
 
-    def __init__(self, tracer: Tracer, stamp: Callable[[], Stamp]) -> None:
-        self.stamp = stamp
+    stamp: Stamp | None
+    range: int
+
+
+class Journal:
+    """The events of one engine, timed by its backend."""
+
+    def __init__(self, tracer: Tracer, backend: Backend) -> None:
+        self._backend = backend
         self._tracer = tracer
         self._copies: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
         self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
-        self._backward: tuple[str, Stamp] | None = None  # the layer whose backward is under way
+        self._backward: tuple[str, Began] | None = None  # the layer whose backward is under way
 
     def changed(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
         """A storage has made a transition; with the first one comes the tensor it was saved for."""
@@ -54,24 +63,43 @@ class Journal:
         """A copy has been issued."""
         self._copies.append((ident, nbytes, lane, event))
 
-    def forward_ended(self, module: str, began: Stamp) -> None:
-        """A layer's forward is issued."""
-        self._layers.append((module, Lane.COMPUTE, "forward", began, self.stamp()))
+    def begin(self, name: str) -> Began:
+        """A layer's forward or backward begins."""
+        return Began(self._backend.stamp(), self._backend.begin_range(name))
 
-    def recompute_ended(self, module: str, began: Stamp) -> None:
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Around the issue of a copy or a recompute."""
+        number = self._backend.begin_range(name)
+        try:
+            yield
+        finally:
+            self._backend.end_range(number)
+
+    def forward_ended(self, module: str, began: Began) -> None:
+        """A layer's forward is issued."""
+        self._ended(module, "forward", began)
+
+    def _ended(self, module: str, phase: str, began: Began) -> None:
+        self._backend.end_range(began.range)
+        ended = self._backend.stamp()
+        if began.stamp is not None and ended is not None:
+            self._layers.append((module, Lane.COMPUTE, phase, began.stamp, ended))
+
+    def recompute_ended(self, module: str, began: Stamp, ended: Stamp) -> None:
         """A layer's recompute is issued."""
-        self._layers.append((module, Lane.RECOMPUTE, "backward", began, self.stamp()))
+        self._layers.append((module, Lane.RECOMPUTE, "backward", began, ended))
 
     def backward_reached(self, module: str) -> None:
         """Backward has come to another layer."""
         self.backward_left()
-        self._backward = (module, self.stamp())
+        self._backward = (module, self.begin(f"backward {module}"))
 
     def backward_left(self) -> None:
         """Backward is through with the layer it was in."""
         if self._backward is not None:
             module, began = self._backward
-            self._layers.append((module, Lane.COMPUTE, "backward", began, self.stamp()))
+            self._ended(module, "backward", began)
             self._backward = None
 
     def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:

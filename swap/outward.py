@@ -16,7 +16,6 @@ time is counted as the disk queue's. On the CPU the host is the compute stream, 
 from __future__ import annotations
 
 import collections
-import time
 from typing import TYPE_CHECKING
 
 from memo.errors import StoreWriteError
@@ -65,7 +64,7 @@ class Outward:
         self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
 
     def send(self, saved: SavedStorage, written: Event | None = None) -> None:
-        """Issues the copy out, on the storage's home stream (E1); `written` is an event of it since the storage was saved."""
+        """Issues the copy out, on the storage's home stream (E1); `written` is an event of it since the save."""
         part, source = saved.part, saved.source
         assert source is not None
         nbytes = saved.nbytes if part is None else part.head_nbytes
@@ -80,8 +79,9 @@ class Outward:
         if part is not None:
             self._gather([saved])
             source = part.leaving(source)
-        saved.out = place.leave(source, after=written or self._edges.written(saved.home))
         tier = place.tier
+        with self._account.issuing(tier.lane_out, saved.module):
+            saved.out = place.leave(source, after=written or self._edges.written(saved.home))
         self._account.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
         if tier.name is _DEVICE and not _is_shared(saved):
@@ -133,17 +133,17 @@ class Outward:
         late = 0
         for _ in range(len(self._late)):
             group = self._late.popleft()
-            begin, cause, before = time.monotonic_ns(), _DRAIN, late
-            for saved in group.living():
-                if saved.state is not LEAVING:
-                    continue
-                if saved.out is not None and self._backend.host_waits(saved.out) and not _is_shared(saved):
-                    if late + saved.nbytes <= self._room_for_late(ended):
-                        late += saved.nbytes
-                        continue
-                    cause = _DISK_QUEUE
-                self._drop_source(saved)
-            self._account.waited(begin, cause, group.module)
+            before = late
+            for home, leaving in by_home(saved for saved in group.living() if saved.state is LEAVING).items():
+                going, stops_host = [], False
+                for saved in leaving:
+                    if saved.out is not None and self._backend.host_waits(saved.out):
+                        if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
+                            late += saved.nbytes
+                            continue
+                        stops_host = True
+                    going.append(saved)
+                self._drop_sources(going, home, group.module, stops_host=stops_host)
             if late > before:
                 self._late.append(group)
         if self._endings.has_limbo:
@@ -154,6 +154,12 @@ class Outward:
         if self._late_bytes is not None:
             return self._late_bytes
         return sum(saved.nbytes for saved in ended.living())
+
+    def _drop_sources(self, going: Iterable[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
+        began = self._account.begin_wait(home, stops_host=stops_host)
+        for saved in going:
+            self._drop_source(saved)
+        self._account.waited(began, _DISK_QUEUE if stops_host else _DRAIN, module, stream=home)
 
     def _drop_source(self, saved: SavedStorage) -> None:
         try:

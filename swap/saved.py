@@ -27,7 +27,8 @@ from memo.trace.events import TensorState as State
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from memo.swap.backend import Stamp, Timed
+    from memo.swap.backend import Timed
+    from memo.swap.journal import Began
     from memo.swap.partial import Partial
     from memo.swap.placement import Quota
     from memo.swap.tiers import Place
@@ -117,7 +118,7 @@ class Group:
         self.alive = 0  # how many of these are
         self.external: set[torch.UntypedStorage] = set()
         self.quota: Quota | None = None  # where its storages go; without one, to the first tier with room
-        self.began: Stamp | None = None  # when its forward began; taken only for a trace
+        self.began: Began | None = None  # its forward; noted only for a trace
 
     def living(self) -> list[SavedStorage]:
         """What still has handles, in the order it was saved."""

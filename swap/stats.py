@@ -45,17 +45,25 @@ class Stats:
     """Largest value of `device_bytes`."""
     recent_peak_bytes: int = 0
     """The same since `restart_peak`."""
-    recompute_s: float = 0.0
-    """Host seconds spent recomputing."""
+    recompute_ns: int = 0
+    """Time of the compute streams spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
     """How backward found what it asked for, by kind."""
     stalls_ns: dict[StallCause, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(StallCause, 0))
-    """Host nanoseconds spent waiting, by cause."""
+    """Time of the compute streams, or of the host where that stopped instead, spent waiting for copies, by cause."""
+    untimed_waits: int = 0
+    """Waits of a device whose time is not measured, and which are therefore not in `stalls_ns`."""
+    untimed_recomputes: int = 0
 
     @property
-    def stall_s(self) -> float:
-        """Host seconds spent waiting for copies, all causes."""
-        return sum(self.stalls_ns.values()) / 1e9
+    def stall_s(self) -> float | None:
+        """Seconds spent waiting for copies, all causes; None where the device's time is not measured."""
+        return None if self.untimed_waits else sum(self.stalls_ns.values()) / 1e9
+
+    @property
+    def recompute_s(self) -> float | None:
+        """Seconds spent recomputing; None where the device's time is not measured."""
+        return None if self.untimed_recomputes else self.recompute_ns / 1e9
 
     def moved(self, tier: Tier, nbytes: int) -> None:
         """Counts bytes that left the device for `tier`."""

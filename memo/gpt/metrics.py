@@ -46,8 +46,9 @@ class StepMetrics:
     """Brought back in this step; likewise."""
     disk_bytes_per_s: float
     """Sent to disk; likewise."""
-    stall_s: float
-    recompute_s: float
+    stall_s: float | None
+    """None where the device's time is not measured; likewise the next."""
+    recompute_s: float | None
     eval_loss: float | None = None
     """In the file only for steps that were followed by an evaluation."""
     alarm: str | None = None
@@ -80,8 +81,8 @@ class StepMetrics:
                 f"host {self.host_bytes / 2**30:.2f} GiB",
                 f"nvme {self.disk_bytes / 2**30:.2f} GiB",
                 "d2h/h2d/nvme " + "/".join(f"{rate / 1e9:.2f}" for rate in rates) + " GB/s",
-                f"stall {self.stall_s * 1e3:.0f} ms",
-                f"recompute {self.recompute_s * 1e3:.0f} ms",
+                f"stall {_milliseconds(self.stall_s)}",
+                f"recompute {_milliseconds(self.recompute_s)}",
             ]
         parts.append(f"tps {self.tokens_per_s:,.0f}")
         if self.mfu_causal is not None:
@@ -91,6 +92,10 @@ class StepMetrics:
         if self.skipped_steps:
             parts.append(f"skipped {self.skipped_steps}")
         return "  ".join(parts)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

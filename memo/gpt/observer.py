@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -115,8 +116,8 @@ class _Counters:
     disk: int = 0
     reloaded: int = 0
     recomputed: int = 0
-    stall_s: float = 0.0
-    recompute_s: float = 0.0
+    stall_s: float | None = 0.0
+    recompute_s: float | None = 0.0
 
     @classmethod
     def of(cls, manager: Manager | None) -> _Counters:
@@ -135,10 +136,15 @@ class _Counters:
     def __sub__(self, earlier: _Counters) -> _Counters:
         return _Counters(
             **{
-                field.name: getattr(self, field.name) - getattr(earlier, field.name)
+                field.name: _less(getattr(self, field.name), getattr(earlier, field.name))
                 for field in dataclasses.fields(self)
             }
         )
+
+
+def _less(now: Any, before: Any) -> Any:
+    """None where either was not measured."""
+    return None if now is None or before is None else now - before
 
 
 def _known_peak(device: torch.device, precision: Precision) -> float | None:

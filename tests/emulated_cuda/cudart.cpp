@@ -1,12 +1,15 @@
 // A CUDA runtime whose device is this machine's own memory. Preloaded before torch's CUDA build, it lets the CUDA path run where no GPU is.
 // Device memory is mapped host memory, copies are memcpy, and every stream is a queue that runs as late as it may: when somebody waits for it, or an
 // operator is computed on it. A missing edge between two streams therefore shows as wrong data, and not once in a thousand runs but always.
+// With EMULATED_CUDA_LINK (bytes per second, each way) events tell the time of a clock that only copies over that link and
+// torch.cuda._sleep move on: what a step waits for its copies is then arithmetic, on however busy a machine.
 // Kernels are not run: torch's operators are computed by its own CPU kernels (operators.py); one that is launched all the same is named on stderr.
 #include <cuda_runtime_api.h>
 
 #include <sys/mman.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,10 +32,12 @@ struct Mark;
 struct Op {
   std::function<void()> run;
   std::shared_ptr<Mark> wait;  // instead of run
+  double issued = 0;
 };
 struct Stream {
   std::deque<Op> queue;
   bool running = false;
+  double time = 0;  // of the clock that the link moves on, in milliseconds
 };
 struct Mark {
   Stream* stream;
@@ -59,6 +64,9 @@ const size_t total = number("EMULATED_CUDA_BYTES", size_t(8) << 30);
 const bool eager = number("EMULATED_CUDA_EAGER", 0);
 size_t random_state = number("EMULATED_CUDA_SEED", 0);  // 0: nothing runs by chance
 
+const double link = number("EMULATED_CUDA_LINK", 0);
+double host_time = 0, lane_free[2] = {0, 0};  // when the host has seen what it waited for; when each way of the link is free
+
 double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -78,8 +86,16 @@ void step(Stream* stream) {
   Op op = std::move(stream->queue.front());
   stream->queue.pop_front();
   if (op.wait) until(op.wait);
-  else op.run();
+  stream->time = std::max(stream->time, op.wait ? std::max(op.issued, op.wait->at) : op.issued);
+  if (!op.wait) op.run();
 }
+
+void over_the_link(Stream* stream, bool out, size_t bytes) {
+  double begin = std::max(stream->time, lane_free[out]);
+  stream->time = lane_free[out] = begin + bytes / link * 1e3;
+}
+
+void seen_by_host(double time) { host_time = std::max(host_time, time); }
 
 void flush(Stream* stream) {
   while (!stream->queue.empty()) step(stream);
@@ -110,6 +126,7 @@ void chance() {
 
 void push(cudaStream_t handle, Op op) {
   Stream* stream = of(handle);
+  op.issued = host_time;
   stream->queue.push_back(std::move(op));
   if (eager) flush(stream);
   chance();
@@ -121,8 +138,16 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   bool pageable = false;
   for (const void* p : {const_cast<const void*>(to), from})
     if (!inside(device_memory, p) && !inside(pinned_memory, p)) pageable = true;
-  push(stream, {[=] { memcpy(to, from, bytes); }, nullptr});
-  if (synchronous || pageable) flush(of(stream));
+  bool to_device = inside(device_memory, to), from_device = inside(device_memory, from);
+  Stream* on = of(stream);
+  push(stream, {[=] {
+    memcpy(to, from, bytes);
+    if (link && to_device != from_device) over_the_link(on, from_device, bytes);
+  }, nullptr});
+  if (synchronous || pageable) {
+    flush(on);
+    seen_by_host(on->time);
+  }
   return cudaSuccess;
 }
 
@@ -176,7 +201,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   }
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { Lock lock(mutex); for (auto s : streams) flush(s); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  Lock lock(mutex);
+  for (auto s : streams) flush(s);
+  for (auto s : streams) seen_by_host(s->time);
+  return cudaSuccess;
+}
 
 cudaError_t cudaMemGetInfo(size_t* free_, size_t* total_) { Lock lock(mutex); *free_ = total - used; *total_ = total; return cudaSuccess; }
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
@@ -297,7 +327,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithPrior
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return cudaStreamCreateWithPriority(s, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) { Lock lock(mutex); flush(of(s)); return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) { *p = 0; return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { Lock lock(mutex); flush(of(s)); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { Lock lock(mutex); flush(of(s)); seen_by_host(of(s)->time); return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t s) { Lock lock(mutex); return of(s)->queue.empty() ? cudaSuccess : cudaErrorNotReady; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
@@ -325,14 +355,14 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   auto mark = std::make_shared<Mark>();
   mark->stream = of(s);
   reinterpret_cast<Event*>(e)->mark = mark;
-  push(s, {[mark] { mark->done = true; mark->at = now(); }, nullptr});
+  push(s, {[mark] { mark->done = true; mark->at = link ? mark->stream->time : now(); }, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   Lock lock(mutex);
   auto mark = reinterpret_cast<Event*>(e)->mark;
-  if (mark && !mark->done) push(s, {nullptr, mark});
+  if (mark && (!mark->done || link)) push(s, {nullptr, mark});
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
@@ -346,6 +376,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   Lock lock(mutex);
   auto mark = reinterpret_cast<Event*>(e)->mark;
   if (mark) until(mark);
+  if (mark && link) seen_by_host(mark->at);
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
@@ -368,20 +399,27 @@ void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) { kernels[host] = name; }
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, struct CUstream_st*) { return 0; }
-cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaSuccess; }
+static thread_local cudaStream_t configured;
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, struct CUstream_st* s) { configured = s; return 0; }
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void* s) { *static_cast<cudaStream_t*>(s) = configured; return cudaSuccess; }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* entry) { *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(entry)); return cudaSuccess; }
-static cudaError_t launched(const void* kernel) {
+static cudaError_t launched(const void* kernel, void** arguments, cudaStream_t handle) {
   Lock lock(mutex);
   auto known = kernels.find(kernel);
   std::string name = known == kernels.end() ? "?" : known->second;
+  if (link && name.find("spin_kernel") != std::string::npos) {  // torch.cuda._sleep: cycles at 1 GHz
+    int64_t cycles = *static_cast<int64_t*>(arguments[0]);
+    Stream* on = of(handle);
+    push(handle, {[=] { on->time += cycles * 1e-6; }, nullptr});
+    return cudaSuccess;
+  }
   if (named.insert(name).second) fprintf(stderr, "emulated CUDA: a kernel was launched and not run: %s\n", name.c_str());
   if (getenv("EMULATED_CUDA_STRICT")) abort();
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) { return launched(kernel); }
-cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return launched(kernel); }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* kernel, void**) { return launched(kernel); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** a, size_t, cudaStream_t s) { return launched(kernel, a, s); }
+cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void** a, size_t, cudaStream_t s) { return launched(kernel, a, s); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* kernel, void** a) { return launched(kernel, a, c->stream); }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
   a->maxThreadsPerBlock = 1024; a->numRegs = 32; a->binaryVersion = 90; a->ptxVersion = 90;

@@ -1,7 +1,7 @@
 """torch's CUDA stream sanitizer without two of its mistakes; TORCH_CUDA_SANITIZER=1 turns it on.
 
-It takes `set_`, which makes a view, for a kernel that writes; and a tensor without memory for one at the address of its Python
-object, so that two of them which follow each other there seem to race.
+It takes `set_`, which makes a view, for a kernel that writes; and a tensor without memory for one at the address of its
+Python object, so that two of them which follow each other there seem to race.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class HalfBatches(Blocks):
 
 
 class Branches(nn.Module):
-    """A layer with a branch on a side stream; both branches save the same input, and backward runs each on its own stream."""
+    """A layer with a branch on a side stream; both save the same input, and backward runs each on its own stream."""
 
     def __init__(self, side: torch.cuda.Stream, hidden: int = 64) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Branches(nn.Module):
 
 
 class SavedElsewhere(Branches):
-    """The side stream alone saves what the main stream allocated, and nobody tells the allocator: autograd keeps it alive."""
+    """The side stream alone saves what the main stream allocated, and autograd alone keeps it alive."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * 2.0

@@ -1,4 +1,4 @@
-"""Programs with two compute streams under the checking backend, and the proof that each edge between streams is necessary."""
+"""Programs with two compute streams under the checking backend, and the proof that each edge between them is necessary."""
 
 from __future__ import annotations
 
