@@ -210,7 +210,7 @@ def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGr
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+        return dist.distributed_c10d._resolve_process_group(args[at])  # type: ignore[attr-defined]
     return dist.ProcessGroup.unbox(group)
 
 
