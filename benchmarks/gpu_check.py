@@ -41,6 +41,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
         "tests/gpt/test_attention.py",
         "tests/gpu/test_stream_sanitizer.py",
         "tests/gpu/test_ring_cuda.py",
+        "tests/gpu/test_norms_cuda.py",
     ),
     "arena": ("tests/gpu/test_arena_cuda.py",),
     "kernels": ("tests/kernels",),

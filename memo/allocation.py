@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MemoryStats",
     "ModelSteps",
+    "allocated_bytes",
     "memory_share",
     "memory_stats",
     "model_steps",
+    "peak_allocated_bytes",
     "planned_allocator",
     "restart_peaks",
     "use_planned_allocator",
@@ -166,12 +168,40 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return MemoryStats(allocator="none")
-    if _installed is None:
-        return _torch_stats(device, reset_peaks=reset_peaks)
-    native = _installed.native
-    counters = native.counters(_index(device))
+    stats = _torch_stats(device) if _installed is None else _planned_stats(_installed.native, device)
     if reset_peaks:
-        native.reset_peaks()
+        restart_peaks(device)
+    return stats
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is allocated now."""
+    if _installed is not None:
+        return _installed.native.counters(_index(device)).allocated
+    return _figure(_torch_counters(device), "allocated_bytes", "current")
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most that was allocated of a GPU since `restart_peaks`.
+
+    Cheap enough for every edge of a layer: `torch.cuda.max_memory_allocated` names, sorts and copies some hundred figures to
+    give this one.
+    """
+    if _installed is not None:
+        return _installed.native.counters(_index(device)).allocated_peak
+    return _figure(_torch_counters(device), "allocated_bytes", "peak")
+
+
+def restart_peaks(device: torch.device | int | None = None) -> None:
+    """Peaks of device memory count from now on, whichever allocator serves it. Reads nothing."""
+    if _installed is not None:
+        _installed.native.reset_peaks()
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _planned_stats(native: Native, device: torch.device | int | None) -> MemoryStats:
+    counters = native.counters(_index(device))
     return MemoryStats(
         allocator="planned",
         allocated_bytes=counters.allocated,
@@ -191,28 +221,30 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
     )
 
 
-def restart_peaks(device: torch.device | int | None = None) -> None:
-    """Peaks of device memory count from now on, whichever allocator serves it."""
-    memory_stats(device, reset_peaks=True)
-
-
 def memory_share(device: torch.device) -> float:
     """The part of a GPU's memory that this process may take of torch's allocator; the planned one has no such bound."""
     return 1.0 if _installed is not None else torch.cuda.get_per_process_memory_fraction(device)
 
 
-def _torch_stats(device: torch.device | int | None, *, reset_peaks: bool) -> MemoryStats:
-    stats = torch.cuda.memory_stats(device)
-    if reset_peaks:
-        torch.cuda.reset_peak_memory_stats(device)
+def _torch_stats(device: torch.device | int | None) -> MemoryStats:
+    counters = _torch_counters(device)
     return MemoryStats(
         allocator="torch",
-        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
-        peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-        peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
-        device_mallocs=stats.get("num_device_alloc", 0),
+        allocated_bytes=_figure(counters, "allocated_bytes", "current"),
+        peak_allocated_bytes=_figure(counters, "allocated_bytes", "peak"),
+        reserved_bytes=_figure(counters, "reserved_bytes", "current"),
+        peak_reserved_bytes=_figure(counters, "reserved_bytes", "peak"),
+        device_mallocs=counters.get("num_device_alloc", 0),
     )
+
+
+def _torch_counters(device: torch.device | int | None) -> dict[str, Any]:
+    """The counters of torch's allocator as it keeps them; empty before the first use of CUDA."""
+    return torch.cuda.memory.memory_stats_as_nested_dict(device)
+
+
+def _figure(counters: dict[str, Any], name: str, moment: str) -> int:
+    return counters[name]["all"][moment] if counters else 0
 
 
 def _index(device: torch.device | int | None) -> int:

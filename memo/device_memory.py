@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from memo.allocation import memory_stats, restart_peaks
+from memo.allocation import allocated_bytes, peak_allocated_bytes, restart_peaks
 from memo.gpt.process_memory import peak_rss_bytes, rss_bytes
 from memo.node import available_host_bytes
 from memo.swap.capture import local_part
@@ -46,9 +46,9 @@ def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
         return DeviceMemory(
             total_bytes=total if budget is None else min(total, budget),
             # torch.cuda's own functions raise where another allocator than torch's serves the device.
-            peak_bytes=lambda: memory_stats(device).peak_allocated_bytes,
+            peak_bytes=lambda: peak_allocated_bytes(device),
             restart=lambda: restart_peaks(device),
-            now_bytes=lambda: memory_stats(device).allocated_bytes,
+            now_bytes=lambda: allocated_bytes(device),
         )
     return DeviceMemory(
         total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,

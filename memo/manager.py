@@ -25,12 +25,14 @@ from memo.device_memory import device_memory, gradients_to_come
 from memo.errors import MemoError, UsageError
 from memo.findings import alone
 from memo.mip.activation_stages import needs
+from memo.norm_limit import require_countable_layer
 from memo.opening import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.parallel.agreement import everyones
 from memo.parallel.alike import group_of
 from memo.parallel.course import Course
 from memo.planning import FixedPlan, FixedSetting, Planning, checked_plan, own_part, read_plan
 from memo.report import DiskUse, Report
+from memo.swap.capture import layer_input
 from memo.swap.engine import Engine
 from memo.swap.layers import Around, Layer, find_layers, stand_around
 from memo.swap.levels import LayerCosts, Level, Setting, TokenLevels, setting_of
@@ -305,6 +307,9 @@ class Manager:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_elsewhere():
                 return
+            hidden = layer_input(args, kwargs)
+            if hidden is not None:
+                require_countable_layer(layer.name, module, hidden)
             if self._planning is not None:
                 self._planning.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from memo.swap.answers import is_attention, is_random
 from memo.swap.results import is_product
 from memo.swap.tokenrules import COLLECTIVES, tensors_in
 
-__all__ = ["Given", "Operator"]
+__all__ = ["Given", "Operator", "group_of"]
 
 _ATEN = torch.ops.aten
 
@@ -31,6 +32,7 @@ _KEEP_CONTENT = frozenset(
 )  # fmt: skip
 # These say when a collective's result is there, and change nothing in it.
 _AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})
+_COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
 _NO_LENGTHS = frozenset({"dim", "dim0", "dim1", "dims", "index", "k", "start"})
 _LENGTH_TYPES = frozenset(
@@ -46,8 +48,8 @@ class Operator:
     """What is known of an operator before it is called."""
 
     __slots__ = (
-        "awaits", "func", "is_attention", "is_collective", "is_constant", "is_known", "is_overload", "is_product",
-        "is_random", "joins", "keeps_content", "lengths_at", "writes",
+        "awaits", "func", "group_at", "is_attention", "is_collective", "is_constant", "is_known", "is_overload",
+        "is_product", "is_random", "joins", "keeps_content", "lengths_at", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -70,6 +72,8 @@ class Operator:
         """It changes how a tensor lies, is seen or is typed, and no more."""
         self.lengths_at = _lengths_at(func) if is_overload else _NOWHERE
         """The positions of whole numbers, alone or in lists, that may follow the number of tokens."""
+        self.group_at = _group_at(func) if is_overload else None
+        """The position of the process group, if it is given one."""
         self.writes = _writes(func) if is_overload else ()
         """Position and name of the arguments that it changes in place."""
 
@@ -91,6 +95,8 @@ class Given:
         self.lengths: list[int] = []
         """Those that may follow the number of tokens."""
         lengths_at = operator.lengths_at
+        if operator.group_at is not None:
+            args = self._with_ranks(operator.group_at)
         for at, value in enumerate(args):
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
@@ -104,6 +110,17 @@ class Given:
             self._take(value, self.numbers)
         if operator.is_constant:
             self.numbers = [_told(args[0])]
+
+    def _with_ranks(self, group_at: int) -> list[Any]:
+        """The arguments, with the process group's ranks in its place.
+
+        torch takes equal meshes for one another: a layer may be given a group, and its recompute another one of the same
+        ranks, which has another name.
+        """
+        group = group_of(self.operator.func, self.args)
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        return [*self.args[:group_at], f"ranks {ranks}", *self.args[group_at + 1 :]]
 
     def _take(self, value: Any, whole: list[Any]) -> None:
         """One argument, or the tensors among its items; `whole` is where whole numbers go."""
@@ -175,6 +192,26 @@ def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
         for position, declared in enumerate(func._schema.arguments)
         if declared.alias_info is not None and declared.alias_info.is_write
     )
+
+
+def _group_at(func: torch._ops.OpOverload) -> int | None:
+    if func.namespace not in _COLLECTIVE_NAMESPACES:
+        return None
+    names = [declared.name for declared in func._schema.arguments]
+    return next((at for at, name in enumerate(names) if name in ("group_name", "process_group")), None)
+
+
+def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
+    """The process group that a collective is given; None for what only waits for one."""
+    at = _operator_of(func).group_at
+    if at is None:
+        return None
+    group = args[at]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        return dist.distributed_c10d._resolve_process_group(args[at])  # type: ignore[attr-defined]
+    return dist.ProcessGroup.unbox(group)
 
 
 def _told(constant: torch.Tensor) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memo.swap.called import group_of
 from memo.swap.capture import are_wrapped
 from memo.swap.tokenrules import Unproven
 
@@ -69,25 +70,12 @@ class Hearing(TorchDispatchMode):
     ) -> Any:
         if types and are_wrapped(types):
             return NotImplemented
-        kwargs = kwargs or {}
-        if func.namespace in ("_dtensor", "c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self._note(_group_of(func, args, kwargs))
-        return func(*args, **kwargs)
+        self._note(group_of(func, args))
+        return func(*args, **(kwargs or {}))
 
     def _note(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and group.size() > 1:
             self.groups.setdefault(group.group_name, group)
-
-
-def _group_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The group that a collective names; None for what only waits for one."""
-    for position, declared in enumerate(func._schema.arguments):
-        value: Any = args[position] if position < len(args) else kwargs.get(declared.name)
-        if declared.name == "process_group":
-            return dist.ProcessGroup.unbox(value)
-        if declared.name == "group_name":
-            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined]
-    return None
 
 
 class Ranks:

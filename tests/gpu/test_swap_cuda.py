@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from small_models import Step, assert_equal, gradients
 
 import memo
+from memo.device_use import DeviceUse
 from memo.gpt.config import preset
 from memo.gpt.model import GPT
 
@@ -150,6 +152,37 @@ def test_the_automatic_plan_measures_and_plans(device: torch.device) -> None:
     assert manager.plan is not None
     assert manager.plan.declined  # everything fits
     manager.close()
+
+
+def test_a_layers_edge_reads_torchs_counters_once_and_sorts_none(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.cuda.memory_stats` names and sorts some hundred figures, twice an edge within the steps that are measured."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    model = make(device)
+    manager = memo.offload(model)
+    count(torch.cuda, "memory_stats")
+    count(torch.cuda.memory, "memory_stats")
+    count(torch._C, "_cuda_memoryStats")
+    count(torch._C, "_cuda_resetPeakMemoryStats")
+    count(DeviceUse, "edge")
+    steps(model, device, manager, count=4)
+    manager.close()
+    edges, beside = calls["edge"], 20  # beside the edges: a few readings a step
+    assert edges > 2 * beside
+    assert calls["memory_stats"] == 0
+    assert edges <= calls["_cuda_memoryStats"] <= edges + beside
+    assert edges <= calls["_cuda_resetPeakMemoryStats"] <= edges + beside
 
 
 def test_memory_does_not_grow_over_fifty_steps(device: torch.device) -> None:

@@ -18,7 +18,13 @@ from standin_runtime import Call, Driver, Standin, open_standin
 
 import memo
 from memo import allocation, opening
-from memo.allocation import ModelSteps, memory_stats, use_planned_allocator
+from memo.allocation import (
+    ModelSteps,
+    allocated_bytes,
+    memory_stats,
+    peak_allocated_bytes,
+    use_planned_allocator,
+)
 from memo.allocator.native import FREE, MALLOC, RECORD_STREAM, Native
 from memo.allocator.planned import PlannedAllocator, Stage
 from memo.cli.main import main
@@ -141,6 +147,7 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
 
     for name in ("memory_stats", "reset_peak_memory_stats", "get_per_process_memory_fraction", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", refuse)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
     use_planned_allocator()
@@ -150,15 +157,19 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     memory = device_memory(device, None)
     assert memory.peak_bytes() == 3 * KIB
     memory.restart()
-    assert memory.peak_bytes() == 0
+    assert memory.peak_bytes() == memory.now_bytes() == 0
     assert opening._device_bytes(device) == 1 << 30
     assert attention_kernel._free_bytes(device) == (1 << 20) + memory_stats(device).reserved_bytes
 
 
 def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"allocated_bytes.all.current": 1, "reserved_bytes.all.peak": 4, "num_device_alloc": 7}
+    figures = {
+        "allocated_bytes": {"all": {"current": 1, "peak": 2}},
+        "reserved_bytes": {"all": {"current": 3, "peak": 4}},
+        "num_device_alloc": 7,
+    }
     resets: list[object] = []
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: figures)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: figures)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     stats = memory_stats(reset_peaks=True)
     assert (stats.allocator, stats.allocated_bytes, stats.peak_reserved_bytes, stats.device_mallocs) == (
@@ -168,6 +179,11 @@ def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, m
         7,
     )
     assert resets == [None]
+    device = torch.device("cuda", 0)
+    assert (allocated_bytes(device), peak_allocated_bytes(device)) == (1, 2)
+    assert resets == [None]
+    figures.clear()  # as before the first use of CUDA
+    assert (memory_stats().allocated_bytes, allocated_bytes(device), peak_allocated_bytes(device)) == (0, 0, 0)
 
 
 def test_the_runtime_that_is_loaded_is_the_one_used(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,7 +38,8 @@ class MLP(torch.nn.Module):
 def build(kind: str) -> torch.nn.Module:
     from small_models import stack
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    # A group of its own for each, as init_device_mesh makes where there is a GPU: torch takes equal meshes for one another.
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     if kind.startswith("fsdp"):
         model = stack()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp-bf16" else MixedPrecisionPolicy()

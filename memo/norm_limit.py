@@ -1,0 +1,44 @@
+"""How large a tensor torch's own norms on CUDA may be given: beyond it they would leave rows wrong, and say nothing.
+
+`torch.nn.LayerNorm` and `torch.nn.RMSNorm` find a row at `blockIdx.x * width`, computed in 32 bits without a sign, in
+forward and in backward (aten/src/ATen/native/cuda/layer_norm_kernel.cu). A row that begins at element 2^32 or later is read
+and written where another one lies. Norms written in plain operators, as Hugging Face's RMSNorms are, count in 64 bits.
+
+That was read in torch's source and in its issue 181555 of April 2026, and not seen on a GPU here. Pull request 181600 mends
+it, in a release that is not known here; 2.11 is older. So every torch is held to the limit, until
+`tests/gpu/test_norms_cuda.py` fails on one that no longer needs it. Not known: whether the sums over rows that make the
+gradients of a norm's weights count right at all such lengths.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from memo.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["NORM_ELEMENTS", "require_countable", "require_countable_layer"]
+
+NORM_ELEMENTS = 1 << 32
+"""The last row of so many elements begins below 2^32: a million tokens of width 4096 are right."""
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def require_countable(hidden: torch.Tensor, what: str) -> None:
+    """Raises UsageError where a norm of `hidden`, a rank's own part, would be wrong. `what` names who would compute it."""
+    if hidden.numel() > NORM_ELEMENTS and hidden.is_cuda:
+        raise UsageError(
+            f"{what} would normalise {' x '.join(map(str, hidden.shape))} = {hidden.numel()} elements, and torch's norms "
+            f"on CUDA leave rows beyond {NORM_ELEMENTS} wrong; give each rank fewer tokens: a smaller batch, shorter "
+            f"sequences, or context or sequence parallelism"
+        )
+
+
+def require_countable_layer(name: str, layer: nn.Module, hidden: torch.Tensor) -> None:
+    """Raises UsageError where `layer` has one of torch's norms, which would be wrong of its input `hidden`."""
+    if hidden.numel() > NORM_ELEMENTS and any(isinstance(module, _NORMS) for module in layer.modules()):
+        require_countable(getattr(hidden, "_local_tensor", hidden), name)  # of a DTensor this rank's part
