@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from memo.swap.freelist import FreeList
+from memo.swap.slab import PageableSlab
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -224,8 +225,8 @@ class CheckingBackend:
         self.compute_uses(buffer)
         return buffer
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), _POISON, dtype=torch.uint8)
+    def host_slab(self, nbytes: int) -> _PoisonedSlab:
+        return _PoisonedSlab(nbytes)
 
     def synchronize(self) -> None:
         self.d2h.synchronize()
@@ -236,6 +237,12 @@ class CheckingBackend:
 
     def close(self) -> None:
         return None
+
+
+class _PoisonedSlab(PageableSlab):
+    def grow(self, nbytes: int) -> None:
+        self.memory[self.nbytes : nbytes].fill_(_POISON)
+        super().grow(nbytes)
 
 
 class _NoTime:
