@@ -5,10 +5,11 @@ a private mapping whose pages are locked where they are, exactly as many as aske
 start, piece by piece and in the background, and grows in place: nothing is locked twice. The faults that make pages are most
 of the cost (on one virtual machine 1.1 to 1.4 s per GiB, and at most 0.1 s to lock them then), so threads make them.
 
-A copy may not span two registrations: `copy_pieces` divides it where one ends and the next begins.
+A copy may not span two registrations: `copy_pieces` divides it where one ends and the next begins. One of all would not do
+either: drivers from 580 on refuse 512 GiB in one call (LMCache/LMCache#5177).
 
 Forked processes, as a data loader's workers, do not get this memory: the kernel would copy all of its pages at the fork,
-since they are locked. What RLIMIT_MEMLOCK bounds is mlock; the driver pins pages itself, and may or may not count them.
+since they are locked.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ _FAULTING_THREADS = min(4, os.cpu_count() or 1)
 _TOLD_BYTES = 4 << 30
 """Less than this is locked too soon for a progress line."""
 
+
+class _Own(threading.local):
+    """Marks the threads that lock: a garbage collection there may close a slab, and must not wait for them."""
+
+    is_marked = False
+
+    def mark(self) -> None:
+        self.is_marked = True
+
+
+_own = _Own()
 _log = logging.getLogger("memo")
 _starts: list[int] = []  # addresses at which registrations begin, sorted
 
@@ -93,7 +105,8 @@ class PinnedSlab:
         self.nbytes = 0
         self._ready = 0  # bytes that are locked
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None  # while there is something to lock
+        self._locking = False
+        self._thread: threading.Thread | None = None  # the one that locks, or the latest that did
         self._error: BaseException | None = None
         self._closed = False
 
@@ -103,15 +116,18 @@ class PinnedSlab:
                 return
             self.nbytes = nbytes
             self._error = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="memo-page-lock", daemon=True)
+            if not self._locking:
+                self._locking = True
+                self._thread = threading.Thread(
+                    target=self._work, args=(self._thread,), name="memo-page-lock", daemon=True
+                )
                 self._thread.start()
 
     def wait(self, nbytes: int) -> None:
         if nbytes <= self._ready:
             return
         with self._changed:
-            self._changed.wait_for(lambda: nbytes <= self._ready or self._thread is None)
+            self._changed.wait_for(lambda: nbytes <= self._ready or not self._locking)
             if nbytes <= self._ready:
                 return
             error, self._error = self._error, None
@@ -120,35 +136,39 @@ class PinnedSlab:
     def shrink(self, nbytes: int) -> None:
         with self._changed:
             self.nbytes = min(self.nbytes, max(nbytes, self._ready))  # what the thread is at comes to its end
-            self._changed.wait_for(lambda: self._thread is None)
+            self._changed.wait_for(lambda: not self._locking)
             self.nbytes = self._ready = self._pages.unlock_beyond(nbytes)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self._thread is None)
-            self.nbytes = self._ready
+        if self._thread is not None and not _own.is_marked:
+            self._thread.join()
+        self.nbytes = self._ready
 
-    def _work(self) -> None:
+    def _work(self, before: threading.Thread | None) -> None:
+        _own.mark()
+        if before is not None:
+            before.join()  # it has nothing more to lock
         progress, begin, first = _Progress(), time.monotonic(), self._ready
-        error: BaseException | None = None
         try:
-            with torch.cuda.device(self._device), ThreadPoolExecutor(_FAULTING_THREADS, "memo-fault") as threads:
+            faulting = ThreadPoolExecutor(_FAULTING_THREADS, "memo-fault", initializer=_own.mark)
+            with torch.cuda.device(self._device), faulting as threads:
                 while (piece := self._next_piece()) is not None:
                     self._lock(*piece, threads)
                     progress.show(self._ready - first, self.nbytes - first)
         except BaseException as raised:
-            error = raised
+            with self._changed:
+                self.nbytes, self._error = self._ready, raised
+                self._end()
         progress.end()
-        with self._changed:
-            self._end(error)
         took = format_duration(time.monotonic() - begin)
         _log.info("page-locked %s of host memory in %s", format_bytes(self._ready - first), took)
 
     def _next_piece(self) -> tuple[int, int] | None:
         with self._changed:
             if self._closed or self._ready >= self.nbytes:
-                self._end(None)
+                self._end()
                 return None
             return self._ready, min(self.nbytes, self._ready + self._piece_bytes)
 
@@ -165,13 +185,10 @@ class PinnedSlab:
         if not self._closed:
             self._pages.make(start, min(stop, start + _FAULTED_BYTES))
 
-    def _end(self, error: BaseException | None) -> None:
-        """The thread has nothing more to do, and who waits is told."""
-        if self._thread is threading.current_thread():
-            self._thread = None
-            if error is not None:
-                self.nbytes, self._error = self._ready, error
-            self._changed.notify_all()
+    def _end(self) -> None:
+        """There is nothing more to lock, and who waits is told."""
+        self._locking = False
+        self._changed.notify_all()
 
 
 class _Pages:
@@ -215,7 +232,7 @@ class _Pages:
             _forget_error()
             raise SwapError(
                 f"cannot page-lock {format_bytes(nbytes)} of host memory beside {format_bytes(start)} (CUDA error {code}); "
-                f"lower the host budget, or raise the memlock limit (ulimit -l)"
+                f"lower the host budget (containers and WSL limit it; ulimit -l does not)"
             )
         self._locked.append((start, stop))
         bisect.insort(_starts, address)

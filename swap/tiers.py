@@ -82,7 +82,7 @@ class HostTier(_Ledger):
     Locking pages costs about 0.3 s per GiB: a small model should not pay for a large budget, and nobody twice. So the slab
     is never replaced. The first step is divided by first fit, and the slab grows with it; the steps after it follow a plan
     of its claims. Where a plan of activations says what steps need, the slab is made as large at once, in the background.
-    What the first step left over at the end is given back where it is more than a twentieth and no further plan may want it.
+    What the first step left over at the end is given back where it is more than a twentieth and no plan may want it later.
 
     What the system refuses is raised as the backend raised it, and counted nowhere.
     """
@@ -100,7 +100,7 @@ class HostTier(_Ledger):
         self._slab: HostSlab | None = None
         self._recorder = StepRecorder()
         self._refused = False  # in this step, for want of room
-        self._expected = 0
+        self._by_plan = False  # somebody has said what steps need, and may say something else later
         self._begins_anew = False  # what is known of steps before is of no use to the next one
 
     @property
@@ -109,11 +109,10 @@ class HostTier(_Ledger):
         return 0 if self._slab is None else self._slab.nbytes
 
     def expect(self, nbytes: int) -> None:
-        if nbytes or self._expected:
-            self._expected = min(_pages(nbytes), self._capacity)
-            self._begins_anew = True
-            if self._expected:
-                self._opened().grow(self._expected)
+        self._begins_anew |= bool(nbytes) or self._by_plan
+        if nbytes and self._capacity:
+            self._by_plan = True
+            self._opened().grow(min(_pages(nbytes), self._capacity))
 
     def claim(self, nbytes: int) -> Place | None:
         if self._begins_anew and not self.used:
@@ -159,7 +158,7 @@ class HostTier(_Ledger):
         if self._begins_anew or not self._recorder.end_step(PAGE, self._capacity):
             return
         # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
-        if not (refused or self._expected or self.used):
+        if not (refused or self._by_plan or self.used):
             self._shrink(self._recorder.nbytes)
 
     def _shrink(self, nbytes: int) -> None:
