@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memo.swap.backend import Event
+    from memo.swap.backend import Event, HostSlab
     from memo.swap.layers import Layer
 
 __all__ = ["HollowOffload"]
@@ -146,7 +146,7 @@ class _Lanes(OneComputeStream):
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
+    def host_slab(self, nbytes: int) -> HostSlab:
         raise AssertionError("no tier here has memory")
 
     def synchronize(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import torch.distributed as dist
+
+from memo.swap.host_memory import available_host_bytes
 
 __all__ = ["available_host_bytes", "share_of_node"]
 
@@ -22,33 +23,6 @@ def share_of_node(nbytes: int, *, weight: int = 1) -> int:
     dist.all_gather_object(offers, (_host_name(), nbytes, weight))
     here = [offer for offer in offers if offer is not None and offer[0] == _host_name()]
     return min(offer[1] for offer in here) * weight // sum(offer[2] for offer in here)
-
-
-def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping: the kernel's estimate, and no more than the cgroup leaves."""
-    available = _meminfo_available()
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as current,
-        ):
-            text = limit.read().strip()
-            if text != "max":
-                available = min(available, max(0, int(text) - int(current.read())))
-    except OSError:
-        pass  # no cgroup v2 here
-    return available
-
-
-def _meminfo_available() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _host_name() -> str:

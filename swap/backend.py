@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Backend", "CopyStream", "Disk", "Event", "Extent", "HostStamp", "OneComputeStream", "Stamp", "Timed"]
+__all__ = [
+    "Backend",
+    "CopyStream",
+    "Disk",
+    "Event",
+    "Extent",
+    "HostSlab",
+    "HostStamp",
+    "OneComputeStream",
+    "Stamp",
+    "Timed",
+]
 
 
 class Event(Protocol):
@@ -105,6 +116,34 @@ class HostStamp:
         return None
 
 
+class HostSlab(Protocol):
+    """One range of host memory, of which the system gives the first `nbytes`. It grows and shrinks in place, at its end."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole range; what lies beyond the bytes waited for must not be touched."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken of the system, or on their way."""
+
+    def grow(self, nbytes: int) -> None:
+        """Takes at least the first `nbytes`; returns at once."""
+
+    def wait(self, nbytes: int) -> None:
+        """Returns when the first `nbytes` may be used.
+
+        Raises:
+            SwapError: the system refused some of them; the slab is then as large as what it gave.
+        """
+
+    def shrink(self, nbytes: int) -> None:
+        """Gives back whole pieces beyond the first `nbytes`, where nothing may be in use."""
+
+    def close(self) -> None:
+        """Takes no more. What is taken is given back when nobody has a view of the memory any more. Idempotent."""
+
+
 class Backend(Protocol):
     """One device and its lanes."""
 
@@ -153,8 +192,12 @@ class Backend(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory that belongs to the caller's compute stream."""
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
-        """A host arena of exactly `nbytes` (page-locked where the device has a bus to cross)."""
+    def host_slab(self, nbytes: int) -> HostSlab:
+        """Addresses for `nbytes` of host memory (page-locked where the device has a bus to cross); none is taken yet.
+
+        Raises:
+            SwapError: the system refuses them.
+        """
 
     def synchronize(self) -> None:
         """The host waits until no copy is in flight."""

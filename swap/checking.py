@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from memo.swap.freelist import FreeList
+from memo.swap.slab import PageableSlab
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -286,8 +287,8 @@ class CheckingBackend:
         self.compute_uses(buffer)
         return buffer
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), _POISON, dtype=torch.uint8)
+    def host_slab(self, nbytes: int) -> _PoisonedSlab:
+        return _PoisonedSlab(nbytes)
 
     def synchronize(self) -> None:
         self.d2h.synchronize()
@@ -304,6 +305,12 @@ class CheckingBackend:
 
     def close(self) -> None:
         return None
+
+
+class _PoisonedSlab(PageableSlab):
+    def grow(self, nbytes: int) -> None:
+        self.memory[self.nbytes : nbytes].fill_(_POISON)
+        super().grow(nbytes)
 
 
 class _Weak:

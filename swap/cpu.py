@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.swap.aligned import aligned_empty, private_pages
+from memo.swap.aligned import aligned_empty
 from memo.swap.backend import HostStamp, OneComputeStream
+from memo.swap.slab import PageableSlab
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event, Timed
@@ -169,8 +170,8 @@ class CpuBackend(OneComputeStream):
     def empty(self, nbytes: int) -> torch.Tensor:
         return aligned_empty(nbytes)
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(private_pages(nbytes), dtype=torch.uint8)
+    def host_slab(self, nbytes: int) -> PageableSlab:
+        return PageableSlab(nbytes)
 
     def synchronize(self) -> None:
         self.d2h.synchronize()

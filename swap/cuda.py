@@ -10,24 +10,20 @@ does nothing for their own.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.errors import SwapError
-from memo.swap.aligned import private_pages
-from memo.swap.numa import node_of_pci_device, prefer_node
-from memo.units import format_bytes
+from memo.swap.numa import node_of_pci_device
+from memo.swap.pinned import PinnedSlab, copy_pieces, page_locked
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event, Timed
 
 __all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node", "page_locked"]
 
-_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 # The driver tells the time between two events as a 24-bit float of milliseconds: to 1 us after ten seconds, to a quarter of
 # a millisecond after an hour.
 _LONGEST_ELAPSED_MS = 10_000.0
@@ -116,7 +112,7 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             if begin is not None:
                 begin.record(self.stream)
-            target.copy_(source, non_blocking=True)
+            copy_pieces(target, source)
             end.record(self.stream)
         return _CudaCopy(end, begin, self._clock)
 
@@ -200,8 +196,8 @@ class CudaBackend:
         self._owner[buffer.untyped_storage()] = self.here()
         return buffer
 
-    def empty_host(self, nbytes: int) -> torch.Tensor:
-        return page_locked(nbytes, node=numa_node(self.device))
+    def host_slab(self, nbytes: int) -> PinnedSlab:
+        return PinnedSlab(nbytes, self.device, node=numa_node(self.device))
 
     def synchronize(self) -> None:
         self.d2h.stream.synchronize()
@@ -234,45 +230,3 @@ def numa_node(device: torch.device) -> int | None:
 def copy_stream(device: torch.device) -> CudaStream:
     """A copy stream of its own, for bytes on their way to and from disk."""
     return CudaStream(device, None)
-
-
-def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
-    """Page-locked host memory of exactly `nbytes` rounded up to a page, on NUMA node `node` if the kernel agrees.
-
-    Unlocked when its storage dies. Forked processes, as a data loader's workers, do not get it: the kernel would copy all of
-    its pages at the fork, since they are locked.
-
-    torch's pinned allocator rounds to a power of two (1.78 times what was asked, measured) and never gives back.
-
-    Raises:
-        SwapError: the system refuses to lock the pages.
-    """
-    mapping = private_pages(nbytes)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    address = memory.data_ptr()
-    with contextlib.suppress(OSError):  # a sandbox's kernel that does not know it
-        mapping.madvise(mmap.MADV_DONTFORK)
-    if node is not None:
-        prefer_node(address, nbytes, node)  # before the pages exist: locking makes them
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
-    if code != 0:
-        _forget_error()
-        raise SwapError(
-            f"cannot page-lock {format_bytes(nbytes)} of host memory (CUDA error {code}); "
-            f"lower the host budget, or raise the memlock limit (ulimit -l)"
-        )
-    # The finalizer holds the mapping, so that the pages are unlocked before they are unmapped.
-    weakref.finalize(memory.untyped_storage(), _unlock, address, mapping).atexit = False
-    return memory
-
-
-def _forget_error() -> None:
-    """The runtime keeps the error of a call that failed, and the next kernel is blamed for it: let that be one of ours."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
-def _unlock(address: int, mapping: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
-    del mapping

@@ -23,6 +23,7 @@ from memo.swap.aligned import aligned_empty
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
 from memo.swap.diskop import DiskExtent
+from memo.swap.host_memory import available_host_bytes
 from memo.trace.events import Lane
 
 if TYPE_CHECKING:
@@ -180,21 +181,10 @@ def host_facts(*, seconds: float) -> HostFacts:
         copies += 1
     rate = copies * source.numel() / (time.perf_counter() - begin)
     return HostFacts(
-        memory_available_bytes=_memory_available(Path("/")),
+        memory_available_bytes=available_host_bytes(),
         memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         copy_bytes_per_s=rate,
     )
-
-
-def _memory_available(root: Path) -> int:
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else max(min(available, int(limit) - used), 0)
 
 
 def measure_link(device: torch.device, *, seconds: float) -> LinkRates:

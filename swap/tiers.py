@@ -6,7 +6,6 @@ its bytes. Budgets are hard (R8): `claim` answers None when a tier is full, and 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from memo.swap.freelist import FreeList
@@ -17,11 +16,13 @@ from memo.trace.events import Tier as TierName
 if TYPE_CHECKING:
     import torch
 
-    from memo.swap.backend import Backend, Disk, Event, Extent, Timed
+    from memo.swap.backend import Backend, Disk, Event, Extent, HostSlab, Timed
 
 __all__ = ["DiskTier", "HostTier", "Place", "Tier"]
 
 PAGE = 4096
+SURPLUS = 20
+"""A slab is not given back for being larger than needed by one part in so many."""
 
 
 class Place(Protocol):
@@ -76,114 +77,100 @@ class _Ledger:
 
 
 class HostTier(_Ledger):
-    """Host arena: exact-size segments, together never above the budget.
+    """Host arena: one slab that grows in place as it is needed, never above the budget.
 
-    A segment that the system refuses is raised as the backend raised it, and counted nowhere.
+    Locking pages costs about 0.3 s per GiB: a small model should not pay for a large budget, and nobody twice. So the slab
+    is never replaced. The first step is divided by first fit, and the slab grows with it; the steps after it follow a plan
+    of its claims. Where a plan of activations says what steps need, the slab is made as large at once, in the background.
+    What the first step left over at the end is given back where it is more than a twentieth and no plan may want it later.
 
-    Segments are taken when they are first needed, since locking pages costs about 0.3 s per GiB and a small model should
-    not pay for a large budget. A storage never spans two segments: a copy across two page-lock registrations fails.
-    The first step is divided by first fit; from then on one segment of the planned size serves the planned offsets.
-    Where it is known what steps need, one segment of that size serves them all: what several of them leave at their ends
-    would be missed in a budget that a plan fills.
+    What the system refuses is raised as the backend raised it, and counted nowhere.
     """
 
     name = TierName.HOST
     lane_out = Lane.D2H
     lane_in = Lane.H2D
 
-    def __init__(self, backend: Backend, budget: int, *, segment_bytes: int = 1 << 30) -> None:
+    def __init__(self, backend: Backend, budget: int, *, segment_bytes: int = 64 << 20) -> None:
         super().__init__(budget)
         self._backend = backend
         self._segment_bytes = segment_bytes
-        self._segments: list[_Segment] = []
-        self.reserved = 0
+        self._capacity = budget // PAGE * PAGE
+        self._space = FreeList(self._capacity, align=PAGE)
+        self._slab: HostSlab | None = None
         self._recorder = StepRecorder()
         self._refused = False  # in this step, for want of room
-        self._expected = 0
+        self._by_plan = False  # somebody has said what steps need, and may say something else later
         self._begins_anew = False  # what is known of steps before is of no use to the next one
         self._reloads = 0
         self._left: tuple[int, Event] | None = None  # the latest reload out of room that has been given back since
 
+    @property
+    def reserved(self) -> int:
+        """Bytes taken of the system, or on their way."""
+        return 0 if self._slab is None else self._slab.nbytes
+
     def expect(self, nbytes: int) -> None:
-        if nbytes or self._expected:
-            self._expected = min(_pages(nbytes), self._capacity)
-            self._begins_anew = True
+        self._begins_anew |= bool(nbytes) or self._by_plan
+        if nbytes and self._capacity:
+            self._by_plan = True
+            self._opened().grow(min(_pages(nbytes), self._capacity))
 
     def claim(self, nbytes: int) -> Place | None:
         if self._begins_anew and not self.used:
-            self._begin_anew()
+            self._recorder = StepRecorder()
+            self._begins_anew = False
         number, planned = self._recorder.claim(nbytes)
-        place = self._claim(nbytes, number, planned)
-        self._refused |= place is None
-        return place
-
-    def _claim(self, nbytes: int, number: int, planned: int | None) -> Place | None:
-        if planned is not None:
-            segment = self._segments[0]
-            if planned + nbytes <= segment.free.capacity and segment.free.allocate_at(planned, nbytes):
-                return self._place(segment, planned, nbytes, number)
-            self._recorder.missed()
-        for segment in self._segments:
-            offset = segment.free.allocate(nbytes)
-            if offset is not None:
-                return self._place(segment, offset, nbytes, number)
-        segment_bytes = max(_pages(nbytes), self._expected or self._segment_bytes)
-        room = self._capacity - self.reserved
-        if _pages(nbytes) > room:
+        offset = self._offset(nbytes, planned)
+        if offset is None:
+            self._refused = True
             return None
-        segment = self._add_segment(min(room, segment_bytes))
-        offset = segment.free.allocate(nbytes)
-        assert offset is not None
-        return self._place(segment, offset, nbytes, number)
+        try:
+            slab = self._reach(offset + _pages(nbytes))
+        except BaseException:
+            self._space.free(offset)
+            raise
+        self.take(nbytes)
+        return _HostPlace(self, slab.memory[offset : offset + nbytes], offset, number)
+
+    def _offset(self, nbytes: int, planned: int | None) -> int | None:
+        if planned is not None:
+            if self._space.allocate_at(planned, nbytes):
+                return planned
+            self._recorder.missed()
+        return self._space.allocate(nbytes)
+
+    def _reach(self, end: int) -> HostSlab:
+        """The slab, whose first `end` bytes may be used. It grows by a twentieth at least: each time costs a border."""
+        slab = self._opened()
+        if end > slab.nbytes:
+            most = max(end, slab.nbytes + slab.nbytes // SURPLUS)
+            slab.grow(min(-(-most // self._segment_bytes) * self._segment_bytes, self._capacity))
+        slab.wait(end)
+        return slab
+
+    def _opened(self) -> HostSlab:
+        if self._slab is None:
+            self._slab = self._backend.host_slab(self._capacity)
+        return self._slab
 
     def end_step(self) -> None:
-        """Nothing is held: plans the next step, and takes one segment of just the planned size for it."""
+        """Nothing is held: plans the next step, and gives back what it will not need."""
         refused, self._refused = self._refused, False
         if self._begins_anew or not self._recorder.end_step(PAGE, self._capacity):
             return
         # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
-        wanted = self._capacity if refused else max(self._recorder.nbytes, self._expected)
-        if not self._serves(wanted):
-            self._drop_segments()
-            self._add_segment(wanted)
+        if not (refused or self._by_plan or self.used):
+            self._shrink(self._recorder.nbytes)
 
-    @property
-    def _capacity(self) -> int:
-        return (self.budget or 0) // PAGE * PAGE
+    def _shrink(self, nbytes: int) -> None:
+        slab = self._opened()
+        if slab.nbytes > nbytes + nbytes // SURPLUS:
+            self._backend.synchronize()  # a copy that only the device has ordered may still use it
+            slab.shrink(nbytes)
 
-    def _begin_anew(self) -> None:
-        if not self._serves(self._expected):
-            self._drop_segments()
-        self._recorder = StepRecorder()
-        self._begins_anew = False
-
-    def _serves(self, nbytes: int) -> bool:
-        """One segment is all there is, of this size; or larger, where plans follow one another: locking pages takes long."""
-        if len(self._segments) != 1:
-            return False
-        capacity = self._segments[0].free.capacity
-        return capacity == nbytes or (self._expected > 0 and capacity > nbytes)
-
-    def _drop_segments(self) -> None:
-        if self._segments:
-            self._backend.synchronize()  # a copy that only the device has ordered may still use them
-        self._segments.clear()
-        self.reserved = 0
-
-    def _add_segment(self, nbytes: int) -> _Segment:
-        segment = _Segment(self._backend.empty_host(nbytes), FreeList(nbytes, align=PAGE))
-        self._segments.append(segment)
-        self.reserved += nbytes
-        return segment
-
-    def _place(self, segment: _Segment, offset: int, nbytes: int, number: int) -> Place:
-        self.take(nbytes)
-        return _HostPlace(self, segment, offset, nbytes, number)
-
-    def give_back(
-        self, segment: _Segment, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None
-    ) -> None:
-        segment.free.free(offset)
+    def give_back(self, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None) -> None:
+        self._space.free(offset)
         if reload is not None and (self._left is None or self._left[0] < reload[0]):
             self._left = reload
         self.used -= nbytes
@@ -215,28 +202,22 @@ class HostTier(_Ledger):
         return self._reloads, self._backend.h2d.copy(target, block)
 
     def close(self) -> None:
-        self._segments.clear()
-        self.reserved = 0
+        if self._slab is not None:
+            self._slab.close()
+        self._slab = None
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Segment:
-    memory: torch.Tensor
-    free: FreeList
-
-
 class _HostPlace:
-    __slots__ = ("_block", "_number", "_offset", "_reload", "_segment", "_step", "tier")
+    __slots__ = ("_block", "_number", "_offset", "_reload", "_step", "tier")
 
-    def __init__(self, tier: HostTier, segment: _Segment, offset: int, nbytes: int, number: int) -> None:
+    def __init__(self, tier: HostTier, block: torch.Tensor, offset: int, number: int) -> None:
         self.tier = tier
-        self._segment = segment
+        self._block = block
         self._offset = offset
-        self._block = segment.memory[offset : offset + nbytes]
         self._number = number
         self._step = tier.step
         self._reload: tuple[int, Timed] | None = None
@@ -249,7 +230,7 @@ class _HostPlace:
         return self._reload[1]
 
     def release(self) -> None:
-        self.tier.give_back(self._segment, self._offset, self._block.numel(), self._number, self._step, self._reload)
+        self.tier.give_back(self._offset, self._block.numel(), self._number, self._step, self._reload)
 
 
 class DiskTier(_Ledger):

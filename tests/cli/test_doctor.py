@@ -183,18 +183,6 @@ def test_a_rate_is_what_the_disk_delivers(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 < rates.write_together_bytes_per_s <= at_most
 
 
-def test_the_control_group_limits_the_memory_that_is_free(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    assert probe._memory_available(tmp_path) == 1000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.current").write_text("4096\n")
-    for limit, expected in (("max", 1000 * 1024), ("8192", 4096), ("1000", 0), ("99999999999", 1000 * 1024)):
-        (group / "memory.max").write_text(limit + "\n")
-        assert probe._memory_available(tmp_path) == expected
-
-
 def test_an_unlimited_memlock_is_null_and_not_a_huge_number(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 

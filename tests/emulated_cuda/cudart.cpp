@@ -113,6 +113,16 @@ bool inside(const std::map<uintptr_t, size_t>& ranges, const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) < at->first + at->second;
 }
 
+// A copy that begins in one of them and ends outside of it is refused, as by the driver.
+bool leaves(const std::map<uintptr_t, size_t>& ranges, const void* pointer, size_t bytes) {
+  auto first = reinterpret_cast<uintptr_t>(pointer);
+  auto at = ranges.lower_bound(first + bytes);
+  if (at == ranges.begin()) return false;
+  --at;
+  auto end = at->first + at->second;
+  return first < end && (first < at->first || end < first + bytes);
+}
+
 void chance() {
   if (!random_state) return;
   random_state = random_state * 6364136223846793005ULL + 1442695040888963407ULL;
@@ -136,8 +146,10 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   Lock lock(mutex);
   if (!bytes) return cudaSuccess;
   bool pageable = false;
-  for (const void* p : {const_cast<const void*>(to), from})
+  for (const void* p : {const_cast<const void*>(to), from}) {
+    if (leaves(pinned_memory, p, bytes)) return fail(cudaErrorInvalidValue);
     if (!inside(device_memory, p) && !inside(pinned_memory, p)) pageable = true;
+  }
   bool to_device = inside(device_memory, to), from_device = inside(device_memory, from);
   Stream* on = of(stream);
   push(stream, {[=] {

@@ -156,7 +156,8 @@ def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         stream = torch.cuda.current_stream().cuda_stream
         if self.numel():
             nbytes = self.numel() * self.element_size()
-            _RUNTIME.cudaMemcpyAsync(self.data_ptr(), source.data_ptr(), nbytes, _ANY_WAY, stream)
+            if _RUNTIME.cudaMemcpyAsync(self.data_ptr(), source.data_ptr(), nbytes, _ANY_WAY, stream):
+                raise RuntimeError("CUDA error: invalid argument")
         if not non_blocking and self.device != source.device:
             _RUNTIME.cudaStreamSynchronize(stream)
         return self

@@ -225,6 +225,41 @@ def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
     assert memory.is_pinned()
 
 
+def test_a_copy_over_several_registrations_is_whole(device: torch.device) -> None:
+    from memo.swap.cuda import CudaBackend
+    from memo.swap.pinned import PinnedSlab
+
+    slab = PinnedSlab(1 << 20, device, piece_bytes=1 << 16)
+    slab.grow(1 << 20)
+    slab.wait(1 << 20)
+    assert all(slab.memory[start:].is_pinned() for start in range(0, 1 << 20, 1 << 16))
+    backend = CudaBackend(device)
+    source = torch.arange(1 << 18, device=device).to(torch.uint8)
+    block = slab.memory[12345 : 12345 + source.numel()]
+    backend.d2h.wait(backend.compute_event())
+    backend.h2d.wait(backend.d2h.copy(block, source))
+    back = torch.zeros_like(source)
+    backend.h2d.wait(backend.compute_event())
+    backend.h2d.copy(back, block).synchronize()
+    assert torch.equal(back, source)
+    backend.close()
+    slab.close()
+
+
+def test_host_memory_is_locked_in_the_first_step_alone(device: torch.device) -> None:
+    model = make(device)
+    manager = memo.offload(model, alpha=1.0, host="2GiB")
+    tier: Any = manager._engine.tiers[0]
+    reserved = []
+    for _ in range(4):
+        steps(model, device, manager, count=1)
+        reserved.append(tier.reserved)
+    assert reserved[0] > 0
+    assert len(set(reserved)) == 1
+    assert tier._slab.memory[: reserved[0]].is_pinned()
+    manager.close()
+
+
 def test_a_trace_orders_copies_inside_the_step(device: torch.device, tmp_path: Path) -> None:
     import json
 

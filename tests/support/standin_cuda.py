@@ -97,7 +97,9 @@ class StandinCuda:
         self.streams: list[Stream] = []
         self.locked: dict[int, int] = {}
         """Page-locked ranges."""
+        self.locked_ever = 0
         self.lock_limit: int | None = None
+        self.at_lock: Callable[[], object] = lambda: None
         self.last_error = 0
         self.capturing = False
         self.recorded: list[Stream] = []
@@ -110,6 +112,7 @@ class StandinCuda:
             "stream": self._entered,
             "current_stream": lambda device=None: self.current,
             "current_device": lambda: 0,
+            "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: [stream.synchronize() for stream in self.streams],
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._lock_pages, cudaHostUnregister=self.locked.pop),
             "get_device_properties": lambda device: SimpleNamespace(),  # says nothing of its place on the bus
@@ -128,6 +131,8 @@ class StandinCuda:
             if stream.is_compute:
                 return copy(target, source)
             assert non_blocking, "a copy beside the compute stream that the host waits for"
+            self._check_registration(target)
+            self._check_registration(source)
             stream.copies += 1
             stream.issue(lambda: copy(target, source))
             return target
@@ -157,11 +162,19 @@ class StandinCuda:
         finally:
             self._current.stream = before
 
+    def _check_registration(self, block: torch.Tensor) -> None:
+        """The driver refuses a copy that is in one registration and out of it."""
+        first, end = block.data_ptr(), block.data_ptr() + block.numel()
+        for start, nbytes in list(self.locked.items()):
+            assert end <= start or start + nbytes <= first or (start <= first and end <= start + nbytes)
+
     def _lock_pages(self, address: int, nbytes: int, flags: int) -> int:
+        self.at_lock()
         if self.lock_limit is not None and sum(self.locked.values()) + nbytes > self.lock_limit:
             self.last_error = 2  # cudaErrorMemoryAllocation
             return self.last_error
         self.locked[address] = nbytes
+        self.locked_ever += nbytes
         return 0
 
 

@@ -37,9 +37,9 @@ FRAGMENTING = [("claim", 2), ("claim", 1), ("release", 0), ("claim", 4), ("relea
 
 
 def test_the_second_step_takes_no_more_than_the_lower_bound() -> None:
-    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=PAGE)
     run(tier, FRAGMENTING)
-    assert tier.reserved == 5 * PAGE  # one segment of the planned size
+    assert tier.reserved == 5 * PAGE  # two are given back
     run(tier, FRAGMENTING)
     assert tier._recorder.misses == 0
     assert tier.reserved == 5 * PAGE
@@ -81,36 +81,78 @@ def test_the_budget_holds_with_plans_too() -> None:
 THREE_OF_THREE = [("claim", 3), ("claim", 3), ("claim", 3), ("release", 0), ("release", 1), ("release", 2)]
 
 
-def test_where_the_need_is_known_one_segment_leaves_nothing_over_at_ends_of_others() -> None:
+def test_a_budget_that_the_step_fills_leaves_nothing_over() -> None:
     tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
-    assert run(tier, THREE_OF_THREE)[2] is None  # segments of four, four and one
-    tier.expect(9 * PAGE)
     assert None not in run(tier, THREE_OF_THREE)
-    (segment,) = tier._segments
-    run(tier, THREE_OF_THREE)
-    assert tier._segments == [segment], "locking its pages again would take as long as the first time"
-    tier.expect(6 * PAGE)
-    run(tier, [*THREE_OF_THREE[:1], ("release", 0)])
-    assert tier._segments == [segment], "another plan that needs less is no reason either"
-    assert tier._recorder.misses == 0
+    assert tier.reserved == 9 * PAGE
+
+
+def test_a_slab_a_twentieth_too_large_is_kept_and_a_larger_one_gives_back_its_end() -> None:
+    sizes = {}
+    for surplus in (1, 2):
+        tier = HostTier(CpuBackend(), 64 * PAGE, segment_bytes=(20 + surplus) * PAGE)
+        run(tier, [("claim", 20), ("release", 0)])
+        sizes[surplus] = tier.reserved // PAGE
+    assert sizes == {1: 21, 2: 20}
+
+
+def test_what_is_expected_is_taken_at_once_and_less_later_gives_nothing_back() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    tier.expect(20 * PAGE)
+    assert tier.reserved == 9 * PAGE, "the budget is hard"
+    tier.expect(3 * PAGE)
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 9 * PAGE, "plans follow one another, and locking pages takes long"
 
 
 def test_another_need_waits_until_nothing_is_held() -> None:
-    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=PAGE)
     held = tier.claim(3 * PAGE)
     assert held is not None
     tier.expect(6 * PAGE)
     tier.end_step()
     other = tier.claim(PAGE)
     assert other is not None
-    assert tier._segments[0].free.capacity == 4 * PAGE
     held.release()
     other.release()
     run(tier, [("claim", 3), ("release", 0)])
     assert tier.reserved == 6 * PAGE
     tier.expect(0)
     run(tier, [("claim", 3), ("release", 0)])
-    assert tier.reserved == 3 * PAGE
+    assert tier.reserved == 6 * PAGE, "another plan may follow"
+
+
+_CLAIMS = st.tuples(st.just("claim"), st.integers(1, 7 * PAGE))
+_OTHERS = st.tuples(st.sampled_from(["release", "expect", "end"]), st.integers(0, 40))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    budget=st.integers(PAGE, 24 * PAGE),
+    segment=st.sampled_from([PAGE, 4 * PAGE, 64 * PAGE]),
+    script=st.lists(_CLAIMS | _OTHERS, max_size=60),
+)
+def test_no_sequence_of_claims_exceeds_the_budget_or_shares_a_byte(
+    budget: int, segment: int, script: list[tuple[str, int]]
+) -> None:
+    tier = HostTier(CpuBackend(), budget, segment_bytes=segment)
+    held: list[Any] = []
+    for what, value in script:
+        if what == "claim" and (place := tier.claim(value)) is not None:
+            held.append(place)
+        elif what == "release" and held:
+            held.pop(value % len(held)).release()
+        elif what == "expect":
+            tier.expect(value * PAGE)
+        elif what == "end":
+            while held:
+                held.pop().release()
+            tier.end_step()
+        assert tier.reserved <= budget
+        ends = sorted((place._offset, place._offset + place._block.numel()) for place in held)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
+        assert not ends or ends[-1][1] <= tier.reserved
+        assert tier.used == sum(place._block.numel() for place in held)
 
 
 @pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 32, 48, 32, 48, 32), (24, 48, 40, 16)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import resource
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ import memo
 from memo.errors import HostBudgetExceeded, SwapError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -78,22 +82,34 @@ def test_a_device_too_small_for_one_tensor_is_an_error_and_the_next_step_works(t
     manager.close()
 
 
-def test_an_arena_that_the_system_refuses_is_raised_and_counted_nowhere(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def little_address_space() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 39, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("asked", ["in the step", "by a plan"])
+def test_addresses_that_the_system_refuses_are_one_line_and_the_next_step_works(asked: str) -> None:
     model = stack()
-    manager = memo.offload(model, alpha=1.0, host="1MiB", disk=[], min_bytes=512)
-    backend: Any = manager._engine.backend
-    original = backend.empty_host
-
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise SwapError("cannot page-lock")
-
-    backend.empty_host = refuse
-    with pytest.raises(SwapError, match="page-lock"), manager:
-        model(ids())
-    gc.collect()
+    manager = memo.offload(model, alpha=1.0, host="1TiB", disk=[], min_bytes=512)
     tier: Any = manager._engine.tiers[0]
+
+    def step() -> None:
+        with manager:
+            model(ids())
+
+    ask = step if asked == "in the step" else functools.partial(tier.expect, 1 << 20)
+    with (
+        little_address_space(),
+        pytest.raises(SwapError, match=r"^cannot map 1 TiB of host memory \(Cannot allocate memory\); lower .*$"),
+    ):
+        ask()
+    gc.collect()
     assert (tier.used, tier.reserved, manager.stats.live_entries) == (0, 0, 0)
-    backend.empty_host = original
     model.zero_grad()
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
     manager.close()

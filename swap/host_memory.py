@@ -1,0 +1,100 @@
+"""How much host memory this process can still take: what the kernel has, and what each of its cgroups leaves.
+
+RLIMIT_MEMLOCK is no part of it: a GPU's driver pins pages itself and does not count them there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["available_host_bytes", "total_host_bytes"]
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60
+"""cgroup v1 says a number near 2^63 where there is no limit."""
+
+
+def available_host_bytes(root: Path = _ROOT, *, total_before: int | None = None) -> int:
+    """Host memory that can be taken without swapping: the kernel's estimate, and no more than any cgroup leaves.
+
+    Some virtual machines and containers are given memory as they use it, and the kernel's total grows. Where it has grown
+    since `total_before` (by default since this module was imported) the kernel's estimate says little, and the limits of
+    the cgroups are what counts, if there are any.
+    """
+    rooms = list(_cgroup_rooms(root))
+    before = _total_at_import if total_before is None else total_before
+    if rooms and total_host_bytes(root) > before:
+        return min(rooms)
+    return min(_meminfo(root).get("MemAvailable", _free_pages()), *rooms, _UNLIMITED)
+
+
+def total_host_bytes(root: Path = _ROOT) -> int:
+    """Memory of the machine as the kernel sees it now; 0 where it does not say."""
+    return _meminfo(root).get("MemTotal", 0)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Bytes by name; empty where the system is not Linux."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines)
+    return {field[0].rstrip(":"): int(field[1]) << 10 for field in fields if field[-1] == "kB"}
+
+
+def _free_pages() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Bytes that each limited cgroup above this process leaves, in cgroups of both versions."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for mount in (mounts, mounts / "unified"):
+                yield from _rooms(mount, path, ("memory.max", "memory.high"), "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes",)
+            yield from _rooms(mounts / "memory", path, names, "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _rooms(mount: Path, path: str, limits: tuple[str, ...], usage: str, reclaimable: str) -> Iterator[int]:
+    """Of the group and all of its ancestors. Those that a container does not see are missing, and its own is the mount."""
+    group = Path(path.strip("/"))
+    for above in dict.fromkeys((group, *group.parents)):
+        directory = mount / above
+        limit = min((_number(directory / name) for name in limits), default=_UNLIMITED)
+        used = _number(directory / usage)
+        if limit < _UNLIMITED and used < _UNLIMITED:
+            yield max(0, limit - used + min(used, _stat(directory / "memory.stat", reclaimable)))
+
+
+def _number(file: Path) -> int:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return _UNLIMITED
+    return _UNLIMITED if text == "max" else int(text)
+
+
+def _stat(file: Path, name: str) -> int:
+    """Bytes of one line: file pages that nobody has used lately are counted as used, and given back when asked for."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+_total_at_import = total_host_bytes()
