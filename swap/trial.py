@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import MemoError
+from memo.swap.comparison import have_same_bits, relative_difference
 from memo.swap.script import Diverged
 from memo.swap.surroundings import RandomState
 from memo.swap.tokenrules import Unproven
@@ -66,18 +67,18 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
 
 
 def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:
-    """How far apart the bytes are. Raises Unproven for more than 1."""
-    again = again.view(saved.shape)
-    if torch.equal(saved, again):
+    """How far the bytes of rows x tokens x width are apart from those recomputed. Raises Unproven for more than 1."""
+    theirs = saved.flatten(1)  # a row's tokens lie one behind the other
+    ours = again.view(theirs.shape)
+    if have_same_bits(ours, theirs):
         return 0.0
-    if want.dtype not in BOUND:
+    if want.dtype not in BOUND or theirs.shape[1] % want.dtype.itemsize:
         raise Unproven(f"a recomputed tensor of {want.dtype} differs from the saved one")
-    ours, theirs = (t.contiguous().flatten().view(want.dtype).double() for t in (again, saved))
-    scale = theirs.square().mean().sqrt()
-    off = ((ours - theirs).square().mean().sqrt() / scale / torch.finfo(want.dtype).eps / BOUND[want.dtype]).item()
+    off = relative_difference(ours.view(want.dtype), theirs.view(want.dtype))
+    off /= torch.finfo(want.dtype).eps * BOUND[want.dtype]
     if not off <= 1.0:  # also where it is no number
         raise Unproven(
             f"what it recomputes of a tensor of shape {want.layout.shape} and {want.dtype} differs from what it saved"
             f" by {off:.3g} times the bound"
         )
-    return float(off)
+    return off
