@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memo.swap.levels import COMPARED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["comparing_nbytes", "have_same_bits", "relative_difference"]
+__all__ = ["have_same_bits", "relative_difference"]
 
-_PIECE = 1 << 19
+_PIECE = COMPARED
 """Elements of the numbers that are compared at once, in double precision; of bits, as many times eight bytes."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,17 +43,12 @@ def relative_difference(again: torch.Tensor, saved: torch.Tensor) -> float:
 
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Of the difference and of the numbers, summed: 17 bytes an element stand meanwhile."""
+    """Of the difference and of the numbers, summed: 17 bytes an element stand meanwhile (levels.comparing_nbytes)."""
     bits = _BITS[theirs.itemsize]
     same = ours.view(bits) == theirs.view(bits)
     scale = theirs.double()
     off = ours.to(torch.float64, copy=True).sub_(scale).masked_fill_(same, 0.0).square_().sum()
     return torch.stack([off, torch.nan_to_num(scale, nan=0.0, posinf=0.0, neginf=0.0).square_().sum()])
-
-
-def comparing_nbytes(nbytes: int) -> int:
-    """The most bytes that comparing two tensors of so many bytes, in half precision or wider, takes beside them."""
-    return max(min(nbytes, 8 * _PIECE), 17 * min(nbytes // 2, _PIECE))
 
 
 def _pieces(one: torch.Tensor, other: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

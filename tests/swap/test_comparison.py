@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 
 from memo.swap import comparison
-from memo.swap.comparison import comparing_nbytes, have_same_bits, relative_difference
+from memo.swap.comparison import have_same_bits, relative_difference
+from memo.swap.levels import comparing_nbytes
 from memo.swap.tokenrules import Unproven
 from memo.swap.trial import BOUND, _difference
 
