@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memo.swap.division import Division
     from memo.swap.replay import Span, Wanted
 
-__all__ = ["BOUND", "try_out"]
+__all__ = ["BOUND", "OutOfRoom", "try_out"]
 
 # Largest accepted root-mean-square difference between a recomputed and a saved tensor, in units of the type's epsilon and
 # of the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
@@ -24,10 +24,15 @@ __all__ = ["BOUND", "try_out"]
 BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
+class OutOfRoom(Unproven):
+    """The device had no memory for a trial, which says nothing of the layer: another step may have it."""
+
+
 def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     """The largest difference found, in units of BOUND; 0 when all bytes are the same.
 
     Raises:
+        OutOfRoom: there was no device memory for it.
         Unproven: the recompute gives something else, fails, or draws random numbers; or, where it must be `exact`, it rounds
             in another way.
     """
@@ -50,9 +55,11 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
         raise Unproven(f"its recompute did something else: {how}") from None
     except (Unproven, MemoError) as error:
         raise Unproven(str(error)) from error
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) and division.calls[0].together:
+    except torch.OutOfMemoryError as error:
+        if division.calls[0].together:
             raise  # of this rank alone, and the others wait for it in a collective
+        raise OutOfRoom("there was no device memory to try its recompute out") from error
+    except Exception as error:
         what = str(error).splitlines()[0] if str(error) else ""
         raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
     finally:
