@@ -8,6 +8,8 @@ import torch
 
 from memo.errors import MemoError
 from memo.swap.comparison import have_same_bits, relative_difference
+from memo.swap.contents import Contents
+from memo.swap.levels import Level
 from memo.swap.script import Diverged
 from memo.swap.surroundings import RandomState
 from memo.swap.tokenrules import Unproven
@@ -51,6 +53,7 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     try:
         for call in division.calls:
             call.run(compare, timed=True)
+        _check_contents(division, device)
     except Diverged as how:
         raise Unproven(f"its recompute did something else: {how}") from None
     except (Unproven, MemoError) as error:
@@ -71,6 +74,23 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     if exact and worst > 0:
         raise Unproven("its recompute rounds in another way, and is to be exact")
     return worst
+
+
+def _check_contents(division: Division, device: torch.device) -> None:
+    """Runs once more, untimed, and raises Unproven where a kernel that nobody sees works in place.
+
+    Not where other ranks take part: one that has failed by now would leave them waiting.
+    """
+    for call in division.calls:
+        if call.together or call.span.level is Level.NOTHING:
+            continue
+        contents = Contents(device)
+        call.run(lambda span, want, part: None, timed=False, contents=contents)
+        if contents.were_changed():
+            raise Unproven(
+                "a kernel that torch does not see changes in place what an operator gave; mark the function that calls it"
+                " with memo.memoize"
+            )
 
 
 def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:

@@ -64,6 +64,20 @@ class Scales(torch.autograd.Function):
         return grads[0] / ctx.saved_tensors[0], None
 
 
+class RoundsInPlace(torch.autograd.Function):
+    """And says so to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        round_to_largest(x.detach().numpy(), x.detach().numpy())
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
 class Layer(nn.Module):
     def __init__(self, strange: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -82,7 +96,7 @@ def batch(largest_at: int) -> torch.Tensor:
 
 
 def steps_are_equal(
-    strange: Callable[[torch.Tensor], torch.Tensor], alpha: float, tmp_path: Path
+    strange: Callable[[torch.Tensor], torch.Tensor], alpha: Any, tmp_path: Path
 ) -> tuple[set[str], int]:
     """Why layers moved whole, and how many bytes were recomputed, over steps whose gradients are the plain run's."""
     torch.manual_seed(0)
@@ -129,6 +143,25 @@ def test_memory_that_an_unseen_kernel_fills_is_unproven(how: str, alpha: float, 
 def test_one_number_that_an_unseen_kernel_makes_of_all_tokens_is_unproven(alpha: float, tmp_path: Path) -> None:
     reasons, recomputed = steps_are_equal(lambda x: Scales.apply(x, lambda x: torch.empty(1)), alpha, tmp_path)
     assert [UNFILLED in reason for reason in reasons] == [True]
+    assert recomputed == 0
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a copy": lambda x: Rounds.apply(x, torch.clone),
+    "zeros": lambda x: Rounds.apply(x, torch.zeros_like),
+    "memory that was zeroed": lambda x: Rounds.apply(x, lambda x: torch.empty_like(x).zero_()),
+    "one number": lambda x: Scales.apply(x, lambda x: torch.zeros(1)),
+    "what autograd is told of": lambda x: RoundsInPlace.apply(x.clone()),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, (0.25, 0.25, 0.5)])
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_found_by_the_trial(
+    what: str, alpha: Any, tmp_path: Path
+) -> None:
+    reasons, recomputed = steps_are_equal(IN_PLACE[what], alpha, tmp_path)
+    assert ["changes in place what an operator gave" in reason for reason in reasons] == [True]
     assert recomputed == 0
 
 
