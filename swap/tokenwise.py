@@ -5,8 +5,8 @@ numbers determine, the first tokens move (levels), and backward computes the res
 which never repeats attention. Two checks stand before a layer is treated so, and both must pass:
 
     proof     the token axis, carried through every operator of the call, reaches each saved tensor (noting, division)
-    trial     the recompute runs at once, and what it gives is compared with what was saved; which calls need one is
-              the subject of memo.swap.trials
+    trial     the recompute runs at once, and what it gives is compared with what was saved; once more, to see that only
+              operators change memory (contents); which calls need one is the subject of memo.swap.trials
 
 A layer that fails moves whole tensors, which is always right, or runs again whole where that is wanted and passes the
 trial; it says so once, with the reason, and the report lists it.

@@ -96,7 +96,7 @@ def batch(largest_at: int) -> torch.Tensor:
 
 
 def steps_are_equal(
-    strange: Callable[[torch.Tensor], torch.Tensor], alpha: Any, tmp_path: Path
+    strange: Callable[[torch.Tensor], torch.Tensor], alpha: float, tmp_path: Path
 ) -> tuple[set[str], int]:
     """Why layers moved whole, and how many bytes were recomputed, over steps whose gradients are the plain run's."""
     torch.manual_seed(0)
@@ -155,10 +155,10 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, (0.25, 0.25, 0.5)])
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("what", IN_PLACE)
 def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_found_by_the_trial(
-    what: str, alpha: Any, tmp_path: Path
+    what: str, alpha: float, tmp_path: Path
 ) -> None:
     reasons, recomputed = steps_are_equal(IN_PLACE[what], alpha, tmp_path)
     assert ["changes in place what an operator gave" in reason for reason in reasons] == [True]
