@@ -316,10 +316,10 @@ class TokenWise:
         if watch.noting is not None:
             attempt = functools.partial(divide, watch, output, self._engine, self._cost(name))
             try:
-                parts = self._tried(watch.kind, attempt, watch.layer)
+                divided = self._tried(watch.kind, attempt, watch.layer)
                 if self._trials.found_room(name):
                     self.refused.pop(name, None)
-                return parts
+                return divided
             except OutOfRoom as short:
                 self._trials.ran_short(watch.kind, str(short))
                 self._refuse(name, str(short))
