@@ -24,7 +24,7 @@ from memo.mip.profile import EndProfile, LayerProfile, Level, Profile, Role, Sig
 from memo.recording import Step
 from memo.saved_storages import saved_storages
 from memo.swap.layers import Layer, find_layers
-from memo.swap.levels import LayerCosts
+from memo.swap.levels import LayerCosts, comparing_nbytes
 from memo.swap.levels import Level as SwapLevel
 from memo.transients import Transients, transients_of
 
@@ -198,7 +198,9 @@ def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
         backward_flops=2 * flop.whole,
         attention_flops=flop.attention,
         attention_s=forward_s * flop.attention / flop.whole if flop.whole else 0.0,
-        forward_transient_bytes=found.transients.forward.get(layer.name, 0),
+        # At the end of a layer's first forward its recompute is tried out, and compared with what was saved.
+        forward_transient_bytes=found.transients.forward.get(layer.name, 0)
+        + (comparing_nbytes(max(storages, default=0)) if len(levels) > 1 else 0),
         backward_transient_bytes=found.transients.backward.get(layer.name, 0),
         static_bytes=round(weights * found.state_bytes),
         # A recompute is given results of attention's two projections, too, which autograd need not save.

@@ -33,6 +33,23 @@ _KEEP_CONTENT = frozenset(
 # These say when a collective's result is there, and change nothing in it.
 _AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
+# Their results are memory that nothing was written into.
+_ALLOCATE = frozenset(
+    getattr(_ATEN, name)
+    for name in (
+        "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
+        "resize_as_",
+    )
+)  # fmt: skip
+# These use of a tensor its shape and its type, and no number in it.
+_READ_SHAPES = frozenset(
+    getattr(_ATEN, name)
+    for name in (
+        "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
+        "resize_", "zeros_like",
+    )
+)  # fmt: skip
+_OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 _NUMBERS = frozenset({bool, int, float, complex, str, torch.dtype})
 _NO_LENGTHS = frozenset({"dim", "dim0", "dim1", "dims", "index", "k", "start"})
 _LENGTH_TYPES = frozenset(
@@ -48,8 +65,9 @@ class Operator:
     """What is known of an operator before it is called."""
 
     __slots__ = (
-        "awaits", "func", "group_at", "is_attention", "is_collective", "is_constant", "is_known", "is_overload",
-        "is_product", "is_random", "joins", "keeps_content", "lengths_at", "writes",
+        "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_constant", "is_known",
+        "is_overload", "is_product", "is_random", "joins", "keeps_content", "lengths_at", "overwrites", "reads_shapes",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -76,6 +94,12 @@ class Operator:
         """The position of the process group, if it is given one."""
         self.writes = _writes(func) if is_overload else ()
         """Position and name of the arguments that it changes in place."""
+        self.allocates = is_overload and func.overloadpacket in _ALLOCATE
+        """Its result is memory that nothing was written into."""
+        self.reads_shapes = is_overload and func.overloadpacket in _READ_SHAPES
+        """It uses no number of what it is given."""
+        self.overwrites = _overwrites(func, self.writes, is_random=self.is_random) if self.writes else ()
+        """Those of `writes` of which it sets every element and reads none."""
 
 
 class Given:
@@ -160,10 +184,26 @@ class Given:
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that it changes in place."""
+        return self._at(self.operator.writes)
+
+    def overwritten(self) -> list[torch.Tensor]:
+        """The tensors of which it sets every element and reads none."""
+        return self._at(self.operator.overwrites)
+
+    def read(self) -> list[torch.Tensor]:
+        """The tensors of which it reads elements."""
+        if self.operator.reads_shapes:
+            return []
+        read = list(self.tensors)
+        for tensor in self.overwritten():
+            del read[next(at for at, other in enumerate(read) if other is tensor)]  # it may be given twice
+        return read
+
+    def _at(self, arguments: Sequence[tuple[int, str]]) -> list[torch.Tensor]:
         args, kwargs = self.args, self.kwargs
         return [
             tensor
-            for position, name in self.operator.writes
+            for position, name in arguments
             for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
         ]
 
@@ -212,6 +252,15 @@ def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGr
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(args[at])  # type: ignore[attr-defined]
     return dist.ProcessGroup.unbox(group)
+
+
+def _overwrites(
+    func: torch._ops.OpOverload, writes: Sequence[tuple[int, str]], *, is_random: bool
+) -> tuple[tuple[int, str], ...]:
+    """Where results are written to (`out=`), and the first argument of what fills it."""
+    fills = is_random or func.overloadpacket in _OVERWRITE
+    declared = func._schema.arguments
+    return tuple(write for write in writes if declared[write[0]].is_out or (fills and write[0] == 0))
 
 
 def _told(constant: torch.Tensor) -> str:

@@ -18,7 +18,17 @@ from collections.abc import Sequence
 
 from memo.errors import UsageError
 
-__all__ = ["LEAST_TOKENS", "LayerCosts", "Level", "Setting", "TokenLevels", "setting_of", "tile_of"]
+__all__ = [
+    "COMPARED",
+    "LEAST_TOKENS",
+    "LayerCosts",
+    "Level",
+    "Setting",
+    "TokenLevels",
+    "comparing_nbytes",
+    "setting_of",
+    "tile_of",
+]
 
 # A matrix product over the last rows gives the bits of the product over all of them where each row stands at the same
 # place of its kernel's tile in both, and where the kernel is the same one. So sequences are divided at multiples of a tile:
@@ -27,6 +37,9 @@ __all__ = ["LEAST_TOKENS", "LayerCosts", "Level", "Setting", "TokenLevels", "set
 _LONG_TILE, _SHORT_TILE = 256, 8
 _LONG = 8 * _LONG_TILE
 LEAST_TOKENS = 16
+
+COMPARED = 1 << 19
+"""Numbers that a trial compares at once."""
 
 # A planner's fractions come out of floating-point arithmetic.
 _SLACK = 1e-6
@@ -138,3 +151,11 @@ class LayerCosts:
         first, second = levels.ends(self.tokens)
         counts = {Level.ALL: first, Level.MATMULS: second - first, Level.ATTENTION: self.tokens - second}
         return self.always_bytes + round(sum(count * self.bytes_per_token[level] for level, count in counts.items()))
+
+
+def comparing_nbytes(nbytes: int) -> int:
+    """The most bytes that a trial takes to compare two tensors of `nbytes`, in half precision or wider, beside them.
+
+    Bits are compared a byte for a byte; numbers take two doubles and a flag (memo.swap.comparison).
+    """
+    return max(min(nbytes, 8 * COMPARED), 17 * min(nbytes // 2, COMPARED))

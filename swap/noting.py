@@ -22,6 +22,7 @@ from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import Given, Operator
 from memo.swap.capture import has_hidden_state, local_part
+from memo.swap.filled import Filled
 from memo.swap.identity import Identities
 from memo.swap.marked import Marked
 from memo.swap.origins import made_by_compiler
@@ -74,6 +75,7 @@ class Noting(SleepingMode):
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
         self._dims = dims
+        self._filled = Filled()
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -154,8 +156,10 @@ class Noting(SleepingMode):
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
         is_result = operator.is_product or operator.is_collective or (operator.joins and self._rearranges(given))
-        if not is_result and not _is_view(operator, storages, results):
+        is_view = _is_view(operator, storages, results)
+        if not is_result and not is_view:
             self._read(given.tensors)
+        self._fill(given, results, is_view=is_view)
         if operator.is_attention:
             self._attention(self._call(given, out))
             return
@@ -181,6 +185,26 @@ class Noting(SleepingMode):
             outside = tensor.untyped_storage() in storages and tensor not in self.tokens  # a view of a parameter
             if not outside:
                 self.tokens.put(tensor, meaning)
+
+    def _fill(self, given: Given, results: Sequence[torch.Tensor], *, is_view: bool) -> None:
+        """Raises Unproven for a call that reads memory which no operator was seen to fill."""
+        unfilled = None if is_view else self._unfilled(given.operator.func.overloadpacket, given.read())
+        if unfilled is not None:
+            raise Unproven(unfilled)
+        for tensor in given.overwritten():
+            self._filled.wrote(tensor)
+        if given.operator.allocates:
+            for tensor in results:
+                self._filled.allocated(tensor)
+
+    def _unfilled(self, reader: object, given: Sequence[torch.Tensor]) -> str | None:
+        """Why these tensors must not be read; None where operators filled all of them."""
+        if not any(map(self._filled.lacks, given)):
+            return None
+        return (
+            f"{reader} reads memory that no operator filled; if a kernel that torch does not see fills it, mark the function"
+            " that calls it with memo.memoize"
+        )
 
     def _meaning(self, given: Given, before: list[Described], out: Any) -> Meaning:
         """By the rules for tokens, which are asked once for all calls that look alike: layers and steps repeat."""
@@ -305,6 +329,7 @@ class Noting(SleepingMode):
             out = call.run()
         self.script.makes(out, origin)
         if self.reason is None and not self._paused:
+            self.reason = self._unfilled(call, given)
             meaning = self.tokens.of(call.x)
             if isinstance(meaning, Axis):
                 alike = all(self.tokens.of(tensor) is Mark.SAME for tensor in given[1:])
@@ -336,6 +361,9 @@ class Noting(SleepingMode):
         local = local_part(tensor)
         if not _is_understood(local):
             self.reason = f"a {type(local).__name__} is saved"
+            return
+        self.reason = self._unfilled("autograd", [local])
+        if self.reason is not None:
             return
         self._read([local])
         given = tensor.detach()

@@ -39,6 +39,7 @@ from memo.swap.treatment import Treatment
 
 if TYPE_CHECKING:
     from memo.swap.arguments import Arguments
+    from memo.swap.contents import Contents
     from memo.swap.engine import Engine
     from memo.swap.saved import Handle, Hold, Kept, Sharded
 
@@ -145,8 +146,9 @@ class LayerCall:
                         " it depend on what changes from call to call? Exclude it with alpha=1"
                     ) from None
 
-    def run(self, take: Take, *, timed: bool) -> None:
-        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host.
+    def run(self, take: Take, *, timed: bool, contents: Contents | None = None) -> None:
+        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host. `contents` is
+        told what operators give and read, where the tokens are divided.
 
         Raises:
             Diverged: the layer did not do what it did in forward.
@@ -161,12 +163,16 @@ class LayerCall:
         collecting = _Collecting(self, span, take)
         fewer = None if is_whole else self.tokens - (span.stop - span.first)
         reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer)
-        mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading)
+        if contents is not None:
+            contents.note((*self._module.parameters(), *self._module.buffers(), *argument_tensors(args, kwargs)))
+        mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading, contents)
 
         def save(tensor: torch.Tensor) -> None:
             with Aside(mode):
                 if isinstance(mode, _Answering):
                     mode.check_filled("autograd", [local_part(tensor)])
+                    if contents is not None:
+                        contents.read([local_part(tensor)])
                 collecting.save(tensor)
 
         begin = now_s(whole.device) if timed else None
@@ -234,8 +240,11 @@ class _Collecting:
 class _Answering(SleepingMode):
     """Answers what is not computed twice on the tokens of one span."""
 
-    def __init__(self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading) -> None:
+    def __init__(
+        self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading, contents: Contents | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._contents = contents
         self._call = call
         self._span = span
         self._collecting = collecting
@@ -248,6 +257,16 @@ class _Answering(SleepingMode):
         self._has_empty = False
 
     def called(self, given: Given) -> Any:
+        contents = self._contents
+        if contents is None:
+            return self._called(given)
+        contents.read(given.read())
+        out = self._called(given)
+        if not given.operator.is_collective:  # whose results are not there yet
+            contents.note((*tensors_in(out), *given.changed()))
+        return out
+
+    def _called(self, given: Given) -> Any:
         origin = self._reading.calls(given)
         operator = given.operator
         func = operator.func

@@ -5,8 +5,8 @@ numbers determine, the first tokens move (levels), and backward computes the res
 which never repeats attention. Two checks stand before a layer is treated so, and both must pass:
 
     proof     the token axis, carried through every operator of the call, reaches each saved tensor (noting, division)
-    trial     the recompute runs at once, and what it gives is compared with what was saved; which calls need one is
-              the subject of memo.swap.trials
+    trial     the recompute runs at once, and what it gives is compared with what was saved; once more, to see that only
+              operators change memory (contents); which calls need one is the subject of memo.swap.trials
 
 A layer that fails moves whole tensors, which is always right, or runs again whole where that is wanted and passes the
 trial; it says so once, with the reason, and the report lists it.
@@ -36,7 +36,7 @@ from memo.swap.script import Script
 from memo.swap.surroundings import has_others, hooks_within, modules_of, parameters_of
 from memo.swap.tokendims import Shapes, TokenDims
 from memo.swap.tokenrules import Unproven
-from memo.swap.trial import try_out
+from memo.swap.trial import OutOfRoom, try_out
 from memo.swap.trials import Kind, Shown, Trials
 from memo.swap.watch import Watch
 from memo.swap.wholelayer import repeat_whole
@@ -316,7 +316,14 @@ class TokenWise:
         if watch.noting is not None:
             attempt = functools.partial(divide, watch, output, self._engine, self._cost(name))
             try:
-                return self._tried(watch.kind, attempt, watch.layer)
+                divided = self._tried(watch.kind, attempt, watch.layer)
+                if self._trials.found_room(name):
+                    self.refused.pop(name, None)
+                return divided
+            except OutOfRoom as short:
+                self._trials.ran_short(watch.kind, str(short))
+                self._refuse(name, str(short))
+                return {}  # whole this once
             except Unproven as unproven:
                 if watch.dims.guessed_pairs and not watch.kind.no_pairs:
                     self._other_reading[watch.kind] = True
@@ -341,7 +348,10 @@ class TokenWise:
         try:
             parts = self._tried(kind, attempt, watch.layer)
         except Unproven as unproven:
-            self._trials.refuse(kind, str(unproven))
+            if isinstance(unproven, OutOfRoom):
+                self._trials.ran_short(kind, str(unproven))
+            else:
+                self._trials.refuse(kind, str(unproven))
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
             return None
         if parts:
@@ -390,6 +400,8 @@ class TokenWise:
             self.trials_run += 1
             try:
                 worst = try_out(division, self._engine.backend.device, exact=self._exact)
+            except OutOfRoom:
+                raise  # only where no other rank waits
             except Unproven as unproven:
                 reason = str(unproven)
             self._ranks.require(name, reason)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import MemoError
+from memo.swap.comparison import have_same_bits, relative_difference
+from memo.swap.contents import Contents
+from memo.swap.levels import Level
 from memo.swap.script import Diverged
 from memo.swap.surroundings import RandomState
 from memo.swap.tokenrules import Unproven
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from memo.swap.division import Division
     from memo.swap.replay import Span, Wanted
 
-__all__ = ["BOUND", "try_out"]
+__all__ = ["BOUND", "OutOfRoom", "try_out"]
 
 # Largest accepted root-mean-square difference between a recomputed and a saved tensor, in units of the type's epsilon and
 # of the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
@@ -23,10 +26,15 @@ __all__ = ["BOUND", "try_out"]
 BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
+class OutOfRoom(Unproven):
+    """The device had no memory for a trial, which says nothing of the layer: another step may have it."""
+
+
 def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     """The largest difference found, in units of BOUND; 0 when all bytes are the same.
 
     Raises:
+        OutOfRoom: there was no device memory for it.
         Unproven: the recompute gives something else, fails, or draws random numbers; or, where it must be `exact`, it rounds
             in another way.
     """
@@ -45,13 +53,16 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     try:
         for call in division.calls:
             call.run(compare, timed=True)
+        _check_contents(division, device)
     except Diverged as how:
         raise Unproven(f"its recompute did something else: {how}") from None
     except (Unproven, MemoError) as error:
         raise Unproven(str(error)) from error
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) and division.calls[0].together:
+    except torch.OutOfMemoryError as error:
+        if division.calls[0].together:
             raise  # of this rank alone, and the others wait for it in a collective
+        raise OutOfRoom("there was no device memory to try its recompute out") from error
+    except Exception as error:
         what = str(error).splitlines()[0] if str(error) else ""
         raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
     finally:
@@ -65,19 +76,36 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     return worst
 
 
+def _check_contents(division: Division, device: torch.device) -> None:
+    """Runs once more, untimed, and raises Unproven where a kernel that nobody sees works in place.
+
+    Not where other ranks take part: one that has failed by now would leave them waiting.
+    """
+    for call in division.calls:
+        if call.together or call.span.level is Level.NOTHING:
+            continue
+        contents = Contents(device)
+        call.run(lambda span, want, part: None, timed=False, contents=contents)
+        if contents.were_changed():
+            raise Unproven(
+                "a kernel that torch does not see changes in place what an operator gave; mark the function that calls it"
+                " with memo.memoize"
+            )
+
+
 def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:
-    """How far apart the bytes are. Raises Unproven for more than 1."""
-    again = again.view(saved.shape)
-    if torch.equal(saved, again):
+    """How far the bytes of rows x tokens x width are apart from those recomputed. Raises Unproven for more than 1."""
+    theirs = saved.flatten(1)  # a row's tokens lie one behind the other
+    ours = again.view(theirs.shape)
+    if have_same_bits(ours, theirs):
         return 0.0
-    if want.dtype not in BOUND:
+    if want.dtype not in BOUND or theirs.shape[1] % want.dtype.itemsize:
         raise Unproven(f"a recomputed tensor of {want.dtype} differs from the saved one")
-    ours, theirs = (t.contiguous().flatten().view(want.dtype).double() for t in (again, saved))
-    scale = theirs.square().mean().sqrt()
-    off = ((ours - theirs).square().mean().sqrt() / scale / torch.finfo(want.dtype).eps / BOUND[want.dtype]).item()
+    off = relative_difference(ours.view(want.dtype), theirs.view(want.dtype))
+    off /= torch.finfo(want.dtype).eps * BOUND[want.dtype]
     if not off <= 1.0:  # also where it is no number
         raise Unproven(
             f"what it recomputes of a tensor of shape {want.layout.shape} and {want.dtype} differs from what it saved"
             f" by {off:.3g} times the bound"
         )
-    return float(off)
+    return off

@@ -16,6 +16,7 @@ layer together forget alike, since each class forgets by the calls of its own la
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ MOST_REFUSED = 256
 """Kinds of calls of one layer."""
 MOST_SHOWN = 2048
 """Shapes of one class of layers, each with every way that its tokens are divided."""
+MOST_SHORT = 3
+"""Trials of a layer in a row that may find no memory before it is refused."""
 MOST_COURSES = 64
 """Of one layer."""
 
@@ -113,6 +116,8 @@ class Trials:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._refused: dict[str, Recent[Kind, str]] = {}
+        self._short: collections.Counter[str] = collections.Counter()
+        """Of each layer, the trials in a row that found no memory."""
         self._courses: dict[str, Recent[_Course, bool]] = {}
         self._first: dict[object, str] = {}
         """Of each class, the layer that was tried first."""
@@ -121,6 +126,16 @@ class Trials:
     def refuse(self, kind: Kind, reason: str) -> None:
         """Calls of this kind must not be treated so."""
         self._refused.setdefault(kind.layer, Recent(MOST_REFUSED))[kind] = reason
+
+    def ran_short(self, kind: Kind, reason: str) -> None:
+        """A trial found no memory: the layer's next call is tried again, but not for ever."""
+        self._short[kind.layer] += 1
+        if self._short[kind.layer] >= MOST_SHORT:
+            self.refuse(kind, reason)
+
+    def found_room(self, layer: str) -> bool:
+        """The layer is treated as it was told; True where its last call was not, for want of memory."""
+        return self._short.pop(layer, 0) > 0
 
     def refusal(self, kind: Kind) -> str | None:
         """Why they must not."""

@@ -19,6 +19,7 @@ from memo.gpt.counts import flops_per_token, layer_parameter_count, parameter_co
 from memo.gpt.train_config import Precision
 from memo.mip.hardware import Hardware
 from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.swap.levels import comparing_nbytes
 
 __all__ = ["Layout", "derive_profile"]
 
@@ -159,7 +160,8 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
         attention_flops=block.attention * tokens,
         attention_s=attention_s,
-        forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens),
+        forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens)
+        + comparing_nbytes(round(block.largest * tokens)),
         # And the gradient of the layer's weights, in the type of the products.
         backward_transient_bytes=round(2 * gathered_weights + copied_weights + block.backward_transient * tokens),
         between_bytes=round(block.between * tokens),

@@ -23,6 +23,7 @@ from memo.mip.hardware import hardware
 from memo.mip.profile import Level, Profile, Role
 from memo.profiling import measure_profile
 from memo.recording import Step, gpt_step
+from memo.swap.levels import comparing_nbytes
 
 TOKENS, BATCH = 192, 2
 
@@ -76,7 +77,8 @@ def test_transients_are_less_than_what_a_layer_makes_in_all(measured: Profile) -
     # The residual stream's gradient and those of the MLP's two wide tensors are alive together at some time.
     hidden = BATCH * TOKENS * config().hidden * 2
     assert 2 * 4 * hidden <= found.backward_transient_bytes <= 16 * hidden
-    assert 0 < found.forward_transient_bytes <= 16 * hidden
+    compared = comparing_nbytes(found.largest_storage_bytes)  # by the trial at the end of a layer's first forward
+    assert compared < found.forward_transient_bytes <= compared + 16 * hidden
 
 
 def test_a_plan_made_from_it_is_valid_and_simulated_as_predicted(measured: Profile) -> None:

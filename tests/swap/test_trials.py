@@ -152,6 +152,37 @@ def test_what_is_remembered_of_ever_new_lengths_is_bounded(
     assert "layers.1" not in tried
 
 
+@pytest.mark.parametrize("options", [{}, {"levels": dict.fromkeys(range(LAYERS), Level.NOTHING)}])
+@pytest.mark.parametrize("short", [1, 3])
+def test_a_trial_that_finds_no_memory_is_made_again_at_the_next_call_but_not_for_ever(
+    short: int, options: dict[str, Any], tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer's, whose recompute allocates too much: here in its own activation."""
+    gelu, failed = nn.functional.gelu, 0
+
+    def allocates(x: torch.Tensor) -> torch.Tensor:
+        nonlocal failed
+        if failed < min(tried.count("layers.0"), short):
+            failed += 1
+            raise torch.OutOfMemoryError("no memory")
+        return gelu(x)
+
+    monkeypatch.setattr(nn.functional, "gelu", allocates)
+    model = stack(layers=LAYERS)
+    manager = offload(model, tmp_path, **options)
+    refused = []
+    for _ in range(5):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no device memory to try|.*as chosen")
+            train(model, over([48], model), manager, steps=1)
+        use = manager.report().tokenwise
+        assert use is not None
+        refused.append("layers.0" in use.refused)
+    assert refused == [True, False, False, False, False] if short == 1 else all(refused)
+    assert tried.count("layers.0") == {1: 2, 3: 3}[short]
+    manager.close()
+
+
 def test_what_was_used_last_stays() -> None:
     recent: Recent[str, int] = Recent(2)
     recent["a"], recent["b"] = 1, 2

@@ -1,0 +1,214 @@
+"""Kernels that the dispatcher does not see (NumPy stands in for Triton and extensions) cost no gradient: a layer that one
+works in moves whole, unless operators have filled what it computes with.
+
+Each kernel here uses the largest number of all tokens. In the first steps that lies among the recomputed tokens, so that
+a trial sees nothing; in the last it does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+from small_models import gradients
+from torch import nn
+from torch.nn import functional as F
+
+import memo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HIDDEN, TOKENS = 32, 256
+LARGEST_AT = (200, 200, 200, 3)
+UNFILLED = "reads memory that no operator filled"
+
+
+def round_to_largest(a: numpy.ndarray, out: numpy.ndarray) -> None:
+    """The kernel: a scale for all tokens."""
+    scale = numpy.abs(a).max() / 127
+    numpy.copyto(out, numpy.round(a / scale) * scale)
+
+
+class Rounds(torch.autograd.Function):
+    """Into memory that `make` gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        out = make(x)
+        round_to_largest(x.detach().numpy(), out.numpy())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class Scales(torch.autograd.Function):
+    """By a number that a kernel puts into memory of one element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        largest = make(x)
+        largest.numpy()[...] = numpy.abs(x.detach().numpy()).max()
+        ctx.save_for_backward(largest)
+        return x / largest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] / ctx.saved_tensors[0], None
+
+
+class RoundsInPlace(torch.autograd.Function):
+    """And says so to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        round_to_largest(x.detach().numpy(), x.detach().numpy())
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+class Layer(nn.Module):
+    def __init__(self, strange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(HIDDEN, 128), nn.LayerNorm(128), nn.Linear(128, HIDDEN)
+        self.strange = strange
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(F.gelu(self.up(self.strange(x)))))  # type: ignore[no-any-return]
+
+
+def batch(largest_at: int) -> torch.Tensor:
+    x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(5))
+    x[0, largest_at] = 0.0
+    x[0, largest_at, 0] = 40.0
+    return x
+
+
+def steps_are_equal(
+    strange: Callable[[torch.Tensor], torch.Tensor], alpha: float, tmp_path: Path
+) -> tuple[set[str], int]:
+    """Why layers moved whole, and how many bytes were recomputed, over steps whose gradients are the plain run's."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Layer(strange) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    manager = memo.offload(ours, layers=list(ours), alpha=alpha, disk=tmp_path, min_bytes=256)
+    for step, largest_at in enumerate(LARGEST_AT):
+        for model in (plain, ours):
+            model.zero_grad()
+        plain(batch(largest_at)).square().mean().backward()
+        with manager, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*whole")
+            loss = ours(batch(largest_at)).square().mean()
+        loss.backward()
+        for want, got in zip(gradients(plain), gradients(ours), strict=True):
+            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+    use = manager.report().tokenwise
+    assert use is not None
+    manager.close()
+    return set(use.refused.values()), manager.stats.bytes_recomputed
+
+
+ALLOCATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty_like": torch.empty_like,
+    "empty": lambda x: torch.empty(x.shape),
+    "new_empty": lambda x: x.new_empty(x.shape),
+    "empty_strided": lambda x: torch.empty_strided(x.shape, x.stride()),
+    "empty_permuted": lambda x: torch.empty_permuted(x.shape, (0, 1, 2)),
+    "resize_": lambda x: torch.empty(0).resize_(x.shape),
+    "resize_ of zeros": lambda x: torch.zeros_like(x).resize_(x.shape),
+    "half of it": lambda x: (y := torch.empty_like(x), y[..., :16].zero_())[0],
+}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize("how", ALLOCATIONS)
+def test_memory_that_an_unseen_kernel_fills_is_unproven(how: str, alpha: float, tmp_path: Path) -> None:
+    reasons, recomputed = steps_are_equal(lambda x: Rounds.apply(x, ALLOCATIONS[how]), alpha, tmp_path)
+    assert len(reasons) == 1
+    assert recomputed == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_one_number_that_an_unseen_kernel_makes_of_all_tokens_is_unproven(alpha: float, tmp_path: Path) -> None:
+    reasons, recomputed = steps_are_equal(lambda x: Scales.apply(x, lambda x: torch.empty(1)), alpha, tmp_path)
+    assert [UNFILLED in reason for reason in reasons] == [True]
+    assert recomputed == 0
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a copy": lambda x: Rounds.apply(x, torch.clone),
+    "zeros": lambda x: Rounds.apply(x, torch.zeros_like),
+    "memory that was zeroed": lambda x: Rounds.apply(x, lambda x: torch.empty_like(x).zero_()),
+    "one number": lambda x: Scales.apply(x, lambda x: torch.zeros(1)),
+    "what autograd is told of": lambda x: RoundsInPlace.apply(x.clone()),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_found_by_the_trial(
+    what: str, alpha: float, tmp_path: Path
+) -> None:
+    reasons, recomputed = steps_are_equal(IN_PLACE[what], alpha, tmp_path)
+    assert ["changes in place what an operator gave" in reason for reason in reasons] == [True]
+    assert recomputed == 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_a_layer_whose_kernel_is_memoized_is_divided(alpha: float, tmp_path: Path) -> None:
+    memoized = memo.memoize(lambda x: Rounds.apply(x, torch.empty_like), token_dim=1)
+    reasons, recomputed = steps_are_equal(memoized, alpha, tmp_path)
+    assert reasons == set()
+    assert recomputed > 0
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).copy_(x.sin())
+
+
+def in_halves(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[..., :16] = x[..., 16:]
+    out[..., 16:] = -x[..., :16]
+    return out
+
+
+def by_turns(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[..., 0::2], out[..., 1::2] = -x[..., 1::2], x[..., 0::2]
+    return out
+
+
+def as_a_result(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        tripled = torch.add(x, x, alpha=2, out=torch.empty_like(x))
+    return x * tripled
+
+
+def zeroed(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.empty_like(x).zero_()
+
+
+def emptied_before(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + torch.zeros_like(torch.empty_like(x))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize("fills", [copied, in_halves, by_turns, as_a_result, zeroed, emptied_before])
+def test_memory_that_operators_fill_is_proven(
+    fills: Callable[[torch.Tensor], torch.Tensor], alpha: float, tmp_path: Path
+) -> None:
+    reasons, recomputed = steps_are_equal(fills, alpha, tmp_path)
+    assert reasons == set()
+    assert recomputed > 0
