@@ -102,6 +102,9 @@ class StandinCuda:
         self.at_lock: Callable[[], object] = lambda: None
         self.last_error = 0
         self.capturing = False
+        self.ranges: list[str] = []
+        """The profiler's, in the order in which they were opened."""
+        self.open_ranges: dict[int, str] = {}
         self.recorded: list[Stream] = []
         """The streams that the allocator was told of, one for each use beside a buffer's own."""
         self.compute = Stream(self, is_compute=True)
@@ -123,6 +126,8 @@ class StandinCuda:
             "_cuda_isCurrentStreamCapturing": lambda: self.capturing,
         }.items():
             monkeypatch.setattr(torch._C, name, value, raising=False)  # a build for the CPU has neither
+        monkeypatch.setattr(torch.cuda.nvtx, "range_start", self._begin_range)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_end", self.open_ranges.pop)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: self.recorded.append(stream))
         copy, zeros = torch.Tensor.copy_, torch.zeros
 
@@ -149,6 +154,11 @@ class StandinCuda:
     @property
     def current(self) -> Stream:
         return getattr(self._current, "stream", self.compute)
+
+    def _begin_range(self, name: str) -> int:
+        self.ranges.append(name)
+        self.open_ranges[len(self.ranges)] = name
+        return len(self.ranges)
 
     def _new_stream(self, device: Any = None) -> Stream:
         self.streams.append(Stream(self, device))

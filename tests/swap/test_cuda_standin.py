@@ -113,6 +113,41 @@ def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda) -> No
     assert cuda.recorded == [side]
 
 
+class Silent:
+    """A tracer that forgets."""
+
+    step = 0
+
+    def now(self) -> int:
+        return 0
+
+    def at(self, monotonic_ns: int) -> int:
+        return monotonic_ns
+
+    def emit(self, event: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_the_profiler_is_shown_layers_copies_and_recomputes_of_a_traced_step(
+    alpha: float, cuda: StandinCuda, tmp_path: Path
+) -> None:
+    model = stack(layers=LAYERS)
+    manager, _ = managed(model, "host", alpha, tmp_path)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    assert cuda.ranges == []  # nobody listens
+    manager._engine.listen(Silent())
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    manager.step_done()
+    assert cuda.open_ranges == {}
+    shown = set(cuda.ranges)
+    for layer in range(LAYERS):
+        assert {f"forward layers.{layer}", f"backward layers.{layer}"} <= shown
+    assert {"d2h layers.0", "h2d layers.0"} <= shown
+    assert ("recompute layers.0" in shown) == (alpha < 1)
+    manager.close()
+
+
 def test_a_forward_under_capture_is_left_alone_and_says_so_once(cuda: StandinCuda, tmp_path: Path) -> None:
     model = stack(layers=LAYERS)
     manager, _ = managed(model, "host", 1.0, tmp_path)
