@@ -88,6 +88,7 @@ class Engine:
         self._endings = endings = Endings(lock, backend, edges, groups=groups, account=account)
         self._dropping = endings.drop  # one bound method, not one for each storage
         self._dropped = endings.dropped
+        self._here = backend.here
         self._destinations = Destinations(
             tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
         )
@@ -252,7 +253,7 @@ class Engine:
                 content = content_of(tensor)
             if hold is not None and hold.saved.content == content:
                 self._stats.deduplicated += 1
-                if hold.saved.home != self.backend.here():  # its memory must outlive what this stream does with it, too
+                if hold.saved.home != self._here():  # its memory must outlive what this stream does with it, too
                     self.backend.compute_uses(tensor, writes=False)
             else:
                 if hold is None and known is not None:
@@ -260,7 +261,7 @@ class Engine:
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                if self.is_captured():
+                if self.backend.is_capturing() and self.is_captured():
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
@@ -303,7 +304,7 @@ class Engine:
         if handle.guard._version != handle.version:
             raise handle.modified()
         saved = handle.hold.saved
-        here = self.backend.here()
+        here = self._here()
         try:
             while True:
                 with self._lock:

@@ -27,8 +27,9 @@ import json, sys
 import torch
 from stream_programs import Block, Blocks, batch
 import memo
+from memo.swap.levels import Level
 
-FORWARD_MS, BACKWARD_MS, REPEAT_MS = 2, 4, 1
+FORWARD_MS, BACKWARD_MS = 2, 4
 
 class Slow(torch.autograd.Function):
     @staticmethod
@@ -44,11 +45,13 @@ class Timed(Block):
     def forward(self, x):
         return super().forward(Slow.apply(x))
 
-timing, alpha = sys.argv[1] == "timed", float(sys.argv[2])
+timing, repeats = sys.argv[1] == "timed", sys.argv[2] == "repeats"
 torch.manual_seed(0)
 model = Blocks(lambda: Timed(64)).cuda()
 options = {"trace": sys.argv[3]} if timing else {}
-manager = memo.offload(model, alpha=alpha, host="64MiB", min_bytes=512, **options)
+if repeats:
+    options["levels"] = {number: Level.NOTHING for number in range(len(model.layers) - 1)}
+manager = memo.offload(model, alpha=1.0, host="64MiB", min_bytes=512, **options)
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 taken = []
 for step in range(3):
@@ -71,9 +74,9 @@ manager.close()
 """
 
 
-def run(link_bytes_per_s: int, *, timing: str = "timed", alpha: float = 1.0, trace: Path) -> dict[str, object]:
+def run(link_bytes_per_s: int, *, timing: str = "timed", what: str = "moves", trace: Path) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, timing, str(alpha), str(trace)],
+        [sys.executable, "-c", PROGRAM, timing, what, str(trace)],
         env={
             **os.environ,
             "EMULATED_CUDA_LINK": str(link_bytes_per_s),
@@ -106,6 +109,12 @@ def test_a_step_whose_copies_hide_waits_for_nothing(tmp_path: Path) -> None:
     for took_s, waited_s in said["steps"]:  # type: ignore[attr-defined]
         assert took_s == pytest.approx(said["slept_s"], rel=0.02)
         assert waited_s < 0.02 * took_s
+
+
+def test_recomputes_take_what_the_forwards_that_they_repeat_take(tmp_path: Path) -> None:
+    said = run(100_000_000_000, what="repeats", trace=tmp_path / "t.jsonl")
+    repeated = 3 * 5 * 2e-3  # three steps of five layers
+    assert said["recompute_s"] == pytest.approx(repeated, rel=0.05)
 
 
 def test_without_timing_nothing_is_claimed(tmp_path: Path) -> None:
