@@ -4,7 +4,7 @@ Each is a context manager that puts torch's non-reentrant checkpoint around ever
 
     full         layers' inputs stay on the device, all else is computed again
     offloaded    likewise, with the inputs in page-locked host memory (Unsloth's way, copies on side streams)
-    selective    attention's results and every second matrix product's stay, all else is computed again (torchtitan's default)
+    selective    results of attention and of every second matrix product stay, all else is computed again (torchtitan's way)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @contextlib.contextmanager
 def checkpointed(model: GPT, *, inputs: Context = contextlib.nullcontext, **options: Any) -> Iterator[None]:
-    """Every layer recomputed in backward. `inputs` is around each call that saves a layer's inputs; `options` are torch's."""
+    """Every layer recomputed in backward. `inputs` is around what saves a layer's inputs; `options` are torch's."""
     originals = [layer.forward for layer in model.layers]
     for layer, original in zip(model.layers, originals, strict=True):
         layer.forward = _recomputed(original, inputs, options)
@@ -166,7 +166,7 @@ class OffloadedInputs:
         return tensor
 
     def _fetch(self, entry: _Input) -> None:
-        """Memory is the compute stream's, whose earlier work on it the copy waits for; its later work waits for the event."""
+        """Memory is the compute stream's: the copy waits for its earlier work, and its later work for the event."""
         self.moved.back_bytes += entry.host.nbytes
         entry.device = torch.empty(entry.host.shape, dtype=entry.host.dtype, device=self._device)
         if self._back is None:

@@ -31,7 +31,18 @@ from memo.gpt.optimizer import adamw
 from memo.gpt.peak_flops import peak_flops
 from memo.swap.probe import LinkRates, measure_link
 
-__all__ = ["Comparison", "Setup", "Step", "compare", "guarded", "now", "release_memory", "synchronize", "train_step"]
+__all__ = [
+    "Comparison",
+    "Setup",
+    "Step",
+    "compare",
+    "guarded",
+    "link_rates",
+    "now",
+    "release_memory",
+    "synchronize",
+    "train_step",
+]
 
 LINK_SECONDS = 0.5
 LINE = 300
@@ -80,9 +91,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def train_step(
-    model: GPT, ids: torch.Tensor, running: Running, optimizer: torch.optim.Optimizer | None = None
-) -> Step:
+def train_step(model: GPT, ids: torch.Tensor, running: Running, optimizer: torch.optim.Optimizer | None = None) -> Step:
     """Forward, backward and the optimizer, if there is one; the gradients are new and are left."""
     memory = device_memory(ids.device, None)
     model.zero_grad(set_to_none=True)
@@ -98,7 +107,9 @@ def train_step(
     if optimizer is not None:
         optimizer.step()
     synchronize(ids.device)
-    return Step(seconds=time.perf_counter() - begin, peak_bytes=memory.peak_bytes(), loss=float(loss.detach()))
+    step = Step(seconds=time.perf_counter() - begin, peak_bytes=memory.peak_bytes(), loss=float(loss.detach()))
+    running.done()
+    return step
 
 
 def guarded(run: Callable[[], Any]) -> Any:
@@ -159,18 +170,22 @@ class Comparison:
         setup = self._setup
         if setup.device.type == "cuda":
             torch.cuda.reset_peak_host_memory_stats()
+        begin = time.perf_counter()
         with way.start(self._model) as running:
+            start_s = time.perf_counter() - begin
             for _ in range(setup.warm_up_steps):
                 self._step(running, setup.warm_up_tokens)
             before, waited = running.moved(), running.waited_s()
             steps = [self._step(running) for _ in range(setup.rounds)]
             moved, after = running.moved().since(before), running.waited_s()
             host = _pinned_bytes(setup.device) if running.host_bytes is None else running.host_bytes()
+            report = running.report()
         difference = self._difference(way.name)
         return Row(
             way=way.name,
             at=now(),
             compute=way.compute,
+            start_s=start_s,
             step_s=statistics.median(step.seconds for step in steps),
             loss=steps[-1].loss,
             moved=moved.shared(setup.rounds),
@@ -179,6 +194,7 @@ class Comparison:
             peak_host_bytes=host,
             gradient_difference=difference,
             compared_with=self._reference,
+            report=report,
         )
 
     def _step(self, running: Running, tokens: int | None = None) -> Step:

@@ -1,15 +1,15 @@
 """A table of ways to hold a step's activations: its rows as measured, and the figures that follow from several of them.
 
-    step          seconds, also as a ratio to keep-everything's and to full checkpointing's
-    moved         bytes out and back in a step; GB/s is moved over the step's seconds
-    hidden        1 - (step - compute) / copies. Copies: the seconds that the bytes take on the link alone, one direction
-                  after the other. Compute: the measured step that computes the same and moves nothing, keep-everything's or
-                  full checkpointing's; where that did not fit, the other's times the ratio of their FLOPs. Blank where
-                  neither ran, nothing moved, there is no GPU, or the way computes what neither does.
-    mfu_causal    as in memo.gpt.counts, without the FLOPs that were done twice
-    device, host  peaks; a peer's host memory is what torch page-locked for it, rounded up to powers of two
-    gradients     largest relative norm of a parameter's difference to keep-everything's, or to the first way's that ran;
-                  "bit for bit" where every bit is equal
+step          seconds, also as a ratio to keep-everything's and to full checkpointing's
+moved         bytes out and back in a step; GB/s is moved over the step's seconds
+hidden        1 - (step - compute) / copies. Copies: the seconds that the bytes take on the link alone, one direction
+              after the other. Compute: the measured step that computes the same and moves nothing, keep-everything's or
+              full checkpointing's; where that did not fit, the other's times the ratio of their FLOPs. Blank where
+              neither ran, nothing moved, there is no GPU, or the way computes what neither does.
+mfu_causal    as in memo.gpt.counts, without the FLOPs that were done twice
+device, host  peaks; a peer's host memory is what torch page-locked for it, rounded up to powers of two
+gradients     largest relative norm of a parameter's difference to keep-everything's, or to the first way's that ran;
+              "bit for bit" where every bit is equal
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Row:
     at: str
     """Date and time of day, UTC."""
     compute: Compute
+    start_s: float | None = None
+    """To put the way around the model: page-locking, mostly."""
     step_s: float | None = None
     loss: float | None = None
     moved: Moved = dataclasses.field(default_factory=Moved)
@@ -48,6 +50,8 @@ class Row:
     gradient_difference: float | None = None
     compared_with: str | None = None
     """The way whose gradients these were compared with."""
+    report: str | None = None
+    """What the way says of itself."""
     failed: str | None = None
 
 

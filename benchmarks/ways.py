@@ -32,10 +32,11 @@ from memo.trace.events import Tier
 if TYPE_CHECKING:
     from memo.gpt.model import GPT
 
-__all__ = ["CHECKPOINTING", "KEEP", "Compute", "Running", "Way", "managed", "memo_way", "peers"]
+__all__ = ["CHECKPOINTING", "KEEP", "OFFLOADED", "Compute", "Running", "Way", "managed", "memo_way", "peers"]
 
 KEEP = "keep everything"
 CHECKPOINTING = "full checkpointing"
+OFFLOADED = "offloaded checkpointing"
 
 
 class Compute(enum.Enum):
@@ -60,6 +61,10 @@ class Running:
     """The most host memory that held activations; None: what torch page-locked."""
     waited_s: Callable[[], float | None] = lambda: None
     """Spent waiting for copies so far, where it is measured."""
+    done: Callable[[], None] = lambda: None
+    """Called behind each step."""
+    report: Callable[[], str | None] = lambda: None
+    """What the way says of itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,8 @@ def managed(manager: memo.Manager) -> Running:
         moved=lambda: Moved(out_bytes=stats.bytes_host + stats.bytes_disk, back_bytes=stats.bytes_reloaded),
         host_bytes=host_bytes,
         waited_s=lambda: stats.stall_s,
+        done=manager.step_done,
+        report=lambda: str(manager.report()),
     )
 
 
@@ -115,7 +122,7 @@ def peers(*, trl: Path | None = None) -> Sequence[Way]:
     return (
         simple(KEEP, lambda model: contextlib.nullcontext(), Compute.ONCE),
         simple(CHECKPOINTING, checkpointed, Compute.TWICE),
-        Way(name="offloaded checkpointing", start=_offloaded, compute=Compute.TWICE),
+        Way(name=OFFLOADED, start=_offloaded, compute=Compute.TWICE),
         simple("selective checkpointing", selectively_checkpointed, Compute.OTHER),
         Way(name="save_on_cpu, pinned", start=_saved_on_cpu, compute=Compute.ONCE),
         Way(name="TRL OffloadActivations", start=lambda model: _trl(model, trl), compute=Compute.ONCE),
