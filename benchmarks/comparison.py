@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 LINK_SECONDS = 0.5
-LINE = 300
-"""Characters of an error that a row shows: torch's of memory that does not suffice has its figures in these."""
+LINE = 160
+"""Characters of an error that a row shows: what could not be allocated is among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
