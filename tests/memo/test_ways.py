@@ -29,15 +29,15 @@ CONFIG = preset("tiny", layers=3, hidden=64, max_seq=192, positions="rotary", vo
 HIDDEN_BYTES = 192 * 64 * 4
 
 
-def rows_of(ways: list[Way], **others: Any) -> dict[str, Row]:
-    setup = Setup(model="tiny", device=CPU, rounds=1, warm_up_steps=1, **others)
+def rows_of(ways: list[Way], *, dtype: torch.dtype = torch.float32, optimizer: bool = False) -> dict[str, Row]:
+    setup = Setup(model="tiny", device=CPU, rounds=1, warm_up_steps=1, dtype=dtype, optimizer=optimizer)
     return {row.way: row for row in compare(setup, CONFIG, ways).rows}
 
 
-@pytest.mark.parametrize("optimizer", [False, True])
-def test_each_way_gives_the_gradients_of_plain_training_bit_for_bit(optimizer: bool) -> None:
+@pytest.mark.parametrize(("dtype", "optimizer"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_each_way_gives_the_gradients_of_plain_training_bit_for_bit(dtype: torch.dtype, optimizer: bool) -> None:
     ours = at_alphas((0.0, 1.0), "64MiB")
-    rows = rows_of([*peers(), *ours], optimizer=optimizer)
+    rows = rows_of([*peers(), *ours], dtype=dtype, optimizer=optimizer)
     ran = {name for name, row in rows.items() if row.failed is None}
     assert ran == set(rows) - {"TRL OffloadActivations"}  # which needs an accelerator
     assert {rows[name].gradient_difference for name in ran} == {0.0}
