@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,20 @@ class Calls(TorchDispatchMode):
     """How often each operator ran."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_checkpointing_refuses_a_second_forward_before_backward() -> None:
+    model, ids = GPT(CONFIG), torch.randint(97, (1, 193))
+    with peers()[2].start(model) as running:
+        for step in range(2):
+            with pytest.raises(RuntimeError, match="before the last") if step else nullcontext(), running.around():
+                model(ids[:, :-1], ids[:, 1:])
 
 
 def test_selective_checkpointing_repeats_every_second_product_and_no_attention() -> None:
