@@ -137,7 +137,7 @@ class OffloadedInputs:
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Input:
-        if tensor.is_leaf:  # the rotary tables, which all layers share, and an empty tensor of torch's own
+        if tensor.is_leaf:  # an empty tensor of torch's own
             return tensor.detach()
         index = len(self._inputs)
         entry = _Input(index=index, host=self._buffer(index, tensor))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,3 +48,35 @@ def test_the_cap_is_kept_and_taken_away_again(device: torch.device) -> None:
     with capped(device, 64 << 20), pytest.raises(torch.OutOfMemoryError):
         torch.empty(128 << 20, dtype=torch.uint8, device=device)
     torch.empty(128 << 20, dtype=torch.uint8, device=device)
+
+
+OFFLOADED = """
+import torch
+from benchmarks.comparison import train_step
+from benchmarks.ways import peers
+from memo.gpt.config import preset
+from memo.gpt.model import GPT
+model = GPT(preset("tiny", layers=3, hidden=64, max_seq=256), device="cuda", dtype=torch.bfloat16)
+ids = torch.randint(0, 100, (1, 257), device="cuda")
+way = next(way for way in peers() if way.name == "offloaded checkpointing")
+with way.start(model) as running:
+    for _ in range(3):
+        train_step(model, ids, running)
+print("clean")
+"""
+
+
+@pytest.mark.usefixtures("device")
+def test_the_cuda_sanitizer_is_clean_of_offloaded_checkpointing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLOADED],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr
