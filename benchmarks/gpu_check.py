@@ -40,6 +40,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_swap_cuda.py",
         "tests/gpt/test_attention.py",
         "tests/gpu/test_stream_sanitizer.py",
+        "tests/gpu/test_ways_cuda.py",
         "tests/gpu/test_ring_cuda.py",
         "tests/gpu/test_norms_cuda.py",
     ),
