@@ -33,8 +33,6 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-import pulp
-
 from memo.errors import SolverFailed
 from memo.mip.activation import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation_cost import disk_delay, rounding_bytes, stage_compute_s
@@ -42,7 +40,7 @@ from memo.mip.activation_limits import Limit, Resource
 from memo.mip.activation_positions import Position, device_positions
 from memo.mip.activation_rounding import most_lost_bytes
 from memo.mip.activation_windows import Window, copies_in, copies_out
-from memo.mip.highs import Backend, solve_model
+from memo.mip.highs import Backend, pulp, solve_model
 from memo.mip.profile import LayerProfile, Level
 from memo.mip.schedules import Kind
 

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import highspy
-import pulp
 
 from memo.errors import SolverFailed
 
-__all__ = ["Backend", "Solved", "solve_model"]
+__all__ = ["Backend", "Solved", "pulp", "solve_model"]
+
+
+def _imported_alone(name: str) -> Any:
+    """PuLP keeps the errors of solvers that it did not find, with the frames above its import: in a training step, the model's."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(importlib.import_module, name).result()
+
+
+pulp: Any = _imported_alone("pulp")
 
 OPTIMAL, FOUND = 1, 2
 """PuLP's sol_status; under any other the variables hold leftovers."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import time
 
-import pulp
-
 from memo.mip.arena import ArenaSolver
-from memo.mip.highs import Backend, solve_model
+from memo.mip.highs import Backend, pulp, solve_model
 from memo.mip.instance import Instance
 
 __all__ = ["MAX_PAIRS", "Model", "overlapping_pairs", "pack_in_order", "solve_flat"]

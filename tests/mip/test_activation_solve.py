@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -385,3 +387,24 @@ def test_what_is_gathered_of_divided_layers_has_room() -> None:
         whole += not all(parts[:-1])
     assert divided
     assert whole
+
+
+def test_the_solver_keeps_nothing_of_the_program_that_first_needs_it() -> None:
+    """PuLP keeps errors of its import: with their frames it would keep a training step's model for ever."""
+    program = """
+import gc, weakref
+
+class Model:
+    pass
+
+def step():
+    model = Model()
+    import memo.mip.activation_solve, memo.mip.models
+    return weakref.ref(model)
+
+model = step()
+gc.collect()
+assert model() is None
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
