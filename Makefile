@@ -10,7 +10,7 @@ ARMS ?= all
 PARTS ?=
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated setup clean
+.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARMS)
 
-# Both install nothing but this package, offline, into the interpreter given as PYTHON; exit 3 without a GPU.
+# Both run with the interpreter given as PYTHON, from this tree, and install nothing; exit 3 without a GPU.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
 
@@ -60,6 +60,15 @@ gpu-bench:
 gpu-emulated:
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
 	build/emulated/python -m pytest -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
+
+# The first hour on a GPU: docs/gpu.md. Packs .gpu/, which then travels; `bash .gpu/gpu_hour.sh 1` to 4 run there.
+gpu-hour-prepare: setup
+	PYTHON=$(BIN)/python benchmarks/gpu_hour_prepare.sh .gpu
+
+# Its four parts at small size on the emulated device, from an environment without memo or solvers: some 20 minutes.
+gpu-rehearsal: setup
+	PY=$(PY) tests/emulated_cuda/prepare build/emulated
+	tests/emulated_cuda/rehearse build/emulated build/rehearsal
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info

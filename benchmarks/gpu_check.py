@@ -52,18 +52,16 @@ class Part:
     """What follows `python -m`."""
     tests: tuple[str, ...] = ()
     """Where tests are marked `gpu`: to collect all others would take minutes, and packages that only they need."""
+    ignored: tuple[str, ...] = ()
+    """Files among them that another part runs."""
 
 
 PARTS: dict[str, Part] = {
     "smoke": Part(limit_s=70, module=("benchmarks.gpu_smoke",)),
     "swap": Part(
         limit_s=110,
-        tests=(
-            "tests/gpu/test_swap_cuda.py",
-            "tests/gpt/test_attention.py",
-            "tests/gpu/test_stream_sanitizer.py",
-            "tests/gpu/test_ring_cuda.py",
-        ),
+        tests=("tests/gpu", "tests/gpt/test_attention.py"),
+        ignored=("tests/gpu/test_arena_cuda.py",),
     ),
     "table": Part(limit_s=80, module=("benchmarks.gpu_bench", "short")),
     "arena": Part(limit_s=100, tests=("tests/gpu/test_arena_cuda.py",)),
@@ -154,16 +152,17 @@ def run_part(part: Part, keep: Callable[[dict[str, Any]], None]) -> dict[str, An
         left_out = {"exit": 1, "seconds": 0.0, "summary": f"left out: {', '.join(lacks)} not installed"}
         keep(left_out)
         return left_out
-    command = [sys.executable, "-m", *(pytest_command(part.tests) if part.tests else part.module)]
+    command = [sys.executable, "-m", *(pytest_command(part) if part.tests else part.module)]
     return Course(part.limit_s, keep).follow(command)
 
 
-def pytest_command(paths: Sequence[str]) -> list[str]:
-    """The tests marked `gpu` in these files."""
+def pytest_command(part: Part) -> list[str]:
+    """The part's tests that are marked `gpu`."""
     # Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be.
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
     command = ["pytest", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
-    return [*command, "--timeout", str(TEST_LIMIT_S), *workers, *paths]
+    ignored = [f"--ignore={path}" for path in part.ignored]
+    return [*command, "--timeout", str(TEST_LIMIT_S), *workers, *ignored, *part.tests]
 
 
 def main(wanted: list[str]) -> int:

@@ -153,9 +153,8 @@ def rows(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
     found = {}
     for inner, outer in PRODUCTS:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(sizes.tokens, inner, generator=generator).to(device=device, dtype=torch.bfloat16)
-        weight = torch.randn(outer, inner, generator=generator).to(device=device, dtype=torch.bfloat16)
+        x = torch.randn(sizes.tokens, inner, device=device).bfloat16()
+        weight = torch.randn(outer, inner, device=device).bfloat16()
         whole = x @ weight.T
         firsts = {share: int(share * sizes.tokens) for share in KEPT}
         found[f"{inner}x{outer}"] = {

@@ -1,4 +1,7 @@
-"""The machine that a benchmark runs on: its GPU, the versions that results depend on, the packages that it lacks."""
+"""The machine that a benchmark runs on: its GPU, the versions that results depend on, the packages that it lacks.
+
+python3 -m benchmarks.machine      prints the GPU and the versions; exit 3 without a GPU
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,3 +86,9 @@ def describe(device: dict[str, Any]) -> str:
             *(f"{name}: {device[name]}" for name in VERSIONS),
         ]
     )
+
+
+if __name__ == "__main__":
+    found = gpu()
+    print("no CUDA GPU that this interpreter's torch can use" if found is None else describe(found))
+    sys.exit(NO_GPU if found is None else 0)

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1, 2, 3 or 4, in this order (docs/gpu.md).
+#
+# It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and TRL's file, and needs nothing but
+# Python with torch and numpy. Results and logs go to $OUT. The tree is unpacked once; a later part on the same machine starts
+# at once, and a mended tree is unpacked anew. Each command has its own limit, and the next one runs whatever became of it.
+# Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
+set -u
+
+if [ -z "${GPU_HOUR_SMALL:-}" ]; then
+  patience=1  # times every limit
+  model=350m larger=1.3b host=64GiB most_host=88GiB rounds=3
+  headline=64k alphas=128k short=32k larger_short=8k longest=1m allocator=32k long=128k longer=256k trained=64k
+  million="--layers 8,6,4 --minutes 5" steps=12 probe="" kernels=""
+else  # the rehearsal: the same commands, where nothing is fast
+  patience=4
+  model=tiny larger=tiny host=1GiB most_host=1GiB rounds=1
+  headline=512 alphas=512 short=512 larger_short=256 longest=1k allocator=512 long=256 longer=512 trained=512
+  million="--layers 1 --minutes 5" steps=2 probe="--small" kernels="--tokens 64 --width 256"
+  some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
+  export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
+fi
+
+part=${1:-}
+here=$(cd "$(dirname "$0")" && pwd)
+work=${GPU_HOUR_WORK:-/tmp/memo-hour}
+python=${PYTHON:-python3}
+case $part in [1-4]) ;; *) echo "gpu_hour.sh: PART is 1, 2, 3 or 4" >&2; exit 2 ;; esac
+[ -d "${OUT:-}" ] || { echo "gpu_hour.sh: OUT names no folder for results" >&2; exit 2; }
+exec > >(tee "$OUT/part$part-$(date -u +%H%M%S).log") 2>&1
+teed=$!
+
+unpack() {
+  local packed
+  packed=$(cat "$here"/memo.tgz "$here"/*.whl "$here"/*.py | sha256sum)
+  [ "$(cat "$work/unpacked" 2> /dev/null)" = "$packed" ] && return
+  rm -rf "$work" && mkdir -p "$work/tree/.gpu" "$work/site" && tar xzf "$here/memo.tgz" -C "$work/tree" || return 1
+  cp "$here"/*.py "$work/tree/.gpu/"
+  for wheel in "$here"/*.whl; do "$python" -m zipfile -e "$wheel" "$work/site" || return 1; done
+  echo "$packed" > "$work/unpacked"
+}
+
+failed=()
+run() {  # SECONDS MODULE ARGUMENT...
+  local limit=$(($1 * patience)) begin=$SECONDS code
+  shift
+  printf '\n== %s (at %d s, %d s at most)\n' "$*" "$SECONDS" "$limit"
+  timeout -k 5 "$limit" "$python" -m "$@"
+  code=$?
+  echo "-- exit $code after $((SECONDS - begin)) s"
+  [ $code = 0 ] || failed+=("$1 (exit $code)")
+}
+
+finish() {  # EXIT_CODE: the log is whole before the shell that waits for this one goes on
+  exec >&- 2>&-
+  wait "$teed"
+  exit "$1"
+}
+
+unpack || { echo "gpu_hour.sh: could not unpack what lies in $here"; finish 1; }
+cd "$work/tree" || finish 1
+export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site"
+"$python" -m benchmarks.machine || finish $?
+
+case $part in
+  1)  # the machine; does it work; the headline against keeping everything, at lengths where both fit
+    run 60 benchmarks.gpu_probe $probe
+    run 80 benchmarks.gpu_smoke
+    run 170 benchmarks.gpu_plans plan --model $model --seq $headline --host $host --rounds $rounds
+    run 200 benchmarks.gpu_plans alpha --model $model --seq $alphas --host $host --rounds 1
+    ;;
+  2)  # a million tokens against checkpointing; lengths at which the link is the limit
+    run 400 benchmarks.gpu_bench 1m --seq $longest --host $most_host $million
+    run 110 benchmarks.gpu_bench swap
+    ;;
+  3)  # the suites, and the allocator
+    run 125 benchmarks.gpu_check swap
+    run 110 benchmarks.gpu_check arena
+    run 60 benchmarks.kernels $kernels
+    run 70 benchmarks.gpu_check kernels
+    run 130 benchmarks.gpu_allocator --model $model --seq $allocator --steps $steps --host $host
+    ;;
+  4)  # longer plans; a training run under the planned allocator
+    run 390 benchmarks.gpu_plans plan --model $model --seq $long --seq $longer --host $most_host
+    run 120 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $most_host \
+      --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
+    ;;
+esac
+
+printf '\npart %s: %d s' "$part" "$SECONDS"
+[ ${#failed[@]} = 0 ] && echo ", every command ended well" && finish 0
+printf '; failed: %s' "${failed[@]}"
+echo
+finish 1
