@@ -6,6 +6,7 @@
 # at once, and a mended tree is unpacked anew. Each command has its own limit, and the next one runs whatever became of it.
 # Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
 set -u
+shopt -s nullglob
 
 if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   patience=1  # times every limit
@@ -35,7 +36,7 @@ unpack() {
   packed=$(cat "$here"/memo.tgz "$here"/*.whl "$here"/*.py | sha256sum)
   [ "$(cat "$work/unpacked" 2> /dev/null)" = "$packed" ] && return
   rm -rf "$work" && mkdir -p "$work/tree/.gpu" "$work/site" && tar xzf "$here/memo.tgz" -C "$work/tree" || return 1
-  cp "$here"/*.py "$work/tree/.gpu/"
+  for peer in "$here"/*.py; do cp "$peer" "$work/tree/.gpu/" || return 1; done
   for wheel in "$here"/*.whl; do "$python" -m zipfile -e "$wheel" "$work/site" || return 1; done
   echo "$packed" > "$work/unpacked"
 }

@@ -12,7 +12,7 @@ git rev-parse --short=10 HEAD > "$folder/COMMIT"
 [ -z "$(git status --porcelain -uno)" ] || echo "gpu-hour-prepare: what is not committed does not travel" >&2
 git archive --format=tar.gz --add-file="$folder/COMMIT" --output="$folder/memo.tgz" HEAD
 
-download() { "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$@"; }
+download() { "$python" -m pip download --quiet --quiet --disable-pip-version-check --no-deps --only-binary=:all: "$@"; }
 download --constraint constraints.txt --dest "$folder" --python-version "$version" --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 \
   pulp highspy rich markdown-it-py mdurl pygments pytest pytest-timeout pluggy iniconfig packaging
