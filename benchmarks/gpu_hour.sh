@@ -37,7 +37,8 @@ unpack() {
   [ "$(cat "$work/unpacked" 2> /dev/null)" = "$packed" ] && return
   rm -rf "$work" && mkdir -p "$work/tree/.gpu" "$work/site" && tar xzf "$here/memo.tgz" -C "$work/tree" || return 1
   for peer in "$here"/*.py; do cp "$peer" "$work/tree/.gpu/" || return 1; done
-  for wheel in "$here"/*.whl; do "$python" -m zipfile -e "$wheel" "$work/site" || return 1; done
+  "$python" -c 'import sys, zipfile; [zipfile.ZipFile(wheel).extractall(sys.argv[1]) for wheel in sys.argv[2:]]' \
+    "$work/site" "$here"/*.whl || return 1
   echo "$packed" > "$work/unpacked"
 }
 
