@@ -55,6 +55,19 @@ def test_a_tree_that_is_only_unpacked_imports_and_needs_no_solver(bare: Path) ->
     assert done.returncode == 0, done.stderr
 
 
+PLANS = """
+from memo.allocator.planner import Planning
+from memo.mip.buffers import Buffer, Problem
+buffers = tuple(Buffer(id=str(number), start=number, end=number + 2, nbytes=512) for number in range(3))
+print(Planning(Problem(buffers=buffers), time_limit_s=60.0).result().status.name)
+"""
+
+
+def test_the_background_planner_starts_from_a_tree_that_is_not_installed(bare: Path) -> None:
+    done = run_bare(bare, "-c", PLANS)
+    assert (done.returncode, done.stdout) == (0, "OPTIMAL\n"), done.stderr
+
+
 EVERY_BENCHMARK = """
 import contextlib, io, runpy, sys, warnings
 warnings.simplefilter("ignore")  # a module that another one imported before is run once more
