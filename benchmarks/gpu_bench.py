@@ -2,36 +2,36 @@
 
     python3 -m benchmarks.gpu_bench short      350m at 8k tokens: what gpu-check prints
     python3 -m benchmarks.gpu_bench swap       350m and 1.3b at lengths that still fit without offload
-    python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
     python3 -m benchmarks.gpu_bench plan       the automatic plan, predicted and measured, beside fixed ways (gpu_plans)
     python3 -m benchmarks.gpu_bench alpha      350m at 128k tokens over alpha, table and plot (gpu_plans)
+    python3 -m benchmarks.gpu_bench length     the longest sequence of each way under --cap (benchmarks.longest)
+    python3 -m benchmarks.gpu_bench 1m         350m at a million tokens, by plan (benchmarks.gpu_million)
     python3 -m benchmarks.gpu_bench allocator  the planned allocator beside PyTorch's (benchmarks.gpu_allocator)
 
-Arms run in turn, round by round, on one GPU; ratios are medians over rounds within the run. Exits 3 without a GPU.
+Without an arm, all of them. Options replace an arm's own model, lengths and limits:
+
+    make gpu-bench ARMS="1m --host 88GiB --layers 8,6,4 --minutes 5"
+    make gpu-bench ARMS="plan --seq 64k --rounds 3 --host 64GiB"
+    make gpu-bench ARMS="length --cap 16GiB --minutes 6"
+
+Each arm writes a result file, anew after each row. Exits 3 without a GPU; with --device cpu the arms short, swap, plan and
+alpha run without one, for testing them, and write nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import dataclasses
-import statistics
 import sys
-import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-from benchmarks import gpu_allocator, gpu_million
-from benchmarks.gpu_check import NO_GPU, gpu, missing
-from benchmarks.results import write_result
+from benchmarks.gpu_check import NO_GPU, gpu
+from memo.units import parse_bytes, parse_tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from memo.gpt.model import GPT
+__all__ = ["ARMS", "Case", "Options", "main"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One model at one length."""
 
@@ -40,190 +40,97 @@ class Case:
     rounds: int
 
 
-ARMS: dict[str, tuple[Case, ...]] = {
+CASES: dict[str, tuple[Case, ...]] = {
     "short": (Case(model="350m", seq=8192, rounds=3),),
     "swap": (Case(model="350m", seq=32768, rounds=4), Case(model="1.3b", seq=8192, rounds=4)),
+    "plan": tuple(Case(model="350m", seq=kilo << 10, rounds=2) for kilo in (8, 32, 128, 256)),
+    "alpha": (Case(model="350m", seq=128 << 10, rounds=2),),
 }
-ALLOCATOR = "allocator"
-"""An arm of its own: an allocator is chosen once in a process."""
-MILLION = "1m"
-"""Likewise: one step each way, not rounds."""
-PLANS = ("plan", "alpha")
-"""Likewise: rows of their own."""
+NEED_GPU = ("length", "1m", "allocator")
+ARMS = ("allocator", *CASES, "length", "1m")
+"""In this order: an allocator is chosen once in a process, so that its arm starts processes of its own before all else."""
 
 
-def ways(model: GPT, manager: Any) -> dict[str, Callable[[], Any]]:
-    """Each way to hold a step's activations, as a context manager around the forward."""
-    import torch
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was given instead of an arm's own; None is not given."""
 
-    return {
-        "keep everything": contextlib.nullcontext,
-        "memo, host tier": lambda: manager,
-        "save_on_cpu, pinned": lambda: torch.autograd.graph.save_on_cpu(pin_memory=True),
-        "full checkpointing": lambda: checkpointed(model),
-    }
+    device: str
+    model: str | None
+    seq: list[int] | None
+    layers: list[int] | None
+    rounds: int | None
+    host: int | None
+    minutes: float
+    gpu: str | None
+    cap: int
+    trl: Path | None
 
+    def cases(self, arm: str) -> tuple[Case, ...]:
+        """What the arm runs."""
+        own = CASES[arm]
+        lengths = self.seq or [case.seq for case in own]
+        if self.seq is not None or self.model is not None:
+            first = own[0]
+            own = tuple(Case(model=self.model or first.model, seq=seq, rounds=first.rounds) for seq in lengths)
+        return own if self.rounds is None else tuple(dataclasses.replace(case, rounds=self.rounds) for case in own)
 
-@contextlib.contextmanager
-def checkpointed(model: GPT) -> Any:
-    """Every layer recomputed in backward, by torch's own non-reentrant checkpoint."""
-    from torch.utils.checkpoint import checkpoint
-
-    originals = [layer.forward for layer in model.layers]
-    for layer, original in zip(model.layers, originals, strict=True):
-        layer.forward = lambda *args, _original=original: checkpoint(_original, *args, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer, original in zip(model.layers, originals, strict=True):
-            layer.forward = original
-
-
-def one_step(model: GPT, ids: torch.Tensor, context: Any) -> tuple[float, int]:
-    """(seconds, peak bytes) of one forward and backward."""
-    import torch
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    with context:
-        loss = model(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    model.zero_grad(set_to_none=True)
-    return seconds, torch.cuda.max_memory_allocated()
+    def host_of(self, default: str) -> str:
+        """memo's host budget."""
+        return default if self.host is None else str(self.host)
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Medians of every way, ratios to keeping everything."""
-    import torch
-
-    import memo
-    from memo.gpt.config import preset
-    from memo.gpt.model import GPT
-
-    torch.manual_seed(0)
-    config = preset(case.model, max_seq=case.seq)
-    model = GPT(config, device=torch.device("cuda"), dtype=torch.bfloat16)
-    ids = torch.randint(0, config.vocab_size, (1, case.seq + 1), device="cuda")
-    manager = memo.offload(model, alpha=1.0, host="64GiB")
-    arms = ways(model, manager)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    peaks: dict[str, int] = dict.fromkeys(arms, 0)
-    failed: dict[str, str] = {}
-    for number in range(case.rounds + 1):
-        for name, context in arms.items():
-            if name in failed:
-                continue
-            try:
-                took, peak = one_step(model, ids, context())
-            except torch.cuda.OutOfMemoryError as error:
-                failed[name] = str(error).splitlines()[0]
-                model.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
-                continue
-            if number:  # the first round warms up
-                seconds[name].append(took)
-                peaks[name] = max(peaks[name], peak)
-    plain = statistics.median(seconds["keep everything"]) if seconds["keep everything"] else None
-    rows = {
-        name: {
-            "step_s": statistics.median(times) if times else None,
-            "ratio": statistics.median(times) / plain if times and plain else None,
-            "peak_bytes": peaks[name],
-            "failed": failed.get(name),
-        }
-        for name, times in seconds.items()
-    }
-    manager.close()
-    del arms, manager  # and its host memory, before another manager takes as much
-    release_host_memory()
-    link = link_use(model, ids)
-    print(f"\n{case.model} at {case.seq} tokens, bf16, {case.rounds} rounds")
-    for name, row in rows.items():
-        if row["step_s"] is None:
-            print(f"  {name:22} {row['failed']}")
-        else:
-            ratio = "" if row["ratio"] is None else f"{row['ratio']:6.3f}x"
-            print(f"  {name:22} {row['step_s'] * 1e3:9.1f} ms {ratio}  peak {row['peak_bytes'] / 2**30:7.2f} GiB")
-    for lane, use in link.items():
-        print(f"  {lane}: {use['bytes_per_s'] / 1e9:.1f} GB/s, {use['share']:.2f} of the link alone")
-    return {"model": case.model, "seq": case.seq, "rounds": case.rounds, "ways": rows, "link": link}
+def parsed(arguments: list[str]) -> tuple[list[str], Options]:
+    """Arms and options, in any order. Exits 2 for what cannot be meant."""
+    parser = argparse.ArgumentParser(
+        prog="gpu-bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("arms", nargs="*", metavar="ARM", help=f"all, or some of {', '.join(ARMS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model")
+    parser.add_argument("--seq", action="append", type=parse_tokens, help="may be given several times")
+    parser.add_argument(
+        "--layers", type=_numbers, help="instead of the model's own; for 1m depths to choose from, as 8,6,4"
+    )
+    parser.add_argument("--rounds", type=int, help="measured steps of each way")
+    parser.add_argument("--host", type=parse_bytes, help="memo's budget of host memory")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="for the measured steps of 1m, or for length (default 7)"
+    )
+    parser.add_argument("--gpu", help="preset of rates for the plan of 1m (default: by name)")
+    parser.add_argument("--cap", type=parse_bytes, default=16 << 30, help="device memory for length (default 16GiB)")
+    parser.add_argument(
+        "--trl", type=Path, help="TRL's activation_offloading.py (default: in .gpu, or an installed trl)"
+    )
+    args = parser.parse_intermixed_args(arguments)
+    given = vars(args)
+    arms = given.pop("arms")
+    unknown = [arm for arm in arms if arm not in (*ARMS, "all")]
+    if unknown:
+        parser.error(f"unknown arm {unknown[0]!r}; one of {', '.join(ARMS)}")
+    return [arm for arm in ARMS if not arms or "all" in arms or arm in arms], Options(**given)
 
 
-def release_host_memory() -> None:
-    """Gives back what torch keeps page-locked for `save_on_cpu`, rounded up to powers of two; only torch itself could."""
-    import torch
-
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None:
-        empty()
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
-def link_use(model: GPT, ids: torch.Tensor) -> dict[str, dict[str, float]]:
-    """What the copies of one traced step reach in each direction, against the link measured by itself."""
-    import json
-    import tempfile
-
-    import torch
-
-    import memo
-    from memo.swap.probe import measure_link
-
-    rates = measure_link(torch.device("cuda"), seconds=2.0)
-    alone = {"d2h": rates.d2h_bytes_per_s, "h2d": rates.h2d_bytes_per_s}
-    with tempfile.TemporaryDirectory() as folder:
-        manager = memo.offload(model, alpha=1.0, host="64GiB", trace=folder)
-        for _ in range(2):
-            one_step(model, ids, manager)
-            manager.step_done()
-        manager.close()
-        with open(f"{folder}/trace.rank0.jsonl") as lines:
-            events = [json.loads(line) for line in lines]
-    use = {}
-    for lane, nominal in alone.items():
-        # Copies under 4 MiB are launch time more than link time.
-        spans = [e for e in events if e.get("lane") == lane and e["nbytes"] >= 4 << 20 and e["step"] == 1]
-        busy_ns = sum(span["d"] for span in spans)
-        if busy_ns:
-            rate = sum(span["nbytes"] for span in spans) / busy_ns * 1e9
-            use[lane] = {"bytes_per_s": rate, "link_bytes_per_s": nominal, "share": rate / nominal}
-    return use
-
-
-def main(names: list[str]) -> int:
-    device = gpu()
-    if device is None:
+def main(arguments: list[str]) -> int:
+    arms, options = parsed(arguments)
+    facts = {"device": "cpu"} if options.device == "cpu" else gpu()
+    if facts is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    if missing():
-        print(f"gpu-bench: {sys.executable} lacks {', '.join(missing())}; nothing was run", file=sys.stderr)
-        return 1
-    known = [*ARMS, *PLANS, MILLION, ALLOCATOR]
-    wanted = known if names in ([], ["all"]) else names
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        print(f"gpu-bench: unknown arm {unknown[0]!r}; one of {', '.join(known)}", file=sys.stderr)
-        return 2
-    failed = ALLOCATOR in wanted and gpu_allocator.main(["--rounds", "3"]) != 0
-    for name in wanted:
-        if name == ALLOCATOR:
-            continue
-        if name in PLANS:
-            from benchmarks import gpu_plans
+    if options.device == "cpu":
+        refused = [arm for arm in arms if arm in NEED_GPU]
+        if refused:
+            print(f"gpu-bench: {', '.join(refused)}: only on a GPU", file=sys.stderr)
+        arms = [arm for arm in arms if arm not in NEED_GPU]
+    from benchmarks.arms import Bench  # needs torch, without which there was no GPU either
 
-            failed |= gpu_plans.main([name]) != 0
-            continue
-        if name == MILLION:
-            failed |= gpu_million.main([]) != 0
-            continue
-        cases = []
-        for case in ARMS[name]:
-            cases.append(run_case(case))
-            # After each case: what is cut off leaves the ones before.
-            print(f"Wrote {write_result(f'gpu-bench-{name}', {'device': device, 'cases': cases})}", flush=True)
-    return 1 if failed else 0
+    bench = Bench(options, facts)
+    succeeded = [bench.run(arm) for arm in arms]
+    return 0 if succeeded and all(succeeded) else 1
 
 
 if __name__ == "__main__":

@@ -1,162 +1,88 @@
 """Plans and alphas on a GPU, against every fixed way, in one run: what was predicted, what was measured, who is fastest.
 
-    python3 -m benchmarks.gpu_plans plan     350m at 8k, 32k, 128k and 256k tokens: the automatic plan
-    python3 -m benchmarks.gpu_plans alpha    350m at 128k tokens: alpha from 0 to 1 and full checkpointing; table and plot
+    python3 -m benchmarks.gpu_bench plan     350m at 8k, 32k, 128k and 256k tokens: the automatic plan
+    python3 -m benchmarks.gpu_bench alpha    350m at 128k tokens: alpha from 0 to 1 and checkpointing; table and plot
 
-The automatic plan gets a device budget that keeping everything does not fit: where that ran, half of what it took. With
-`--model tiny --seq 2k --device cpu` the same code runs without a GPU, for testing it.
+The automatic plan gets a device budget that keeping everything does not fit: where that ran, half of what it took.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
+import importlib.util
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import memo
-from benchmarks.gpu_check import NO_GPU, gpu
-from benchmarks.results import write_result
-from memo.device_memory import device_memory
-from memo.gpt.config import preset
-from memo.gpt.model import GPT
-from memo.units import format_bytes, parse_tokens
+from benchmarks.comparison import Setup, compare, guarded, now, release_memory, train_step
+from benchmarks.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
+from memo.units import format_bytes
+
+if TYPE_CHECKING:
+    from benchmarks.table import Table
+    from memo.gpt.config import GPTConfig
+
+__all__ = ["ALPHAS", "alphas", "automatic", "plans"]
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST_STEPS = 14
 """Of the automatic plan: three to measure, two for each of its corrections."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What runs, where."""
-
-    model: str
-    device: torch.device
-    host: str
-    rounds: int
-
-    def make(self, seq: int) -> tuple[GPT, torch.Tensor]:
-        """The same weights and tokens every time."""
-        torch.manual_seed(0)
-        config = preset(self.model, max_seq=seq)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = GPT(config, device=self.device, dtype=dtype)
-        return model, torch.randint(0, config.vocab_size, (1, seq + 1), device=self.device)
-
-    def tiers(self) -> dict[str, Any]:
-        """Host memory is the tier; no disk."""
-        return {"host": self.host, "disk": []}
+Written = Callable[[dict[str, Any]], Any]
 
 
-def one_step(model: GPT, ids: torch.Tensor, context: Any, device: torch.device) -> tuple[float, int]:
-    """(seconds, peak bytes) of one forward and backward."""
-    memory = device_memory(device, None)
-    _synchronize(device)
-    memory.restart()
-    begin = time.perf_counter()
-    with context:
-        loss = model(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    _synchronize(device)
-    seconds = time.perf_counter() - begin
-    model.zero_grad(set_to_none=True)
-    return seconds, memory.peak_bytes()
+def at_alphas(values: Iterable[float], host: str) -> list[Way]:
+    """memo at fixed alphas, host tier only."""
+    return [
+        memo_way(
+            f"memo, alpha {alpha:g}",
+            Compute.ONCE if alpha == 1 else Compute.OTHER,
+            alpha=alpha,
+            host=host,
+            disk=[],
+        )
+        for alpha in values
+    ]
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def checkpointed(model: GPT) -> Any:
-    """Every layer recomputed in backward, by torch's own non-reentrant checkpoint."""
-    from benchmarks.gpu_bench import checkpointed as every_layer
-
-    with every_layer(model):
-        yield
-
-
-def compare(setup: Setup, seq: int, ways: dict[str, Callable[[GPT], Any]]) -> dict[str, dict[str, Any]]:
-    """Median seconds and peak bytes of each way; one that does not fit says so.
-
-    One after the other and not in turns, since two host arenas of this size need not fit beside each other. A way makes what
-    is entered around each forward: nothing (None), a manager, or a function that makes a context.
-    """
-    model, ids = setup.make(seq)
-    return {name: _run(setup, model, ids, make) for name, make in ways.items()}
-
-
-def _run(setup: Setup, model: GPT, ids: torch.Tensor, make: Callable[[GPT], Any]) -> dict[str, Any]:
-    seconds: list[float] = []
-    peaks: list[int] = []
-    failed = None
-    way = make(model)
-    try:
-        for _ in range(setup.rounds + 2):
-            context = way() if callable(way) else way or contextlib.nullcontext()
-            taken, peak = one_step(model, ids, context, setup.device)
-            seconds.append(taken)
-            peaks.append(peak)
-    except (torch.cuda.OutOfMemoryError, memo.MemoError) as error:
-        failed = str(error).splitlines()[0]
-        model.zero_grad(set_to_none=True)
-    if isinstance(way, memo.Manager):
-        way.close()
-    if setup.device.type == "cuda":
-        torch.cuda.empty_cache()
-    # In the first two, kernels are chosen and recomputes tried out.
-    counted = seconds[2:]
-    return {
-        "step_s": statistics.median(counted) if counted and failed is None else None,
-        "peak_bytes": max(peaks[2:], default=0),
-        "failed": failed,
-    }
-
-
-def fixed_ways(setup: Setup, alphas: tuple[float, ...]) -> dict[str, Callable[[GPT], Any]]:
-    """Keep everything, torch's checkpointing, and memo at fixed alphas."""
-
-    def at(alpha: float) -> Callable[[GPT], Any]:
-        return lambda model: memo.offload(model, alpha=alpha, **setup.tiers())
-
-    return {
-        "keep everything": lambda model: None,
-        "full checkpointing": lambda model: lambda: checkpointed(model),
-        **{f"alpha {alpha:g}": at(alpha) for alpha in alphas},
-    }
-
-
-def automatic(setup: Setup, seq: int, device_bytes: int | None) -> dict[str, Any]:
+def automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: str) -> dict[str, Any]:
     """Steps until the plan is settled, and what it said of the steps after."""
-    model, ids = setup.make(seq)
-    manager = memo.offload(model, device=device_bytes, **setup.tiers())
-    for _ in range(MOST_STEPS):
-        one_step(model, ids, manager, setup.device)
-    stats, seconds, peaks = manager.stats, [], []
-    stats.restart_peak()
-    waited = stats.stall_s
-    for _ in range(setup.rounds):
-        seconds.append(one_step(model, ids, manager, setup.device)[0])
-        peaks.append(stats.restart_peak())
-    report, plan = manager.report(), manager.plan
-    manager.close()
+    if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
+        return {"failed": "a plan needs pulp and highspy, which are not installed"}
+    found = guarded(lambda: _automatic(setup, config, device_bytes, host))
+    release_memory()
+    return {"failed": found} if isinstance(found, str) else found
+
+
+def _automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: str) -> dict[str, Any]:
+    model, ids = setup.make(config)
+    manager = memo.offload(model, device=device_bytes, host=host, disk=[])
+    running = managed(manager)
+    try:
+        for _ in range(MOST_STEPS):
+            train_step(model, ids, running)
+        stats, steps, peaks = manager.stats, [], []
+        stats.restart_peak()
+        waited, moved = stats.stall_s, running.moved()
+        for _ in range(setup.rounds):
+            steps.append(train_step(model, ids, running))
+            peaks.append(stats.restart_peak())
+        report, plan = manager.report(), manager.plan
+    finally:
+        manager.close()
     if plan is None:
         return {"failed": "; ".join(report.plan.lines()) if report.plan else "no plan"}
-    predicted = plan.stages[0]
+    predicted, seconds = plan.stages[0], statistics.median(step.seconds for step in steps)
     return {
         "declined": plan.declined,
-        "step_s": statistics.median(seconds),
+        "step_s": seconds,
         "predicted_s": predicted.microbatch_s,
-        "step_off": statistics.median(seconds) / predicted.microbatch_s - 1,
+        "step_off": seconds / predicted.microbatch_s - 1,
+        "moved": dataclasses.asdict(running.moved().since(moved).shared(setup.rounds)),
+        "peak_device_bytes": max(step.peak_bytes for step in steps),
         "peak_bytes": max(peaks),
         "predicted_peak_bytes": predicted.peak_device_bytes,
         "stall_s": (stats.stall_s - waited) / setup.rounds,
@@ -165,36 +91,57 @@ def automatic(setup: Setup, seq: int, device_bytes: int | None) -> dict[str, Any
     }
 
 
-def plans(setup: Setup, lengths: list[int]) -> Iterator[dict[str, Any]]:
-    """The automatic plan at each length beside the fixed ways."""
-    for seq in lengths:
-        rows = compare(setup, seq, fixed_ways(setup, (0.0, 1.0)))
-        kept = rows["keep everything"]
-        budget = None if kept["step_s"] is None else kept["peak_bytes"] // 2
-        ours = automatic(setup, seq, budget)
-        print(f"\n{setup.model} at {seq} tokens, device budget {'all' if budget is None else format_bytes(budget)}")
-        _print_rows(rows)
-        if "failed" in ours:
-            print(f"  automatic plan         {ours['failed']}")
-        else:
-            print(
-                f"  automatic plan         {ours['step_s'] * 1e3:9.1f} ms ({ours['step_off']:+.1%} of the prediction), "
-                f"saved tensors at most {format_bytes(ours['peak_bytes'])} "
-                f"({format_bytes(ours['predicted_peak_bytes'])} predicted)"
-            )
-            print("".join(f"    {line}\n" for line in ours["lines"]), end="")
-        yield {"seq": seq, "device_budget": budget, "fixed": rows, "plan": ours}
+def plans(
+    setup: Setup, configs: Iterable[GPTConfig], host: str, *, trl: Path | None, written: Written
+) -> list[dict[str, Any]]:
+    """The automatic plan at each length beside the fixed ways; what there is so far goes to `written` after each row."""
+    cases: list[dict[str, Any]] = []
+    for config in configs:
+
+        def so_far(table: Table, done: list[dict[str, Any]] = cases) -> None:
+            written({"cases": [*done, table.body()]})
+
+        table = compare(setup, config, [*peers(trl=trl), *at_alphas((0.0, 1.0), host)], so_far)
+        kept = next(row for row in table.rows if row.way == KEEP)
+        budget = None if kept.step_s is None else kept.peak_device_bytes // 2
+        ours = {"at": now(), **automatic(setup, config, budget, host)}
+        _print_plan(ours, budget, kept.step_s, table.step_of(CHECKPOINTING))
+        cases.append({**table.body(), "device_budget": budget, "plan": ours})
+        written({"cases": cases})
+    return cases
 
 
-def alphas(setup: Setup, seq: int, plot: Path) -> dict[str, Any]:
-    """Step time over alpha, as a table and a plot."""
-    rows = compare(setup, seq, fixed_ways(setup, ALPHAS))
-    print(f"\n{setup.model} at {seq} tokens")
-    _print_rows(rows)
-    steps = {alpha: rows[f"alpha {alpha:g}"]["step_s"] for alpha in ALPHAS}
-    drawn = _plot(steps, rows["full checkpointing"]["step_s"], f"{setup.model}, {seq} tokens", plot)
+def _print_plan(ours: dict[str, Any], budget: int | None, keep_s: float | None, checkpointing_s: float | None) -> None:
+    name = f"memo, automatic, {'all memory' if budget is None else format_bytes(budget)}"
+    if "failed" in ours:
+        print(f"  {name:24} {ours['failed']}", flush=True)
+        return
+    seconds = ours["step_s"]
+    ratios = [
+        f"{seconds / step_s:.2f} of {way}'s"
+        for way, step_s in ((KEEP, keep_s), (CHECKPOINTING, checkpointing_s))
+        if step_s
+    ]
+    print(f"  {name:24} {seconds * 1e3:.1f} ms ({ours['step_off']:+.1%} of the prediction; {', '.join(ratios)})")
+    print(
+        f"    device {format_bytes(ours['peak_device_bytes'])}, saved tensors at most {format_bytes(ours['peak_bytes'])} "
+        f"({format_bytes(ours['predicted_peak_bytes'])} predicted)"
+    )
+    print("".join(f"    {line}\n" for line in ours["lines"]), end="", flush=True)
+
+
+def alphas(
+    setup: Setup, config: GPTConfig, host: str, *, trl: Path | None, written: Callable[[dict[str, Any]], Path]
+) -> dict[str, Any]:
+    """Step time over alpha beside the fixed ways, as a table and a plot."""
+    fixed = [*peers(trl=trl), *at_alphas(ALPHAS, host)]
+    table = compare(setup, config, fixed, lambda table: written(table.body()))
+    steps = {alpha: table.step_of(f"memo, alpha {alpha:g}") for alpha in ALPHAS}
+    title = f"{setup.model}, {config.max_seq} tokens"
+    plot = written(table.body()).with_suffix(".png")
+    drawn = _plot(steps, table.step_of(CHECKPOINTING), title, plot)
     print(f"Wrote {plot}" if drawn else "no plot: matplotlib is not installed")
-    return {"seq": seq, "ways": rows}
+    return table.body()
 
 
 def _plot(steps: dict[float, float | None], checkpointing: float | None, title: str, path: Path) -> bool:
@@ -216,48 +163,7 @@ def _plot(steps: dict[float, float | None], checkpointing: float | None, title: 
     return True
 
 
-def _print_rows(rows: dict[str, dict[str, Any]]) -> None:
-    for name, row in rows.items():
-        if row["step_s"] is None:
-            print(f"  {name:22} {row['failed']}")
-        else:
-            print(f"  {name:22} {row['step_s'] * 1e3:9.1f} ms, peak {format_bytes(row['peak_bytes'])}")
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("arm", choices=("plan", "alpha"))
-    parser.add_argument("--model", default="350m")
-    parser.add_argument("--seq", action="append", type=parse_tokens, help="may be given several times")
-    parser.add_argument("--host", default="96GiB")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    args = parser.parse_args(arguments)
-    hardware: dict[str, Any] | None = {"device": "cpu"} if args.device == "cpu" else gpu()
-    if hardware is None:
-        print("gpu-plans: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
-    setup = Setup(model=args.model, device=torch.device(args.device), host=args.host, rounds=args.rounds)
-
-    def write(**result: Any) -> None:
-        if args.device == "cuda":
-            path = write_result(f"gpu-{args.arm}", {"device": hardware, "model": args.model, **result})
-            print(f"Wrote {path}", flush=True)
-
-    if args.arm == "plan":
-        cases = []
-        for case in plans(setup, args.seq or [8 << 10, 32 << 10, 128 << 10, 256 << 10]):
-            cases.append(case)
-            write(cases=cases)  # after each: what is cut off leaves the ones before
-    else:
-        where = (
-            Path(__file__).parent / "results" / f"alpha-{args.model}.png"
-            if args.device == "cuda"
-            else Path("alpha.png")
-        )
-        write(**alphas(setup, (args.seq or [128 << 10])[0], where))
-    return 0
-
-
 if __name__ == "__main__":
+    from benchmarks.gpu_bench import main
+
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,9 @@
-"""Which kernel computes attention: asked once for tensors of a kind, never by trial with the tensors themselves.
+"""The kernel that computes attention: chosen once for tensors of a kind, and replaced where it refuses when it runs.
 
-Owns the order of preference and the refusal of the quadratic one. A kind is device, type, heads and head size, not length:
-a part of the tokens must go the same way as all of them, or a recompute would not be what forward computed.
+Owns the order of preference, the refusals met in this process and the refusal of the quadratic kernel. A kind is device,
+type, heads and head size, not length: a part of the tokens must go the same way as all of them, or a recompute would not be
+what forward computed. For the same reason a kernel that refuses one length is left for every later call of that kind; the
+first forward at a length meets it, before anything of that forward is saved for backward.
 
     flash_attn    the package, on CUDA in half precision
     cudnn, flash  torch's, in the order in which the GPU runs them fast
@@ -23,11 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memo.allocation import memory_stats
-from memo.errors import DeviceOutOfMemory
+from memo.errors import DeviceOutOfMemory, MemoError
 from memo.gpt.process_memory import total_bytes
 from memo.units import format_bytes
 
-__all__ = ["Choice", "Kernel", "Kind", "choose", "require_scores_fit", "score_bytes"]
+__all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]
 
 
 class Kernel(enum.Enum):
@@ -95,11 +97,22 @@ class Choice:
         return self.kernel.value + (", key/value heads repeated to the query heads" if self.repeats else "")
 
 
+_refused: dict[Kind, set[Kernel]] = {}
+"""Kernels that raised when they ran. Only grows."""
+
+
 @functools.lru_cache(maxsize=256)
 def choose(kind: Kind) -> Choice:
-    """The fastest kernel that takes tensors of this kind, in forward and backward."""
+    """The fastest kernel that takes tensors of this kind, in forward and backward, and has not refused any."""
     half = kind.dtype in (torch.float16, torch.bfloat16)
-    if kind.device.type == "cuda" and half and kind.head_dim <= 256 and installed():
+    refused = _refused.get(kind, ())
+    if (
+        kind.device.type == "cuda"
+        and half
+        and kind.head_dim <= 256
+        and installed()
+        and Kernel.FLASH_ATTN not in refused
+    ):
         return Choice(kernel=Kernel.FLASH_ATTN)
     grouped = kind.heads != kind.kv_heads
     if kind.device.type == "cuda" and not torch.cuda.is_available():
@@ -107,9 +120,29 @@ def choose(kind: Kind) -> Choice:
         return Choice(kernel=Kernel.FLASH) if half else Choice(kernel=Kernel.EFFICIENT, repeats=grouped)
     for repeats in (False, True) if grouped else (False,):
         for kernel in _by_speed(kind):
-            if _takes(kernel, kind, repeats):
+            if kernel not in refused and _takes(kernel, kind, repeats):
                 return Choice(kernel=kernel, repeats=repeats)
     return Choice(kernel=Kernel.MATH)
+
+
+def refuse(kind: Kind, kernel: Kernel, error: Exception) -> None:
+    """From now on `choose` leaves `kernel` for tensors of this kind; says so, and why, in one line."""
+    _refused.setdefault(kind, set()).add(kernel)
+    choose.cache_clear()
+    why = next(iter(str(error).splitlines()), "") or type(error).__name__
+    warnings.warn(f"attention: {kernel.value} refused: {why}; instead: {choose(kind)}", RuntimeWarning, stacklevel=2)
+
+
+def is_refusal(error: Exception) -> bool:
+    """True for a kernel's "not supported"; False for errors that another kernel would meet as well.
+
+    Memory that does not suffice, memo's own errors, and errors after which the device is lost.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return "no kernel image" in str(error)  # a package built for other GPUs; nothing ran
+    if isinstance(error, torch.OutOfMemoryError | MemoError) or "allocate memory" in str(error):
+        return False
+    return isinstance(error, RuntimeError | ImportError)
 
 
 @functools.cache

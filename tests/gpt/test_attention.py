@@ -6,7 +6,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import memo
-from memo.errors import DeviceOutOfMemory
+from memo.errors import DeviceOutOfMemory, SwapError
 from memo.gpt import attention_kernel
 from memo.gpt.attention import attend, attend_within
-from memo.gpt.attention_kernel import Choice, Kernel, Kind, choose, score_bytes
+from memo.gpt.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, score_bytes
 from memo.gpt.config import Variant, preset
 from memo.gpt.model import GPT
 from memo.gpt.spans import Spans
@@ -119,7 +120,95 @@ def _fresh_choices() -> Iterator[None]:
     """A choice is remembered; tests that change what decides it must not meet, or leave, another's."""
     choose.cache_clear()
     yield
+    attention_kernel._refused.clear()
     choose.cache_clear()
+
+
+@contextmanager
+def _refusing(operator: str, key: str, longest: int) -> Iterator[list[int]]:
+    """Has one of torch's attention operators refuse more than `longest` tokens; the lengths that it was called with."""
+    original, seen = getattr(torch.ops.aten, operator).default, []
+
+    def refuse_longer(keys: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query.shape[2])
+        if query.shape[2] > longest:
+            raise RuntimeError("No valid execution plans built.\nmore lines")
+        return original.redispatch(keys & torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), query, *args, **kwargs)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(operator, refuse_longer, key, with_keyset=True)
+        yield seen
+
+
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_kernel_that_refuses_a_length_is_replaced_in_one_line_and_for_good() -> None:
+    long, short = _qkv(4, 2, torch.float64), _qkv(4, 2, torch.float64, seq=16)
+    expected = [attend(*tensors) for tensors in (long, short)]
+    with _refusing(CPU_FLASH, "AutogradCPU", 32) as seen:
+        attend(*short)
+        with pytest.warns(RuntimeWarning) as told:
+            found = attend(*long)
+        # A part of the tokens, in a recompute, goes the way of all of them, though the kernel would take so few.
+        part = attend(*short)
+    assert seen == [16, 48]
+    assert torch.allclose(found, expected[0], rtol=0, atol=1e-14)
+    assert torch.allclose(part, expected[1], rtol=0, atol=1e-14)
+    (line,) = [str(warning.message) for warning in told]
+    assert line == (
+        "attention: flash, in torch refused: No valid execution plans built.; "
+        "instead: torch's own of all pairs of tokens, quadratic in memory"
+    )
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_recompute_does_not_turn_to_another_kernel_than_its_forward() -> None:
+    query, key, value = _qkv(4, 4, torch.float64)
+    out = checkpoint(attend, query, key, value, use_reentrant=False)
+    with _refusing(CPU_FLASH, "AutogradCPU", 32), pytest.raises(RuntimeError, match="No valid execution plans"):
+        out.sum().backward()
+    assert choose(_kind(dtype=torch.float64, kv_heads=4)) == Choice(kernel=Kernel.FLASH)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"),
+        SwapError("a layer did not repeat"),
+    ],
+)
+def test_what_another_kernel_would_meet_as_well_is_no_refusal(error: Exception) -> None:
+    assert not is_refusal(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built."),
+        RuntimeError("No available kernel. Aborting execution."),
+        ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"),
+        torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+    ],
+)
+def test_a_kernel_that_is_not_there_or_does_not_support_it_refuses(error: Exception) -> None:
+    assert is_refusal(error)
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_the_package_that_throws_is_replaced_by_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    assert choose(_kind("cuda")).kernel is Kernel.FLASH_ATTN
+    with pytest.warns(RuntimeWarning, match=r"flash_attn, the package refused: undefined symbol; instead: cuDNN"):
+        refuse(_kind("cuda"), Kernel.FLASH_ATTN, ImportError("undefined symbol"))
+    assert choose(_kind("cuda")).kernel is Kernel.CUDNN
+    assert choose(_kind("cuda", heads=8)).kernel is Kernel.FLASH_ATTN
 
 
 @pytest.mark.usefixtures("_fresh_choices")

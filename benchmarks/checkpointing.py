@@ -1,0 +1,180 @@
+"""Activation checkpointing of a GPT's layers as others do it: in full, with inputs offloaded, selective.
+
+Each is a context manager that puts torch's non-reentrant checkpoint around every layer while it is open.
+
+    full         layers' inputs stay on the device, all else is computed again
+    offloaded    likewise, with the inputs in page-locked host memory (Unsloth's way, copies on side streams)
+    selective    results of attention and of every second matrix product stay, all else is computed again (torchtitan's way)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from benchmarks.moved import Moved
+
+if TYPE_CHECKING:
+    from memo.gpt.model import GPT
+
+__all__ = ["OffloadedInputs", "checkpointed", "selectively_checkpointed"]
+
+_ATEN = torch.ops.aten
+_PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default})
+_ATTENTION = frozenset(
+    {
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def checkpointed(model: GPT, *, inputs: Context = contextlib.nullcontext, **options: Any) -> Iterator[None]:
+    """Every layer recomputed in backward. `inputs` is around what saves a layer's inputs; `options` are torch's."""
+    originals = [layer.forward for layer in model.layers]
+    for layer, original in zip(model.layers, originals, strict=True):
+        layer.forward = _recomputed(original, inputs, options)
+    try:
+        yield
+    finally:
+        for layer, original in zip(model.layers, originals, strict=True):
+            layer.forward = original
+
+
+def _recomputed(original: Callable[..., torch.Tensor], inputs: Context, options: dict[str, Any]) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        with inputs():
+            return checkpoint(original, *args, use_reentrant=False, **options)
+
+    return forward
+
+
+def selectively_checkpointed(model: GPT) -> contextlib.AbstractContextManager[None]:
+    """Attention's results and those of every second matrix product of a layer stay, the first of them included."""
+    return checkpointed(model, context_fn=lambda: create_selective_checkpoint_contexts(_Policy()))
+
+
+class _Policy:
+    """torchtitan's: of one layer's call, forward and recompute counted apart."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+
+    def __call__(self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = func in _ATTENTION or (func.namespace.startswith("flash_attn") and "forward" in str(func))
+        if func in _PRODUCTS:
+            self._products[context.is_recompute] += 1
+            saved = self._products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Input:
+    """One layer's input while it is away."""
+
+    index: int
+    host: torch.Tensor
+    device: torch.Tensor | None = None
+    """What was fetched, until backward takes it."""
+    fetched: torch.cuda.Event | None = None
+
+
+class OffloadedInputs:
+    """Checkpointing with each layer's input in host memory; one layer is fetched ahead of backward.
+
+    Saved-tensor hooks around a non-reentrant checkpoint are given its inputs alone. Host buffers are kept from step to
+    step. On a CPU the same copies are made at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        # One stream each way: an input that is fetched does not queue behind those that still leave.
+        self._out, self._back = (torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2))
+        self._buffers: list[torch.Tensor] = []
+        self._inputs: list[_Input] = []
+        self.moved = Moved()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @contextlib.contextmanager
+    def around(self, model: GPT) -> Iterator[None]:
+        """Checkpoints the layers and moves their inputs; one forward."""
+        self._inputs = []
+        if self._out is not None:
+            self._out.wait_stream(self._back)  # the buffers are read until then
+        with checkpointed(model, inputs=lambda: saved_tensors_hooks(self._pack, self._unpack)):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Input:
+        if tensor.is_leaf:  # the rotary tables, which all layers share, and an empty tensor of torch's own
+            return tensor.detach()
+        index = len(self._inputs)
+        entry = _Input(index=index, host=self._buffer(index, tensor))
+        self._inputs.append(entry)
+        self.moved.out_bytes += tensor.nbytes
+        source = tensor.detach()
+        if self._out is None:
+            entry.host.copy_(source)
+            return entry
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            entry.host.copy_(source, non_blocking=True)
+        source.record_stream(self._out)
+        return entry
+
+    def _buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """The host memory of a layer's input, made anew where the length has changed."""
+        if index == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        found = self._buffers[index]
+        if found.shape != like.shape or found.dtype != like.dtype:
+            self._buffers[index] = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_gpu)
+        return self._buffers[index]
+
+    def _unpack(self, saved: torch.Tensor | _Input) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if saved.device is None:
+            self._fetch(saved)
+        tensor, saved.device = saved.device, None
+        assert tensor is not None
+        if saved.fetched is not None:
+            torch.cuda.current_stream(self._device).wait_event(saved.fetched)
+        if saved.index:
+            self._fetch(self._inputs[saved.index - 1])
+        return tensor
+
+    def _fetch(self, entry: _Input) -> None:
+        """Memory is the compute stream's: the copy waits for its earlier work, and its later work for the event."""
+        self.moved.back_bytes += entry.host.nbytes
+        entry.device = torch.empty(entry.host.shape, dtype=entry.host.dtype, device=self._device)
+        if self._back is None:
+            entry.device.copy_(entry.host)
+            return
+        self._back.wait_stream(self._out)
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._back):
+            entry.device.copy_(entry.host, non_blocking=True)
+            entry.fetched = self._back.record_event()
+        entry.device.record_stream(self._back)
