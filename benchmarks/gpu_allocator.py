@@ -62,7 +62,7 @@ def train(arm: str, *, model_name: str, seq: int, steps: int, host: str) -> dict
         adam.step()
         adam.zero_grad(set_to_none=True)
         manager.step_done()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         seconds.append(time.perf_counter() - begin)
         if allocator is not None and number < LEARNING:
             allocator.wait()

@@ -10,14 +10,19 @@ shopt -s nullglob
 
 if [ -z "${GPU_HOUR_SMALL:-}" ]; then
   patience=1  # times every limit
-  model=350m larger=1.3b host=64GiB most_host=88GiB rounds=3
-  headline=64k alphas=128k short=32k larger_short=8k longest=1m allocator=32k long=128k longer=256k trained=64k
-  million="--layers 8,6,4 --minutes 5" steps=12 probe="" kernels=""
+  model="--model 350m" larger=1.3b host="--host 64GiB" most_host="--host 88GiB" train_host=88GiB
+  headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
+  short="--rounds 3" length="--cap 16GiB --minutes 1" allocator="--seq 32k --steps 12" trained=64k
+  long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
+  probe="" kernels=""
 else  # the rehearsal: the same commands, where nothing is fast
   patience=4
-  model=tiny larger=tiny host=1GiB most_host=1GiB rounds=1
-  headline=512 alphas=512 short=512 larger_short=256 longest=1k allocator=512 long=256 longer=512 trained=512
-  million="--layers 1 --minutes 5" steps=2 probe="--small" kernels="--tokens 64 --width 256"
+  model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
+  headline="--seq 512 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
+  short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" allocator="--seq 512 --steps 2" trained=512
+  long="--seq 256 --layers 2 --rounds 1" longer="--seq 512 --layers 1 --rounds 1"
+  probe="--small" kernels="--tokens 64 --width 256 --asked 0"
+  short="$model $short" million="$model $million"
   some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
   export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
 fi
@@ -65,26 +70,28 @@ export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site
 "$python" -m benchmarks.machine || finish $?
 
 case $part in
-  1)  # the machine; does it work; the headline against keeping everything, at lengths where both fit
-    run 60 benchmarks.gpu_probe $probe
-    run 80 benchmarks.gpu_smoke
-    run 170 benchmarks.gpu_plans plan --model $model --seq $headline --host $host --rounds $rounds
-    run 200 benchmarks.gpu_plans alpha --model $model --seq $alphas --host $host --rounds 1
+  1)  # the machine; does it work; the headline beside every other way, and over alpha
+    run 50 benchmarks.gpu_probe $probe
+    run 75 benchmarks.gpu_smoke
+    run 190 benchmarks.gpu_bench plan $model $headline $host
+    run 195 benchmarks.gpu_bench alpha $model $alphas $host
     ;;
   2)  # a million tokens against checkpointing; lengths at which the link is the limit
-    run 400 benchmarks.gpu_bench 1m --seq $longest --host $most_host $million
-    run 110 benchmarks.gpu_bench swap
+    run 400 benchmarks.gpu_bench 1m $million $most_host
+    run 120 benchmarks.gpu_bench swap $short $host
     ;;
-  3)  # the suites, and the allocator
-    run 125 benchmarks.gpu_check swap
-    run 110 benchmarks.gpu_check arena
-    run 60 benchmarks.kernels $kernels
-    run 70 benchmarks.gpu_check kernels
-    run 130 benchmarks.gpu_allocator --model $model --seq $allocator --steps $steps --host $host
+  3)  # the suites, and the allocator; the longest length under a cap
+    run 120 benchmarks.gpu_check swap
+    run 100 benchmarks.gpu_check arena
+    run 40 benchmarks.kernels $kernels
+    run 60 benchmarks.gpu_check kernels
+    run 100 benchmarks.gpu_allocator $model $allocator $host
+    run 80 benchmarks.gpu_bench length $model $length $host
     ;;
   4)  # longer plans; a training run under the planned allocator
-    run 390 benchmarks.gpu_plans plan --model $model --seq $long --seq $longer --host $most_host
-    run 120 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $most_host \
+    run 160 benchmarks.gpu_bench plan $model $long $host
+    run 240 benchmarks.gpu_bench plan $model $longer $most_host
+    run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $train_host \
       --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
     ;;
 esac

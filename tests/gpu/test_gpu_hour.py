@@ -81,7 +81,7 @@ def test_a_command_that_fails_or_hangs_is_told_and_the_next_one_runs(carried: Pa
     done = hour(carried, "1")
     assert done.returncode == 1
     assert "begun" in done.stdout
-    assert done.stdout.count("first tree benchmarks.gpu_plans") == 2
+    assert done.stdout.count("first tree benchmarks.gpu_bench") == 2
     last = done.stdout.splitlines()[-1]
     assert "failed: benchmarks.gpu_probe (exit 124); failed: benchmarks.gpu_smoke (exit 1)" in last
     (log,) = (carried.parent / "out").glob("part1-*.log")
