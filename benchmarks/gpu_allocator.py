@@ -139,6 +139,7 @@ def line_of(arm: str, row: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_allocator")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--without", choices=ARMS, help="an arm that is left out")
     parser.add_argument("--model", default="350m", metavar="NAME", help="default 350m")
     parser.add_argument("--seq", type=parse_tokens, default=64 << 10, metavar="TOKENS", help="default 64k")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
@@ -162,7 +163,7 @@ def main(argv: list[str]) -> int:
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(arguments.rounds):
         rounds.append({})
-        for arm in ARMS:
+        for arm in [arm for arm in ARMS if arm != arguments.without]:
             rounds[-1][arm] = run_arm(arm, arguments)
             rows, faults = compare(rounds)
             print(

@@ -80,7 +80,12 @@ def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **(extra or {})},
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": with_root(os.environ.get("PYTHONPATH")),
+            **(extra or {}),
+        },
         start_new_session=True,  # so that its own children end with it, and let go of the GPU
     )
     watch = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
@@ -95,6 +100,11 @@ def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str]
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def with_root(path: str | None) -> str:
+    """PYTHONPATH with this tree: tests start processes of their own, elsewhere, and it may not be installed."""
+    return os.pathsep.join([str(ROOT), *([path] if path else [])])
 
 
 class Course:

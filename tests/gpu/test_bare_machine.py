@@ -68,6 +68,17 @@ def test_the_background_planner_starts_from_a_tree_that_is_not_installed(bare: P
     assert (done.returncode, done.stdout) == (0, "OPTIMAL\n"), done.stderr
 
 
+ELSEWHERE = """
+import sys
+from benchmarks.gpu_check import lines_of
+print(*lines_of([sys.executable, "-P", "-c", "import memo.swap; print('found')"], limit_s=60))
+"""
+
+
+def test_what_tests_start_elsewhere_finds_the_tree_that_is_not_installed(bare: Path) -> None:
+    assert run_bare(bare, "-c", ELSEWHERE).stdout == "found 0\n"
+
+
 EVERY_BENCHMARK = """
 import contextlib, io, runpy, sys, warnings
 warnings.simplefilter("ignore")  # a module that another one imported before is run once more
