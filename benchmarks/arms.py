@@ -66,6 +66,8 @@ class Bench:
     def _config(self, case: Case, **others: Any) -> GPTConfig:
         if self._options.layers is not None:
             others["layers"] = self._options.layers[0]
+        if self._options.mlp_tiles is not None:
+            others["mlp_tiles"] = self._options.mlp_tiles
         return preset(case.model, max_seq=case.seq, **others)
 
     def _table(self, arm: str) -> bool:
@@ -113,7 +115,7 @@ class Bench:
         rows = longest(
             self._setup(case),
             lambda seq: self._config(dataclasses.replace(case, seq=seq), positions="rotary"),
-            [*peers(trl=options.trl), *at_alphas((1.0, 0.0), options.host_of("96GiB"))],
+            [*peers(trl=options.trl), *at_alphas((1.0, 0.0), options.host_of("96GiB"), device=options.cap)],
             cap=options.cap,
             most=case.seq,
             seconds=60 * options.minutes,

@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 LINK_SECONDS = 0.5
-LINE = 300
-"""Characters of an error that a row shows: torch's of memory that does not suffice has its figures in these."""
+LINE = 160
+"""Characters of an error that a row shows: what could not be allocated is among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,12 @@ class Setup:
     warm_up_tokens: int | None = None
     """Fewer than in a measured step, where that takes long."""
     optimizer: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def make(self, config: GPTConfig) -> tuple[GPT, torch.Tensor]:
         """The same weights and tokens every time."""
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = GPT(config, device=self.device, dtype=dtype)
+        model = GPT(config, device=self.device, dtype=self.dtype)
         return model, torch.randint(0, config.vocab_size, (1, config.max_seq + 1), device=self.device)
 
 

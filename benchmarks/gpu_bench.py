@@ -59,6 +59,7 @@ class Options:
     model: str | None
     seq: list[int] | None
     layers: list[int] | None
+    mlp_tiles: int | None
     rounds: int | None
     host: int | None
     minutes: float
@@ -92,6 +93,7 @@ def parsed(arguments: list[str]) -> tuple[list[str], Options]:
     parser.add_argument(
         "--layers", type=_numbers, help="instead of the model's own; for 1m depths to choose from, as 8,6,4"
     )
+    parser.add_argument("--mlp-tiles", type=int, help="tiles of every way's MLPs; 1m takes its plan's (default 1)")
     parser.add_argument("--rounds", type=int, help="measured steps of each way")
     parser.add_argument("--host", type=parse_bytes, help="memo's budget of host memory")
     parser.add_argument(

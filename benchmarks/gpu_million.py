@@ -142,8 +142,7 @@ def measure(
 
     The result so far goes to `written` after each row. Raises Infeasible, as `plan_within`.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    attention = probe_attention(shape(request, request.depths[-1]), device, dtype)
+    attention = probe_attention(shape(request, request.depths[-1]), device, torch.bfloat16)
     release_memory()
     print(
         f"attention: {attention.kernel}, {attention.seconds:.2f} s a layer at {request.seq} tokens, "

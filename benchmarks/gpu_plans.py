@@ -34,14 +34,15 @@ MOST_STEPS = 14
 Written = Callable[[dict[str, Any]], Any]
 
 
-def at_alphas(values: Iterable[float], host: str) -> list[Way]:
-    """memo at fixed alphas, host tier only."""
+def at_alphas(values: Iterable[float], host: str, *, device: int | None = None) -> list[Way]:
+    """memo at fixed alphas, host tier only; `device` bytes say how far ahead is reloaded."""
     return [
         memo_way(
             f"memo, alpha {alpha:g}",
             Compute.ONCE if alpha == 1 else Compute.OTHER,
             alpha=alpha,
             host=host,
+            device=device,
             disk=[],
         )
         for alpha in values

@@ -1,8 +1,8 @@
 """The longest sequence that each way trains under a fixed cap of device memory, by bisection.
 
 A try is one forward and backward from fresh weights, with torch's allocator capped. The peaks of the longest two lengths
-that fitted tell where the next try is worth its time, within the bracket that is left. Positions are rotary, so that the length
-changes no parameter.
+that fitted tell where the next try is worth its time, within the bracket that is left. Positions are rotary, so that the
+length changes no parameter.
 """
 
 from __future__ import annotations
