@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import NO_GPU, describe, gpu
+from benchmarks.machine import NO_GPU, describe, gpu, nvidia_smi
 from benchmarks.results import write_result
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def host(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         "overcommit": _read("/proc/sys/vm/overcommit_memory"),
         "control group": _read("/sys/fs/cgroup/memory.max"),
         "locked memory": "no limit" if locked == resource.RLIM_INFINITY else locked,
+        "link": nvidia_smi("pcie.link.gen.current", "pcie.link.width.current"),
     }
 
 

@@ -68,10 +68,15 @@ def gpu() -> dict[str, Any] | None:
 
 
 def driver() -> str:
-    """The driver's version as nvidia-smi tells it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    """The driver's version."""
+    return nvidia_smi("driver_version")
+
+
+def nvidia_smi(*queries: str) -> str:
+    """The first GPU's answer to these queries of nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(queries)}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     except OSError:  # a container may have the driver and not its tools
         said = []
     return said[0] if said else "unknown"

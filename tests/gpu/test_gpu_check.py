@@ -95,7 +95,7 @@ def test_of_no_gpu(): assert False
 """
 
 
-def tests_in(folder: Path, content: str) -> gpu_check.Part:
+def part_of(folder: Path, content: str) -> gpu_check.Part:
     tests = folder / "tests" / "test_sums.py"
     tests.parent.mkdir()
     tests.write_text(content)
@@ -104,7 +104,7 @@ def tests_in(folder: Path, content: str) -> gpu_check.Part:
 
 def test_how_tests_ended_is_counted_and_kept_as_they_end(tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
-    ran = gpu_check.run_part(tests_in(tmp_path, TWO_AND_TWO), kept.append)
+    ran = gpu_check.run_part(part_of(tmp_path, TWO_AND_TWO), kept.append)
     assert ran["exit"] == 1
     assert ran["tests"] == {"passed": 2, "failed": 1, "skipped": 1}
     assert [name.partition("::")[2] for name in ran["failed"]] == ["test_sum[5]"]
@@ -156,7 +156,7 @@ sys.exit(gpu_check.main(["sums"]))
 
 
 def test_a_run_that_is_ended_leaves_what_it_had_and_nothing_running(tmp_path: Path) -> None:
-    (test,) = tests_in(tmp_path, ONE_AND_A_HANG).tests
+    (test,) = part_of(tmp_path, ONE_AND_A_HANG).tests
     begun = subprocess.Popen(
         [sys.executable, "-c", RUNS, test], cwd=TESTS.parent, env={**os.environ, "OUT": str(tmp_path)}
     )
