@@ -20,7 +20,7 @@ else  # the rehearsal: the same commands, where nothing is fast
   model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
   headline="--seq 1k --layers 12 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
   short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
-  long="--seq 512 --layers 12 --rounds 1" longer="--seq 1k --layers 12 --rounds 1"
+  long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
   probe="--small" kernels="--tokens 64 --width 256 --asked 0"
   allocator=(--seq 512 --steps 2 --without "expandable segments")  # of which the emulated driver has none
   short="$model $short" million="$model $million"
