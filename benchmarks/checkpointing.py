@@ -92,22 +92,30 @@ class _Input:
     index: int
     host: torch.Tensor
     device: torch.Tensor | None = None
-    """What was fetched, until backward takes it."""
+    """Where it was fetched to, until backward takes it."""
     fetched: torch.cuda.Event | None = None
+    taken: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Streams:
+    """One each way: an input that is fetched does not queue behind those that still leave."""
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
 
 
 class OffloadedInputs:
     """Checkpointing with each layer's input in host memory; one layer is fetched ahead of backward.
 
     Saved-tensor hooks around a non-reentrant checkpoint are given its inputs alone. Host buffers are kept from step to
-    step. On a CPU the same copies are made at once.
+    step, so that one forward is followed by its backward. On a CPU the same copies are made at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
-        # One stream each way: an input that is fetched does not queue behind those that still leave.
-        self._out, self._back = (torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2))
+        on_gpu = device.type == "cuda"
+        self._streams = _Streams(out=torch.cuda.Stream(device), back=torch.cuda.Stream(device)) if on_gpu else None
         self._buffers: list[torch.Tensor] = []
         self._inputs: list[_Input] = []
         self.moved = Moved()
@@ -120,27 +128,29 @@ class OffloadedInputs:
     @contextlib.contextmanager
     def around(self, model: GPT) -> Iterator[None]:
         """Checkpoints the layers and moves their inputs; one forward."""
+        if not all(entry.taken for entry in self._inputs):
+            raise RuntimeError("offloaded checkpointing: a forward before the last one's backward")
         self._inputs = []
-        if self._out is not None:
-            self._out.wait_stream(self._back)  # the buffers are read until then
+        if self._streams is not None:
+            self._streams.out.wait_stream(self._streams.back)  # the buffers are read until then
         with checkpointed(model, inputs=lambda: saved_tensors_hooks(self._pack, self._unpack)):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Input:
-        if tensor.is_leaf:  # the rotary tables, which all layers share, and an empty tensor of torch's own
+        if tensor.is_leaf:  # an empty tensor of torch's own
             return tensor.detach()
         index = len(self._inputs)
         entry = _Input(index=index, host=self._buffer(index, tensor))
         self._inputs.append(entry)
         self.moved.out_bytes += tensor.nbytes
         source = tensor.detach()
-        if self._out is None:
+        if self._streams is None:
             entry.host.copy_(source)
             return entry
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
+        self._streams.out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._streams.out):
             entry.host.copy_(source, non_blocking=True)
-        source.record_stream(self._out)
+        source.record_stream(self._streams.out)
         return entry
 
     def _buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
@@ -149,7 +159,7 @@ class OffloadedInputs:
             self._buffers.append(torch.empty(0))
         found = self._buffers[index]
         if found.shape != like.shape or found.dtype != like.dtype:
-            self._buffers[index] = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._on_gpu)
+            self._buffers[index] = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._streams is not None)
         return self._buffers[index]
 
     def _unpack(self, saved: torch.Tensor | _Input) -> torch.Tensor:
@@ -157,7 +167,7 @@ class OffloadedInputs:
             return saved
         if saved.device is None:
             self._fetch(saved)
-        tensor, saved.device = saved.device, None
+        tensor, saved.device, saved.taken = saved.device, None, True
         assert tensor is not None
         if saved.fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(saved.fetched)
@@ -169,12 +179,13 @@ class OffloadedInputs:
         """Memory is the compute stream's: the copy waits for its earlier work, and its later work for the event."""
         self.moved.back_bytes += entry.host.nbytes
         entry.device = torch.empty(entry.host.shape, dtype=entry.host.dtype, device=self._device)
-        if self._back is None:
+        if self._streams is None:
             entry.device.copy_(entry.host)
             return
-        self._back.wait_stream(self._out)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._back):
+        back = self._streams.back
+        back.wait_stream(self._streams.out)
+        back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(back):
             entry.device.copy_(entry.host, non_blocking=True)
-            entry.fetched = self._back.record_event()
-        entry.device.record_stream(self._back)
+            entry.fetched = back.record_event()
+        entry.device.record_stream(back)

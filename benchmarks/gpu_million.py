@@ -12,13 +12,13 @@ left for are not begun.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import solver
 from benchmarks.attention_probe import probe_attention
 from benchmarks.comparison import Comparison, Setup, guarded, release_memory
 from benchmarks.ways import CHECKPOINTING, OFFLOADED, Compute, memo_way, peers
@@ -212,10 +212,8 @@ def _speed(ours: float | None, theirs: float | None) -> float | None:
 
 def run(request: Request, device: torch.device, written: Callable[[dict[str, Any]], Any]) -> bool:
     """`measure`, with one line for what cannot be; True where memo's row ran."""
-    if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
-        print(
-            "gpu-bench 1m: its plan needs pulp and highspy, which are not installed; nothing was run", file=sys.stderr
-        )
+    if solver.LACKING is not None:
+        print(f"gpu-bench 1m: {solver.LACKING}; nothing was run", file=sys.stderr)
         return False
     found = guarded(lambda: measure(request, device, written))
     if isinstance(found, str):

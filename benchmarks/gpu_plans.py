@@ -9,7 +9,6 @@ The automatic plan gets a device budget that keeping everything does not fit: wh
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
+from benchmarks import solver
 from benchmarks.comparison import Setup, compare, guarded, now, release_memory, train_step
 from benchmarks.ways import CHECKPOINTING, KEEP, Compute, Way, managed, memo_way, peers
 from memo.units import format_bytes
@@ -51,8 +51,8 @@ def at_alphas(values: Iterable[float], host: str, *, device: int | None = None) 
 
 def automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: str) -> dict[str, Any]:
     """Steps until the plan is settled, and what it said of the steps after."""
-    if importlib.util.find_spec("pulp") is None or importlib.util.find_spec("highspy") is None:
-        return {"failed": "a plan needs pulp and highspy, which are not installed"}
+    if solver.LACKING is not None:
+        return {"failed": solver.LACKING}
     found = guarded(lambda: _automatic(setup, config, device_bytes, host))
     release_memory()
     return {"failed": found} if isinstance(found, str) else found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.swap.probe import LinkRates
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = preset("tiny", layers=3, hidden=64, max_seq=192, positions="rotary", vocab_size=97)
 HIDDEN_BYTES = 192 * 64 * 4
@@ -72,12 +75,20 @@ class Calls(TorchDispatchMode):
     """How often each operator ran."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_checkpointing_refuses_a_second_forward_before_backward() -> None:
+    model, ids = GPT(CONFIG), torch.randint(97, (1, 193))
+    with peers()[2].start(model) as running:
+        for step in range(2):
+            with pytest.raises(RuntimeError, match="before the last") if step else nullcontext(), running.around():
+                model(ids[:, :-1], ids[:, 1:])
 
 
 def test_selective_checkpointing_repeats_every_second_product_and_no_attention() -> None:
@@ -232,3 +243,35 @@ def test_arms_run_on_a_cpu_and_those_that_cannot_say_so(capsys: pytest.CaptureFi
 
 def test_without_options_a_running_way_moves_nothing() -> None:
     assert Running().moved() == Moved()
+
+
+LEAVES = """
+import gc, weakref, warnings
+import torch
+from benchmarks.comparison import Setup, compare
+from benchmarks.gpu_plans import at_alphas, automatic
+from benchmarks.ways import peers
+from memo.gpt.config import preset
+
+made, make = [], Setup.make
+
+def noted(setup, config):
+    model, ids = make(setup, config)
+    made.append(weakref.ref(model))
+    return model, ids
+
+Setup.make = noted
+setup = Setup(model="tiny", device=torch.device("cpu"), rounds=1)
+config = preset("tiny", layers=2, hidden=64, max_seq=128)
+compare(setup, config, [*peers(), *at_alphas((0.0,), "64MiB")])
+warnings.simplefilter("ignore")  # that so little memory cannot do
+automatic(setup, config, 1 << 20, "64MiB")
+gc.collect()
+print([model() for model in made])
+"""
+
+
+def test_no_model_outlives_its_comparison_or_its_plan() -> None:
+    # In a process of its own: the first import of the solver is a part of it.
+    ran = subprocess.run([sys.executable, "-c", LEAVES], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[None, None]"

@@ -1,0 +1,82 @@
+"""The ways that the benchmarks compare, on a GPU: streams and all, each gives plain training's gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.comparison import Setup, compare
+from benchmarks.gpu_plans import at_alphas
+from benchmarks.longest import capped
+from benchmarks.ways import KEEP, peers
+from memo.gpt.config import preset
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_each_way_gives_the_gradients_of_plain_training_bit_for_bit(device: torch.device) -> None:
+    config = preset("tiny", hidden=128, max_seq=1024, positions="rotary")
+    table = compare(
+        Setup(model="tiny", device=device, rounds=2), config, [*peers(), *at_alphas((0.0, 1.0), "64MiB", device=None)]
+    )
+    ran = [row for row in table.rows if row.failed is None]
+    lacking = [row.failed for row in table.rows if row.failed is not None]
+    assert lacking == [] or lacking[0].startswith("TRL's file is not there")  # type: ignore[union-attr]
+    assert {row.way: row.gradient_difference for row in ran} == dict.fromkeys((row.way for row in ran), 0.0)
+    assert table.rows[0].way == KEEP
+    moved = {row.way: row.moved for row in ran}
+    hidden_bytes = config.layers * 1024 * 128 * 2
+    assert (moved["offloaded checkpointing"].out_bytes, moved["offloaded checkpointing"].back_bytes) == (
+        hidden_bytes,
+        hidden_bytes,
+    )
+
+
+def test_the_cap_is_kept_and_taken_away_again(device: torch.device) -> None:
+    with capped(device, 64 << 20), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    torch.empty(128 << 20, dtype=torch.uint8, device=device)
+
+
+OFFLOADED = """
+import torch
+from benchmarks.comparison import train_step
+from benchmarks.ways import peers
+from memo.gpt.config import preset
+from memo.gpt.model import GPT
+model = GPT(preset("tiny", layers=3, hidden=64, max_seq=256), device="cuda", dtype=torch.bfloat16)
+ids = torch.randint(0, 100, (1, 257), device="cuda")
+way = next(way for way in peers() if way.name == "offloaded checkpointing")
+with way.start(model) as running:
+    for _ in range(3):
+        train_step(model, ids, running)
+print("clean")
+"""
+
+
+@pytest.mark.usefixtures("device")
+def test_the_cuda_sanitizer_is_clean_of_offloaded_checkpointing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLOADED],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr
