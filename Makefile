@@ -65,10 +65,10 @@ gpu-emulated:
 gpu-hour-prepare: setup
 	PYTHON=$(BIN)/python benchmarks/gpu_hour_prepare.sh .gpu
 
-# Its four parts at small size on the emulated device, from an environment without memo or solvers: some 20 minutes.
+# Its four parts at small size on the emulated device, from an environment without memo or solvers: some ten minutes.
 gpu-rehearsal: setup
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
-	tests/emulated_cuda/rehearse build/emulated build/rehearsal
+	PYTHON=$(BIN)/python tests/emulated_cuda/rehearse build/emulated build/rehearsal
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info
