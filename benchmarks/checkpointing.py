@@ -125,6 +125,10 @@ class OffloadedInputs:
         """Bytes of the host buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
+    def reserve(self, layers: int, elements: int, dtype: torch.dtype) -> None:
+        """Page-locks the buffers of so many inputs, before a step is timed."""
+        self._buffers = [self._host(elements, dtype) for _ in range(layers)]
+
     @contextlib.contextmanager
     def around(self, model: GPT) -> Iterator[None]:
         """Checkpoints the layers and moves their inputs; one forward."""
@@ -154,13 +158,15 @@ class OffloadedInputs:
         return entry
 
     def _buffer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """The host memory of a layer's input, made anew where the length has changed."""
+        """The host memory of a layer's input, made anew where the reserved one is too small."""
         if index == len(self._buffers):
-            self._buffers.append(torch.empty(0))
-        found = self._buffers[index]
-        if found.shape != like.shape or found.dtype != like.dtype:
-            self._buffers[index] = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._streams is not None)
-        return self._buffers[index]
+            self._buffers.append(torch.empty(0, dtype=like.dtype))
+        if self._buffers[index].numel() < like.numel() or self._buffers[index].dtype != like.dtype:
+            self._buffers[index] = self._host(like.numel(), like.dtype)
+        return self._buffers[index][: like.numel()].view(like.shape)
+
+    def _host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, pin_memory=self._streams is not None)
 
     def _unpack(self, saved: torch.Tensor | _Input) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

@@ -131,7 +131,9 @@ def peers(*, trl: Path | None = None) -> Sequence[Way]:
 
 @contextlib.contextmanager
 def _offloaded(model: GPT) -> Iterator[Running]:
-    inputs = OffloadedInputs(next(model.parameters()).device)
+    weight, config = model.tokens.weight, model.config
+    inputs = OffloadedInputs(weight.device)
+    inputs.reserve(config.layers, config.max_seq * config.hidden, weight.dtype)
     yield Running(
         around=lambda: inputs.around(model),
         moved=lambda: dataclasses.replace(inputs.moved),

@@ -418,3 +418,33 @@ def test_long_attention_on_a_gpu_stays_linear_in_memory(dtype: torch.dtype) -> N
     attend(query, key, value).sum().backward()
     # Scores alone would be seq * seq elements; everything here is a small multiple of seq * heads * 64.
     assert torch.cuda.max_memory_allocated() < 40 * seq * heads * 64 * query.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_model_whose_kernel_refuses_trains_on_with_the_next_bit_for_bit() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    torch.manual_seed(0)
+    model = GPT(preset("tiny", layers=3, max_seq=256), device="cuda", dtype=torch.bfloat16)
+    kind = Kind.of(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
+    first = choose(kind).kernel
+    if first not in (Kernel.CUDNN, Kernel.FLASH):
+        pytest.skip(f"{first.value} is not torch's")
+    ids = torch.randint(0, 257, (1, 257), device="cuda")
+    operator = "_scaled_dot_product_cudnn_attention" if first is Kernel.CUDNN else "_scaled_dot_product_flash_attention"
+    with (
+        _refusing(operator, "AutogradCUDA", 0) as seen,
+        closing(memo.offload(model, alpha=0.5, min_bytes=1, host="64MiB", disk=[])) as manager,
+    ):
+        found = []
+        for _ in range(2):
+            with manager:
+                loss = model(ids[:, :-1], ids[:, 1:])
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+        plain = torch.autograd.grad(model(ids[:, :-1], ids[:, 1:]), list(model.parameters()))
+        assert manager.stats.bytes_recomputed > 0
+    assert seen == [256]
+    assert choose(kind).kernel is not first
+    for gradients in found:
+        assert all(map(torch.equal, gradients, plain))
