@@ -72,7 +72,7 @@ def train(arm: str, *, model_name: str, seq: int, steps: int, host: str) -> dict
     return {
         "step_s": seconds[LEARNING:],
         "losses": losses,
-        "weights": [float(p.double().sum()) for p in model.parameters()],
+        "weights": [float(p.detach().double().sum()) for p in model.parameters()],
         "reserved_bytes": after.peak_reserved_bytes,
         "allocated_bytes": after.peak_allocated_bytes,
         "device_mallocs_a_step": (after.device_mallocs - before.device_mallocs) / steps,
