@@ -10,7 +10,7 @@ ARMS ?= all
 PARTS ?=
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated setup clean
+.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARMS)
 
-# Both install nothing but this package, offline, into the interpreter given as PYTHON; exit 3 without a GPU.
+# Both run with the interpreter given as PYTHON, from this tree, and install nothing; exit 3 without a GPU.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(PARTS)
 
@@ -57,9 +57,20 @@ gpu-bench:
 	$(PYTHON) -m benchmarks.gpu_bench $(ARMS)
 
 # The tests marked gpu where no GPU is, on an emulated device: tests/emulated_cuda/README.md. Fetches some 7 GB once.
+# The engine's run a second time under torch's CUDA sanitizer, which tells of accesses that nothing orders.
 gpu-emulated:
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
 	build/emulated/python -m pytest -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
+	TORCH_CUDA_SANITIZER=1 build/emulated/python -m pytest -m gpu --timeout 900 $(PYTEST_ARGS) tests/gpu/test_swap_cuda.py
+
+# The first hour on a GPU: docs/gpu.md. Packs .gpu/, which then travels; `bash .gpu/gpu_hour.sh 1` to 4 run there.
+gpu-hour-prepare: setup
+	PYTHON=$(BIN)/python benchmarks/gpu_hour_prepare.sh .gpu
+
+# Its four parts at small size on the emulated device, from an environment without memo or solvers: some ten minutes.
+gpu-rehearsal: setup
+	PY=$(PY) tests/emulated_cuda/prepare build/emulated
+	PYTHON=$(BIN)/python tests/emulated_cuda/rehearse build/emulated build/rehearsal
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info

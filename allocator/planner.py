@@ -1,6 +1,6 @@
 """Plans a step's addresses in a process of its own, so that training goes on meanwhile.
 
-`Planning` starts `python -m memo.allocator.planner` on a problem and picks up its plan later; problem and plan go through
+`Planning` starts this module on a problem and picks up its plan later; problem and plan go through
 anonymous temporary files in the formats of docs/plan-format.md. The child imports no torch, and one solver only. A plan is
 checked before it is handed over, here and not in the child.
 """
@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from pathlib import Path
 from typing import IO
 
+import memo
 from memo.errors import MemoError, SolverFailed
 from memo.mip.buffers import Plan, Problem
 from memo.mip.check import require_valid
@@ -24,6 +26,13 @@ from memo.mip.strict import STDIN
 
 __all__ = ["Planning"]
 
+_MEMO = str(Path(memo.__file__).parent.parent)
+# Memo's own folder comes last: it is found where it is not installed, and shadows nothing.
+_START = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module("memo.allocator.planner", run_name="__main__", alter_sys=True)
+"""
 _NICENESS = 10  # training goes first
 _GAP = 0.005  # of the lower bound; half of what an arena may be above it
 
@@ -37,7 +46,7 @@ class Planning:
             question.write(problem_to_json(problem).encode())
             question.seek(0)
             # -P: the user's directory must not come before the packages that are installed.
-            command = [sys.executable, "-P", "-m", "memo.allocator.planner", "--time-limit", str(time_limit_s)]
+            command = [sys.executable, "-P", "-c", _START, _MEMO, "--time-limit", str(time_limit_s)]
             self._process = subprocess.Popen(
                 command, stdin=question, stdout=self._answer, stderr=subprocess.PIPE, start_new_session=True
             )

@@ -6,7 +6,17 @@ import runpy
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__init__", "__main__", "results", "gpu_check", "gpu_smoke", "gpu_bench", "gpu_allocator"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "__main__",
+    "machine",
+    "results",
+    "gpu_check",
+    "gpu_smoke",
+    "gpu_bench",
+    "gpu_allocator",
+    "gpu_probe",
+}
 
 
 def main(names: list[str]) -> int:

@@ -25,7 +25,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_check import NO_GPU, gpu
+from benchmarks.machine import NO_GPU, describe, gpu
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["ARMS", "Case", "Options", "main"]
@@ -123,7 +123,9 @@ def main(arguments: list[str]) -> int:
     if facts is None:
         print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    if options.device == "cpu":
+    if options.device == "cuda":
+        print(describe(facts), flush=True)
+    else:
         refused = [arm for arm in arms if arm in NEED_GPU]
         if refused:
             print(f"gpu-bench: {', '.join(refused)}: only on a GPU", file=sys.stderr)

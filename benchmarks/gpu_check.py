@@ -11,13 +11,16 @@
     kernels      tests of the kernels
     allocators   the planned allocator beside torch's (benchmarks.gpu_allocator)
 
-Runs with the interpreter it is started with, installs nothing but this package (offline), prints what comes as it comes and
-writes a dated JSON file, anew after each part, so that what is stopped from outside leaves the parts before. Exits 3 where
-there is no CUDA GPU, 2 for what is no part, 1 when a package is missing, a test fails or a figure is not what was promised.
+Runs with the interpreter and the tree that it is started with, installed or not, and installs nothing. It prints what comes
+as it comes and writes a dated result file, anew after each test and each part, so that what is stopped from outside leaves
+what it had. A part for which packages are missing is left out with a line. Exits 3 where there is no CUDA GPU, 2 for what is
+no part, 1 when a part is left out, a test fails or a figure is not what was promised.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -30,93 +33,59 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import NO_GPU, TESTING, describe, gpu, missing
 from benchmarks.results import write_result
 
 ROOT = Path(__file__).parent.parent
-NO_GPU = 3
-
-GPU_TESTS: dict[str, tuple[str, ...]] = {
-    "swap": (
-        "tests/gpu/test_swap_cuda.py",
-        "tests/gpt/test_attention.py",
-        "tests/gpu/test_stream_sanitizer.py",
-        "tests/gpu/test_ways_cuda.py",
-        "tests/gpu/test_ring_cuda.py",
-        "tests/gpu/test_norms_cuda.py",
-    ),
-    "arena": ("tests/gpu/test_arena_cuda.py",),
-    "kernels": ("tests/kernels",),
-}
-"""Where tests are marked `gpu`: to collect all others would take minutes, and packages that only they need."""
-LIMITS_S = {"smoke": 70, "swap": 110, "table": 80, "arena": 100, "rates": 40, "kernels": 60, "allocators": 100}
-"""For each part, in order. Together under ten minutes: what lends GPUs may end a command then."""
 TEST_LIMIT_S = 60
 """For one test: what hangs must not take its part's time from all others."""
-NEEDED = {
-    "numpy": "numpy",
-    "pulp": "pulp",
-    "highspy": "highspy",
-    "rich": "rich",
-    "pytest": "pytest",
-    "pytest_timeout": "pytest-timeout",
-}
-"""Import name to package, beside torch: what `memo.offload` plans with, and what the tests run on."""
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Without it torch refuses matrix products where only deterministic algorithms are allowed, as in tests of equal bits."""
 
 
-def gpu() -> dict[str, Any] | None:
-    """What the GPU is, or None when there is none that torch can use."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "memory_bytes": properties.total_memory,
-        "driver": _driver(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part: a benchmark's command line or some tests."""
+
+    limit_s: int
+    module: tuple[str, ...] = ()
+    """What follows `python -m`."""
+    tests: tuple[str, ...] = ()
+    """Where tests are marked `gpu`: to collect all others would take minutes, and packages that only they need."""
+    ignored: tuple[str, ...] = ()
+    """Files among them that another part runs."""
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    except OSError:  # a container may have the driver and not its tools
-        said = []
-    return said[0] if said else "unknown"
-
-
-def missing() -> list[str]:
-    """Packages that must be there and are not."""
-    return [package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None]
-
-
-def install() -> bool:
-    """Makes `import memo` work with this interpreter; takes nothing from a registry."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
-    return subprocess.run(command, check=False).returncode == 0
-
-
-def _workers() -> list[str]:
-    """Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be."""
-    return ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+PARTS: dict[str, Part] = {
+    "smoke": Part(limit_s=70, module=("benchmarks.gpu_smoke",)),
+    "swap": Part(
+        limit_s=110,
+        tests=("tests/gpu", "tests/gpt/test_attention.py"),
+        ignored=("tests/gpu/test_arena_cuda.py",),
+    ),
+    "table": Part(limit_s=80, module=("benchmarks.gpu_bench", "short")),
+    "arena": Part(limit_s=100, tests=("tests/gpu/test_arena_cuda.py",)),
+    "rates": Part(limit_s=40, module=("benchmarks.kernels",)),
+    "kernels": Part(limit_s=60, tests=("tests/kernels",)),
+    "allocators": Part(limit_s=100, module=("benchmarks.gpu_allocator", "--seq", "32k", "--steps", "12")),
+}
+"""In the order in which they run. Together under ten minutes: what lends GPUs may end a command then."""
 
 
 def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str] | None = None) -> Iterator[str | int]:
-    """What the command says, line by line, and at last its exit code; None of its processes outlives `limit_s`."""
+    """The command's output, line by line, and at last its exit code; no process of its outlives `limit_s` or this one."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **(extra or {})},
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": with_root(os.environ.get("PYTHONPATH")),
+            **(extra or {}),
+        },
         start_new_session=True,  # so that its own children end with it, and let go of the GPU
     )
     watch = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
@@ -128,75 +97,82 @@ def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str]
         yield process.wait()
     finally:
         watch.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def run_part(command: Sequence[str], *, limit_s: float) -> dict[str, Any]:
-    """Runs one part, passing on what it says; its exit code, seconds and last line."""
-    begin, last, code = time.monotonic(), "", 1
-    for said in lines_of(command, limit_s=limit_s, extra=DETERMINISTIC):
-        if isinstance(said, int):
-            code = said
-        else:
-            print(said, flush=True)
-            last = said or last
-    return {"exit": code, "seconds": round(time.monotonic() - begin, 1), "summary": _summary(code, limit_s, last)}
+def with_root(path: str | None) -> str:
+    """PYTHONPATH with this tree: tests start processes of their own, elsewhere, and it may not be installed."""
+    return os.pathsep.join([str(ROOT), *([path] if path else [])])
 
 
-def _summary(code: int, limit_s: float, last: str) -> str:
-    return f"stopped after {limit_s:.0f} s" if code == -signal.SIGKILL else last
+class Course:
+    """A part under way: what it said and how its tests ended, kept in the result file as it comes."""
 
+    def __init__(self, limit_s: float, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._limit_s = limit_s
+        self._keep = keep
+        self._begin = time.monotonic()
+        self._last = ""
+        self._exit: int | None = None
+        self._ended: Counter[str] = Counter()
+        self._failed: list[str] = []
 
-def run_tests(paths: Sequence[str], *, limit_s: float) -> dict[str, Any]:
-    """Likewise of tests: how many ended how, and which failed, also when the time was too short for all."""
-    begin, last, code = time.monotonic(), "", 1
-    ended: Counter[str] = Counter()
-    failed = []
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
-    command += ["--timeout", str(TEST_LIMIT_S), *_workers(), *paths]
-    for said in lines_of(command, limit_s=limit_s, extra=DETERMINISTIC):
-        if isinstance(said, int):
-            code = said
-            continue
-        print(said, flush=True)
-        last = said or last
-        words = said.split()
+    def follow(self, command: Sequence[str]) -> dict[str, Any]:
+        """Runs the command, passing on what it says; its result."""
+        with contextlib.closing(lines_of(command, limit_s=self._limit_s, extra=DETERMINISTIC)) as lines:
+            for said in lines:
+                if isinstance(said, int):
+                    self._exit = said
+                else:
+                    print(said, flush=True)
+                    self._last = said.strip("= ") or self._last
+                    self._count(said.split())
+        self._keep(self.result())
+        return self.result()
+
+    def _count(self, words: list[str]) -> None:
+        """Counts a test that ended, by its line in the course of the run; the summary's lines begin with the outcome."""
         outcome = next((word for word in words if word in ("PASSED", "FAILED", "ERROR", "SKIPPED")), None)
-        # Its own line in the course of the run, not the summary's, which begins with the outcome.
-        if outcome is not None and words[0] != outcome:
-            ended[outcome.lower()] += 1
-            if outcome in ("FAILED", "ERROR"):
-                failed.append(next(word for word in words if "::" in word))
-    return {
-        "exit": code,
-        "seconds": round(time.monotonic() - begin, 1),
-        "summary": _summary(code, limit_s, last.strip("= ")),
-        "tests": dict(ended),
-        "failed": failed,
-    }
+        test = next((word for word in words if "::" in word), None)
+        if outcome is None or test is None or words[0] == outcome:
+            return
+        self._ended[outcome.lower()] += 1
+        if outcome in ("FAILED", "ERROR"):
+            self._failed.append(test)
+        self._keep(self.result())
+
+    def result(self) -> dict[str, Any]:
+        """What is known so far; `exit` is None while the part runs."""
+        stopped = self._exit == -signal.SIGKILL
+        tests = {"tests": dict(self._ended), "failed": self._failed} if self._ended else {}
+        return {
+            "exit": self._exit,
+            "seconds": round(time.monotonic() - self._begin, 1),
+            "summary": f"stopped after {self._limit_s:.0f} s" if stopped else self._last,
+            **tests,
+        }
 
 
-def _workers() -> list[str]:
-    """Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be."""
-    return ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+def run_part(part: Part, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Runs one part; `keep` is given its result whenever more is known."""
+    lacks = missing(TESTING if part.tests else ())
+    if lacks:
+        left_out = {"exit": 1, "seconds": 0.0, "summary": f"left out: {', '.join(lacks)} not installed"}
+        keep(left_out)
+        return left_out
+    command = [sys.executable, "-m", *(pytest_command(part) if part.tests else part.module)]
+    return Course(part.limit_s, keep).follow(command)
 
 
-def _tests(name: str) -> Callable[[], dict[str, Any]]:
-    return lambda: run_tests(GPU_TESTS[name], limit_s=LIMITS_S[name])
-
-
-def _module(name: str, *command: str) -> Callable[[], dict[str, Any]]:
-    return lambda: run_part([sys.executable, "-m", *command], limit_s=LIMITS_S[name])
-
-
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "smoke": _module("smoke", "benchmarks.gpu_smoke"),
-    "swap": _tests("swap"),
-    "table": _module("table", "benchmarks.gpu_bench", "short"),
-    "arena": _tests("arena"),
-    "rates": _module("rates", "benchmarks.kernels"),
-    "kernels": _tests("kernels"),
-    "allocators": _module("allocators", "benchmarks.gpu_allocator", "--seq", "32k", "--steps", "12"),
-}
+def pytest_command(part: Part) -> list[str]:
+    """The part's tests that are marked `gpu`."""
+    # Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be.
+    workers = ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
+    command = ["pytest", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
+    ignored = [f"--ignore={path}" for path in part.ignored]
+    return [*command, "--timeout", str(TEST_LIMIT_S), *workers, *ignored, *part.tests]
 
 
 def main(wanted: list[str]) -> int:
@@ -208,25 +184,28 @@ def main(wanted: list[str]) -> int:
     if device is None:
         print("gpu-check: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
-    if missing():
-        print(f"gpu-check: {sys.executable} lacks {', '.join(missing())}; nothing was run", file=sys.stderr)
-        return 1
-    if not install():
-        print("gpu-check: pip could not install this package, see above; nothing was run", file=sys.stderr)
-        return 1
-    print(f"{device['gpu']}, driver {device['driver']}, torch {device['torch']}", flush=True)
+    print(describe(device), flush=True)
     done: dict[str, dict[str, Any]] = {}
-    path = None
     for name in wanted or PARTS:
-        print(f"\n== {name}, {LIMITS_S[name]} s at most", flush=True)
-        done[name] = PARTS[name]()
-        path = write_result("gpu-check", {"device": device, **done})
+
+        def keep(result: dict[str, Any], name: str = name) -> None:
+            done[name] = result
+            write_result("gpu-check", {"device": device, **done})
+
+        print(f"\n== {name}, {PARTS[name].limit_s} s at most", flush=True)
+        run_part(PARTS[name], keep)
     for name, result in done.items():
         verdict = "as promised" if result["exit"] == 0 else "FAILED, see above"
         print(f"{name:10} {verdict:17} {result['seconds']:6.1f} s  {result['summary']}")
-    print(f"Wrote {path}")
+    print(f"Wrote {write_result('gpu-check', {'device': device, **done})}")
     return 1 if any(result["exit"] for result in done.values()) else 0
 
 
+def _end(*_: object) -> None:
+    """On SIGTERM: ends as by an error, so that what this process started ends too."""
+    sys.exit(128 + signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main(sys.argv[1:]))

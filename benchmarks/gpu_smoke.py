@@ -3,8 +3,9 @@
     python3 -m benchmarks.gpu_smoke
     python3 -m benchmarks.gpu_smoke --device cpu     the same checks where there is no GPU, for testing them
 
-A check that fails says why, and the next one runs. What is known is written to a result file after each of them, so that
-a run that is cut off leaves what came before. Exits 3 without a GPU, 1 when a check fails.
+A check that fails says why, and the next one runs; one whose packages are missing is left out. What is known is written to a
+result file after each of them, so that a run that is cut off leaves what came before. Exits 3 without a GPU, 1 when a check
+fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_check import DETERMINISTIC, NO_GPU, ROOT, gpu
+from benchmarks.gpu_check import DETERMINISTIC, ROOT
+from benchmarks.machine import NO_GPU, SOLVER, describe, gpu, missing
 from benchmarks.results import write_result
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ VOCAB, SEQ = 512, 1024
 # A product over part of the rows may run through another kernel: a few roundings of float32. A wrong token is off by 1.
 ROUNDINGS = 1e-4
 ALLOCATOR_LIMIT_S = 40
+
+
+class LeftOut(Exception):
+    """A check that cannot be made here, and why."""
 
 
 def offload(device: torch.device) -> str:
@@ -98,6 +104,9 @@ def plan(device: torch.device) -> str:
 
     import memo
 
+    lacks = missing(SOLVER)
+    if lacks:
+        raise LeftOut(f"{' and '.join(lacks)} not installed")
     model = _model(device, torch.float32)
     manager = memo.offload(model, host="1GiB", disk=[])
     for _ in range(8):
@@ -114,7 +123,7 @@ def plan(device: torch.device) -> str:
 def allocator(device: torch.device) -> str:
     """The planned allocator in torch's place, in a process of its own since it must be chosen before CUDA is used."""
     if device.type != "cuda":
-        return "needs a GPU, left out"
+        raise LeftOut("needs a GPU")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_smoke", "--planned-allocator"],
         cwd=ROOT,
@@ -197,21 +206,26 @@ def _gradients(model: GPT, manager: Any = None) -> list[torch.Tensor]:
 
 
 def run(device: torch.device, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What came of each check, told and, on a GPU, written as it comes."""
+    """The result of each check, told and, on a GPU, written as it comes."""
     done: dict[str, dict[str, Any]] = {}
     for check in CHECKS:
-        begin = time.monotonic()
-        try:
-            said, works = check(device), True
-        except Exception as error:  # whatever a piece raises where it does not work; the others are still worth knowing
-            traceback.print_exc()
-            said, works = f"{type(error).__name__}: {error}", False
-        seconds = round(time.monotonic() - begin, 1)
-        done[check.__name__] = {"works": works, "said": said, "seconds": seconds}
-        print(f"{check.__name__:10} {'works' if works else 'FAILS'} {seconds:6.1f} s  {said}", flush=True)
+        row = done[check.__name__] = _outcome(check, device)
+        print(f"{check.__name__:10} {row['outcome']:8} {row['seconds']:6.1f} s  {row['said']}", flush=True)
         if device.type == "cuda":
             write_result("gpu-smoke", {"device": head, "checks": done})
     return done
+
+
+def _outcome(check: Callable[[torch.device], str], device: torch.device) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        outcome, said = "works", check(device)
+    except LeftOut as reason:
+        outcome, said = "left out", str(reason)
+    except Exception as error:  # whatever a piece raises where it does not work; the others are still worth knowing
+        traceback.print_exc()
+        outcome, said = "FAILS", f"{type(error).__name__}: {error}"
+    return {"outcome": outcome, "said": said, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def main(arguments: list[str]) -> int:
@@ -226,12 +240,14 @@ def main(arguments: list[str]) -> int:
     if args.planned_allocator:
         _planned_allocator()
         return 0
-    found = {"gpu": "none"} if args.device == "cpu" else gpu()
+    found = {} if args.device == "cpu" else gpu()
     if found is None:
         print("gpu-smoke: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
+    if found:
+        print(describe(found), flush=True)
     done = run(torch.device(args.device), found)
-    return 0 if all(result["works"] for result in done.values()) else 1
+    return 1 if any(row["outcome"] == "FAILS" for row in done.values()) else 0
 
 
 if __name__ == "__main__":

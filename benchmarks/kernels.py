@@ -3,19 +3,22 @@
     python3 -m benchmarks.kernels
 
 A kernel's bytes are those it must read and write, and the copy moves as many. Kernel and copy run in turn, round by round;
-a ratio is a median over rounds. Exits 3 without a GPU, 1 when a kernel is slower than asked.
+a ratio is a median over rounds. The result file is written after each kernel. Exits 3 without a GPU, 1 when a kernel is
+slower than asked.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_check import NO_GPU, gpu
+from benchmarks.machine import NO_GPU, describe, gpu
 from benchmarks.results import write_result
+from memo.units import parse_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -119,24 +122,32 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels")
+    parser.add_argument("--tokens", type=parse_tokens, default=TOKENS, help=f"in each of {ROWS} rows, default {TOKENS}")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"default {WIDTH}")
+    parser.add_argument("--asked", type=float, default=ASKED, help=f"share of a copy's bandwidth, default {ASKED}")
+    args = parser.parse_args(arguments)
     found = gpu()
     if found is None:
         print("kernels: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
         return NO_GPU
     import torch
 
+    print(describe(found))
     device = torch.device("cuda")
-    results = {}
+    results: dict[str, dict[str, float]] = {}
+    path = None
     print(f"{'kernel':14} {'GB/s':>7} {'copy GB/s':>10} {'of copy':>8}")
-    for case in cases(device):
+    for case in cases(device, tokens=args.tokens, width=args.width):
         row = results[case.name] = measure(case, device)
         rates = (row["nbytes"] / row[f"{arm}_median_s"] / 1e9 for arm in ("kernel", "copy"))
-        slow = "  slower than asked" if row["of_copy"] < ASKED else ""
+        slow = "  slower than asked" if row["of_copy"] < args.asked else ""
         print(f"{case.name:14} {next(rates):7.0f} {next(rates):10.0f} {row['of_copy']:8.1%}{slow}", flush=True)
-    print(f"Wrote {write_result('kernels', {'device': found, 'asked': ASKED, 'kernels': results})}")
-    return 1 if any(row["of_copy"] < ASKED for row in results.values()) else 0
+        path = write_result("kernels", {"device": found, "asked": args.asked, "kernels": results})
+    print(f"Wrote {path}")
+    return 1 if any(row["of_copy"] < args.asked for row in results.values()) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,18 +1,33 @@
-"""Dated result files: what was measured, on what, at which commit."""
+"""Dated result files: what was measured, on what, at which commit.
+
+They lie under $OUT where that is set (a machine that is lent brings that folder back), else under benchmarks/results. A
+process has one file for each name of results and replaces it whole each time that more is known, so what is cut off leaves
+the rows before; it never takes the name of a file that another run left.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["hardware", "write_result"]
+__all__ = ["hardware", "results_folder", "write_result"]
 
-FOLDER = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+
+
+def results_folder() -> Path:
+    """Where result files and plots go; made if it is not there."""
+    folder = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def hardware() -> dict[str, Any]:
@@ -30,20 +45,60 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit, with `+` when the tree differs from it."""
+    """The commit, with `+` when the tree differs from it; of an unpacked tree what its file COMMIT says."""
+    packed = ROOT / "COMMIT"
+    if packed.is_file():
+        return packed.read_text().strip()
     try:
-        head = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        head = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return head + ("+" if changed else "")
+
+
+def _git(*command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def write_result(name: str, body: dict[str, Any]) -> Path:
-    """Writes `benchmarks/results/{date}-{name}.json` and returns its path."""
-    FOLDER.mkdir(exist_ok=True)
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    path = FOLDER / f"{today}-{name}.json"
-    head = {"benchmark": name, "date": today, "commit": commit(), "hardware": hardware()}
-    path.write_text(json.dumps({**head, **body}, indent=2) + "\n")
+    """Writes what is known so far of the results called `name` and returns the file's path.
+
+    Args:
+        name: ends the file's name, behind the date and, where that is taken, the time of day.
+        body: beside the date, the times of day (UTC) of the first and of the last writing, the commit and the hardware.
+    """
+    path, begun = _claim(results_folder(), name)
+    written = f"{_now():%H:%M:%S}"
+    times = {"date": begun.date().isoformat(), "begun": f"{begun:%H:%M:%S}", "written": written}
+    head = {"benchmark": name, **times, "commit": commit(), "hardware": hardware()}
+    unfinished = path.with_suffix(".json.part")
+    unfinished.write_text(json.dumps({**head, **body}, indent=2) + "\n")
+    unfinished.replace(path)
     return path
+
+
+@functools.cache
+def _claim(folder: Path, name: str) -> tuple[Path, datetime.datetime]:
+    """This process's file for `name`, which nobody had before, and when it was claimed."""
+    now = _now()
+    for stem in _stems(now, name):
+        path = folder / f"{stem}.json"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return path, now
+    raise AssertionError("names do not end")
+
+
+def _stems(now: datetime.datetime, name: str) -> Iterator[str]:
+    yield f"{now:%Y-%m-%d}-{name}"
+    yield f"{now:%Y-%m-%d-%H%M%S}-{name}"
+    for number in itertools.count(2):
+        yield f"{now:%Y-%m-%d-%H%M%S}-{name}-{number}"
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(tz=datetime.UTC)

@@ -14,6 +14,7 @@ without importing torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import MemoError
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from memo.parallel.hugging_face import parallelize
     from memo.profiling import measure_profile as profile
     from memo.swap.answers import memoize
+
+# In a checkout the subpackages swap, allocator, mip and kernels lie beside this folder, installed they lie in it. So a tree
+# that was only unpacked works, and a checkout is never mixed with the subpackages of another that is installed.
+_HERE = Path(__file__).parent
+if not (_HERE / "swap").is_dir() and (_HERE.parent / "swap").is_dir():
+    __path__.append(str(_HERE.parent))
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# gpu_hour.sh PART: one command on a machine with a GPU, nine minutes at most; PART is 1, 2, 3 or 4, in this order (docs/gpu.md).
+#
+# It runs from the folder that `make gpu-hour-prepare` fills, beside memo.tgz, the wheels and TRL's file, and needs nothing but
+# Python with torch and numpy. Results and logs go to $OUT. The tree is unpacked once; a later part on the same machine starts
+# at once, and a mended tree is unpacked anew. Each command has its own limit, and the next one runs whatever became of it.
+# Exits 3 without a GPU, 1 when a command failed or was cut off, 2 for what is no part.
+set -u
+shopt -s nullglob
+
+if [ -z "${GPU_HOUR_SMALL:-}" ]; then
+  patience=1  # times every limit
+  model="--model 350m" larger=1.3b host="--host 64GiB" most_host="--host 88GiB" train_host=88GiB
+  headline="--seq 64k --rounds 3" alphas="--seq 128k --layers 12 --rounds 1" million="--layers 8,6,4 --minutes 5"
+  short="--rounds 3" length="--cap 16GiB --minutes 1" allocator=(--seq 32k --steps 12) trained=64k
+  long="--seq 128k --layers 12 --rounds 1" longer="--seq 256k --layers 6 --rounds 1"
+  probe="" kernels=""
+else  # the rehearsal: the same commands, where nothing is fast
+  patience=4
+  model="--model tiny" larger=tiny host="--host 1GiB" most_host="--host 1GiB" train_host=1GiB
+  headline="--seq 1k --layers 12 --rounds 1" alphas="--seq 512 --layers 2 --rounds 1" million="--seq 1k --layers 2,1 --minutes 5"
+  short="--seq 256 --rounds 1" length="--seq 2k --cap 64MiB --minutes 1" trained=512
+  long="--seq 1k --layers 12 --rounds 1" longer="--seq 1k --layers 14 --rounds 1"
+  probe="--small" kernels="--tokens 64 --width 256 --asked 0"
+  allocator=(--seq 512 --steps 2 --without "expandable segments")  # of which the emulated driver has none
+  short="$model $short" million="$model $million"
+  some="when_one_stream_lags or host_arena_is_exact or too_late or no_fallback or anything_but_zero or refused"
+  export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -k '$some'"
+fi
+
+part=${1:-}
+here=$(cd "$(dirname "$0")" && pwd)
+work=${GPU_HOUR_WORK:-/tmp/memo-hour}
+python=${PYTHON:-python3}
+case $part in [1-4]) ;; *) echo "gpu_hour.sh: PART is 1, 2, 3 or 4" >&2; exit 2 ;; esac
+[ -d "${OUT:-}" ] || { echo "gpu_hour.sh: OUT names no folder for results" >&2; exit 2; }
+exec > >(tee "$OUT/part$part-$(date -u +%H%M%S).log") 2>&1
+teed=$!
+
+unpack() {
+  local packed
+  packed=$(cat "$here"/memo.tgz "$here"/*.whl "$here"/*.py | sha256sum)
+  [ "$(cat "$work/unpacked" 2> /dev/null)" = "$packed" ] && return
+  rm -rf "$work" && mkdir -p "$work/tree/.gpu" "$work/site" && tar xzf "$here/memo.tgz" -C "$work/tree" || return 1
+  for peer in "$here"/*.py; do cp "$peer" "$work/tree/.gpu/" || return 1; done
+  "$python" -c 'import sys, zipfile; [zipfile.ZipFile(wheel).extractall(sys.argv[1]) for wheel in sys.argv[2:]]' \
+    "$work/site" "$here"/*.whl || return 1
+  echo "$packed" > "$work/unpacked"
+}
+
+failed=()
+run() {  # SECONDS MODULE ARGUMENT...
+  local limit=$(($1 * patience)) begin=$SECONDS code
+  shift
+  printf '\n== %s (at %d s, %d s at most)\n' "$*" "$SECONDS" "$limit"
+  timeout -k 5 "$limit" "$python" -m "$@"
+  code=$?
+  echo "-- exit $code after $((SECONDS - begin)) s"
+  [ $code = 0 ] || failed+=("${*:1:2} (exit $code)")
+}
+
+finish() {  # EXIT_CODE: the log is whole before the shell that waits for this one goes on
+  exec >&- 2>&-
+  wait "$teed"
+  exit "$1"
+}
+
+unpack || { echo "gpu_hour.sh: could not unpack what lies in $here"; finish 1; }
+cd "$work/tree" || finish 1
+export PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$work/site"
+"$python" -m benchmarks.machine || finish $?
+
+case $part in
+  1)  # the machine; does it work; the headline beside every other way, and over alpha
+    run 50 benchmarks.gpu_probe $probe
+    run 75 benchmarks.gpu_smoke
+    run 190 benchmarks.gpu_bench plan $model $headline $host
+    run 195 benchmarks.gpu_bench alpha $model $alphas $host
+    ;;
+  2)  # a million tokens against checkpointing; lengths at which the link is the limit
+    run 400 benchmarks.gpu_bench 1m $million $most_host
+    run 120 benchmarks.gpu_bench swap $short $host
+    ;;
+  3)  # the suites, and the allocator; the longest length under a cap
+    run 120 benchmarks.gpu_check swap
+    run 100 benchmarks.gpu_check arena
+    run 40 benchmarks.kernels $kernels
+    run 60 benchmarks.gpu_check kernels
+    run 100 benchmarks.gpu_allocator $model "${allocator[@]}" $host
+    run 80 benchmarks.gpu_bench length $model $length $host
+    ;;
+  4)  # longer plans; a training run under the planned allocator
+    run 160 benchmarks.gpu_bench plan $model $long $host
+    run 240 benchmarks.gpu_bench plan $model $longer $most_host
+    run 110 memo.cli.main train --model $larger --seq $trained --steps 6 --offload auto --host-budget $train_host \
+      --precision bf16 --planned-allocator --metrics "$OUT/train-$(date -u +%H%M%S).jsonl"
+    ;;
+esac
+
+printf '\npart %s: %d s' "$part" "$SECONDS"
+[ ${#failed[@]} = 0 ] && echo ", every command ended well" && finish 0
+printf '; failed: %s' "${failed[@]}"
+echo
+finish 1
