@@ -111,7 +111,7 @@ def managed(manager: memo.Manager) -> Running:
         around=lambda: manager,
         moved=lambda: Moved(out_bytes=stats.bytes_host + stats.bytes_disk, back_bytes=stats.bytes_reloaded),
         host_bytes=host_bytes,
-        waited_s=lambda: stats.stall_s,
+        waited_s=lambda: manager.stats.stall_s,
         done=manager.step_done,
         report=lambda: str(manager.report()),
     )
