@@ -68,7 +68,7 @@ def available(*, seq: int, depths: Sequence[int], seconds: float, host: int | No
               model: str) -> Request:  # fmt: skip
     """The request for this machine's GPU, with what is free of its memories."""
     from memo.mip.hardware import hardware_of
-    from memo.node import available_host_bytes
+    from memo.swap.host_memory import available_host_bytes
 
     return Request(
         seq=seq,

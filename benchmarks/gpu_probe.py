@@ -77,7 +77,7 @@ def _read(path: str) -> str:
 
 def locking(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Seconds to lock fresh pages and to give them back."""
-    from memo.swap.cuda import page_locked
+    from memo.swap.pinned import page_locked
 
     found = {}
     for nbytes in sizes.locked_bytes:
@@ -94,7 +94,8 @@ def link(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Rates of copies, and whether the host goes on while they run."""
     import torch
 
-    from memo.swap.cuda import CudaBackend, page_locked
+    from memo.swap.cuda import CudaBackend
+    from memo.swap.pinned import page_locked
 
     backend, nbytes = CudaBackend(device), sizes.copied_bytes
     memory = page_locked(2 * nbytes)
@@ -126,7 +127,8 @@ def issue(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Host seconds of one call, while the device is not behind."""
     import torch
 
-    from memo.swap.cuda import CudaBackend, page_locked
+    from memo.swap.cuda import CudaBackend
+    from memo.swap.pinned import page_locked
 
     backend = CudaBackend(device)
     memory, small = page_locked(1 << 16), torch.empty(1 << 16, dtype=torch.uint8, device=device)

@@ -13,8 +13,8 @@ import torch
 
 from memo.allocation import allocated_bytes, peak_allocated_bytes, restart_peaks
 from memo.gpt.process_memory import peak_rss_bytes, rss_bytes
-from memo.node import available_host_bytes
 from memo.swap.capture import local_part
+from memo.swap.host_memory import available_host_bytes
 
 __all__ = ["DeviceMemory", "device_memory", "gradients_to_come"]
 

@@ -1,4 +1,4 @@
-"""What the ranks of one node share: host memory, the link, the disks. They agree on shares instead of each taking all."""
+"""Shares of a node's host memory, link and disks: its ranks agree on them instead of each taking all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import socket
 
 import torch.distributed as dist
 
-from memo.swap.host_memory import available_host_bytes
-
-__all__ = ["available_host_bytes", "share_of_node"]
+__all__ = ["share_of_node"]
 
 
 def share_of_node(nbytes: int, *, weight: int = 1) -> int:

@@ -19,9 +19,10 @@ import torch
 
 from memo.allocation import memory_share
 from memo.errors import TraceError, UsageError
-from memo.node import available_host_bytes, share_of_node
+from memo.node import share_of_node
 from memo.swap.cpu import CpuBackend
 from memo.swap.disk import DiskStore
+from memo.swap.host_memory import available_host_bytes
 from memo.swap.probe import measure_lanes
 from memo.swap.tiers import DiskTier, HostTier
 from memo.trace.recorder import TraceRecorder
@@ -159,9 +160,10 @@ def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
     if device.type == "cpu":
         store = DiskStore(directories, nbytes, verify=verify)
         return store, store
-    from memo.swap.cuda import copy_stream, numa_node, page_locked
+    from memo.swap.cuda import copy_stream, numa_node
     from memo.swap.gds import GdsDisk
     from memo.swap.gdsprobe import obstacles, try_gds
+    from memo.swap.pinned import page_locked
     from memo.swap.staged import StagedDisk
 
     if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.swap.numa import node_of_pci_device
-from memo.swap.pinned import PinnedSlab, copy_pieces, page_locked
+from memo.swap.pinned import PinnedSlab, copy_pieces
 
 if TYPE_CHECKING:
     from memo.swap.backend import Event, Timed
 
-__all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node", "page_locked"]
+__all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node"]
 
 # The driver tells the time between two events as a 24-bit float of milliseconds: to 1 us after ten seconds, to a quarter of
 # a millisecond after an hour.
 _LONGEST_ELAPSED_MS = 10_000.0
-
 
 _SAME = contextlib.nullcontext()
 
@@ -37,7 +36,7 @@ def _is_capturing() -> bool:
 
 
 class _Clock:
-    """Ties the device's event clock to the host's: one event whose host time is known, and later ones told by it."""
+    """Translates timed events into host time, by their distance from one event whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -47,7 +46,7 @@ class _Clock:
         self._origin = event, time.monotonic_ns()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        """When a timed event that is over took place."""
+        """`time.monotonic_ns()` at which a timed event that is done took place."""
         origin, origin_ns = self._origin
         elapsed_ms: float = origin.elapsed_time(event)
         at = origin_ns + round(elapsed_ms * 1e6)
@@ -81,6 +80,8 @@ class _CudaEvent:
 
 
 class _CudaCopy(_CudaEvent):
+    """The event at the end of a copy; `begin` and `clock` are None where copies are not timed."""
+
     __slots__ = ("_begin", "_clock")
 
     def __init__(self, event: torch.cuda.Event, begin: torch.cuda.Event | None, clock: _Clock | None) -> None:
@@ -95,7 +96,7 @@ class _CudaCopy(_CudaEvent):
 
 
 class CudaStream:
-    """A copy stream of one GPU; `clock` takes two timed events a copy."""
+    """A copy stream of one GPU. With a `clock` each copy stands between two timed events."""
 
     def __init__(self, device: torch.device, clock: _Clock | None) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -118,6 +119,8 @@ class CudaStream:
 
 
 class _CudaStamp(_CudaEvent):
+    """A timed event of a compute stream."""
+
     __slots__ = ("_clock",)
 
     def __init__(self, stream: torch.cuda.Stream, clock: _Clock) -> None:
@@ -130,7 +133,7 @@ class _CudaStamp(_CudaEvent):
 
 
 def _order(event: Event, stream: torch.cuda.Stream) -> None:
-    """`stream` after `event`: by the device where both are the device's, by the host where a thread made the event."""
+    """Orders later work of `stream` after `event`; the host waits where that is a thread's event and not the device's."""
     if isinstance(event, _CudaEvent):
         event.order(stream)
     else:
@@ -138,10 +141,10 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
 
 
 class CudaBackend:
-    """Copy engines of one GPU.
+    """Streams and events of one GPU.
 
-    `timing` takes two timed events for each copy, wait and recompute; without it events are the cheap kind and nobody knows
-    how long they took.
+    With `timing` each copy, wait and recompute stands between two timed events; without it events are the cheap kind and
+    their times are unknown.
     """
 
     def __init__(self, device: torch.device, *, timing: bool = False) -> None:
@@ -151,7 +154,7 @@ class CudaBackend:
         self.d2h = CudaStream(self.device, self._clock)
         self.h2d = CudaStream(self.device, self._clock)
         self._streams: dict[int, torch.cuda.Stream] = {}  # by raw handle, each that the program has been on
-        # Storage of a buffer -> the stream its memory belongs to. Of what the program allocated only the allocator knows.
+        # Storage of a buffer -> its allocation stream. Those of the program's own tensors only the allocator knows.
         self._owner: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def here(self) -> int:
@@ -159,6 +162,10 @@ class CudaBackend:
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self.device)
         return handle
+
+    def _stream(self, handle: int | None) -> torch.cuda.Stream:
+        """The compute stream of this handle; the caller's for None."""
+        return self._streams[self.here() if handle is None else handle]
 
     def saved_here(self, source: torch.Tensor) -> int:
         return self.here()
@@ -171,11 +178,11 @@ class CudaBackend:
 
     def compute_event(self, stream: int | None = None) -> Timed:
         event = torch.cuda.Event()
-        event.record(self._streams[self.here() if stream is None else stream])
+        event.record(self._stream(stream))
         return _CudaEvent(event)
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
-        _order(event, self._streams[self.here() if stream is None else stream])
+        _order(event, self._stream(stream))
 
     def host_waits(self, event: Event) -> bool:
         return not isinstance(event, _CudaEvent) and not event.query()
@@ -206,7 +213,7 @@ class CudaBackend:
     def stamp(self, stream: int | None = None) -> _CudaStamp | None:
         if self._clock is None or _is_capturing():
             return None
-        return _CudaStamp(self._streams[self.here() if stream is None else stream], self._clock)
+        return _CudaStamp(self._stream(stream), self._clock)
 
     def begin_range(self, name: str) -> int:
         return int(torch.cuda.nvtx.range_start(name))
@@ -219,7 +226,7 @@ class CudaBackend:
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that the GPU hangs on; None when the system does not say."""
+    """The GPU's NUMA node; None where the system does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         return node_of_pci_device(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
@@ -228,5 +235,5 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def copy_stream(device: torch.device) -> CudaStream:
-    """A copy stream of its own, for bytes on their way to and from disk."""
+    """A copy stream beside the backend's two, without timing: for bytes on their way to and from disk."""
     return CudaStream(device, None)

@@ -189,7 +189,8 @@ def host_facts(*, seconds: float) -> HostFacts:
 
 def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
     """Page-locked copies on the engine's own kind of streams, each direction alone and both at once."""
-    from memo.swap.cuda import copy_stream, page_locked
+    from memo.swap.cuda import copy_stream
+    from memo.swap.pinned import page_locked
 
     with torch.cuda.device(device):
         pairs = [

@@ -218,7 +218,7 @@ def test_device_peak_falls(device: torch.device) -> None:
 
 
 def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
-    from memo.swap.cuda import page_locked
+    from memo.swap.pinned import page_locked
 
     memory = page_locked(3 * 4096)
     assert memory.numel() == 3 * 4096

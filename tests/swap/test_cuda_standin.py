@@ -15,11 +15,12 @@ from standin_cuda import OnHostMemory, StandinCuda, Stream
 
 from memo.errors import SwapError
 from memo.manager import Manager
-from memo.swap.cuda import CudaStream, copy_stream, page_locked
+from memo.swap.cuda import CudaStream, copy_stream
 from memo.swap.disk import DiskStore
 from memo.swap.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.levels import setting_of
+from memo.swap.pinned import page_locked
 from memo.swap.staged import StagedDisk
 from memo.swap.tiers import DiskTier, HostTier
 from memo.swap.tokenwise import TokenWise
