@@ -1,6 +1,6 @@
-"""What one engine has done: numbers always, events where somebody listens, and each warning once.
+"""Statistics of one engine: counters always, trace events where there is a tracer, each warning once.
 
-It owns the counters and the journal. What it is told it keeps and passes on; it decides nothing.
+It owns the counters and the journal. It decides nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 
 
 class Account:
-    """Of one engine. Time is the device's where `backend` measures it; what a device has still to reach is counted later."""
+    """Statistics of one engine. Times are the device's where `backend` measures them; the host never waits for them, so
+    that those of work that the device has still to do are counted later (`settle_times`)."""
 
     __slots__ = ("_backend", "_pending", "_warned", "at_edge", "changed", "journal", "stats")
 
@@ -38,32 +39,32 @@ class Account:
         self.stats = Stats()
         self.journal: Journal | None
         self.changed: Callable[[SavedStorage], None] | None
-        """What each new storage tells of its transitions."""
+        """Callback for the state transitions of each new storage; None without a tracer."""
         self.at_edge: Callable[[str | None], None] | None = None
-        """Called with the layer whose forward begins or that backward comes to; with None where a forward ends."""
+        """Layer-boundary callback; see `Engine.at_edges`."""
         self._backend = backend
         self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
         self._warned: set[str] = set()
         self.listen(tracer)
 
     def listen(self, tracer: Tracer | None) -> None:
-        """From now on `tracer` is told what happens; None for nobody."""
+        """Sends events to `tracer` from now on; None for nowhere."""
         self.journal = None if tracer is None else Journal(tracer, self._backend)
         self.changed = None if self.journal is None else self.journal.changed
 
     def comes_to_edge(self, begins: str | None) -> None:
-        """A layer begins in either direction, or ends."""
+        """Calls the layer-boundary callback."""
         if self.at_edge is not None:
             self.at_edge(begins)
 
     def issuing(self, what: str, module: str) -> AbstractContextManager[None]:
-        """Around the issue of a copy or a recompute, for the device's profiler where somebody listens."""
+        """A profiler range around the issue of a copy or a recompute; none without a tracer."""
         return _NO_RANGE if self.journal is None else self.journal.range(f"{what} {module}")
 
     def begin_wait(self, stream: int | None = None, *, stops_host: bool = False) -> Stamp | None:
-        """Now, on a compute stream that is about to wait for a copy; None where nobody measures that.
+        """Stamps a compute stream that is about to wait for a copy; None where its time is not measured.
 
-        Where the host stops instead of the device its time is known in any case.
+        A wait that stops the host instead of the device is measured by the host's clock where the device's is not.
         """
         stamp = self._backend.stamp(stream)
         return HostStamp() if stamp is None and stops_host else stamp
@@ -77,7 +78,7 @@ class Account:
         *,
         stream: int | None = None,
     ) -> None:
-        """The wait is issued. Time since `began` may have gone into it."""
+        """Counts a wait that has been issued, from `began` to the stream's end now; `ident` is the storage waited for."""
         if type(began) is HostStamp:
             self._stalled(began.at, time.monotonic_ns(), cause, module, ident)
             return
@@ -95,7 +96,7 @@ class Account:
             self.journal.stalled(begin_ns, end_ns - begin_ns, cause, module, ident)
 
     def recomputed(self, began: Stamp | None, module: str) -> None:
-        """A layer's recompute is issued, which began at `began` on the caller's stream."""
+        """Counts a layer's recompute that has been issued, from `began` to the end of the caller's stream now."""
         ended = None if began is None else self._backend.stamp()
         if began is None or ended is None:
             self.stats.untimed_recomputes += 1
@@ -103,13 +104,13 @@ class Account:
         self._pending.append((began, ended, self._recomputed))
         if self.journal is not None:
             self.journal.recompute_ended(module, began, ended)
-        self.settle()
+        self.settle_times()
 
     def _recomputed(self, begin_ns: int, end_ns: int) -> None:
         self.stats.recompute_ns += end_ns - begin_ns
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Counts the times that the device has reached by now, or all of them."""
+    def settle_times(self, *, wait: bool = False) -> None:
+        """Counts the waits and recomputes that the device is through with by now, or all of them where it may `wait`."""
         while self._pending:
             began, ended, count = self._pending[0]
             if wait:
@@ -121,13 +122,13 @@ class Account:
             count(begin_ns, end_ns)
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
-        """Backward has asked for a storage for the first time."""
+        """Counts how backward found a storage that it asked for the first time."""
         self.stats.uses[how] += 1
         if self.journal is not None:
             self.journal.used(saved, how)
 
     def warn(self, cause: str, message: str) -> None:
-        """Something did not go as planned, and what became of it."""
+        """Warns once of each `cause`; every occurrence goes to the trace. `message` says what was done instead."""
         if self.journal is not None:
             self.journal.noted(cause, message)
         if cause not in self._warned:

@@ -1,10 +1,10 @@
 """The swap engine: moves what autograd saved out of the device in forward and back in backward.
 
-It is what the manager and autograd call. It owns the lock and decides what a saved tensor is: one that stays, one whose
-storage is known, or a new life. The rest has owners of its own:
+The manager and autograd call it. It owns the lock, and decides whether a saved tensor stays, shares a storage that is saved
+already, or begins the life of a new one. The rest has owners of its own:
 
-    selection   which storages are the engine's to move        homeward   reloads, prefetch, recompute
-    outward     copies out, and when their sources go          endings    what handles leave behind when they die
+    selection   offload eligibility of storages                homeward   H2D: reloads, prefetch, recompute
+    outward     D2H: copies out, release of their sources      endings    release of storages whose handles are gone
     edges       the orderings between streams                  account    counters, trace events, warnings
 
 It does not own memory kinds (tiers), lanes (backend), or the choice of layers (the manager). One invariant holds it
@@ -109,7 +109,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters since construction, with the times of what the device is through with."""
-        self._account.settle()
+        self._account.settle_times()
         return self._stats
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
@@ -117,9 +117,9 @@ class Engine:
         self._selection.keep(parameters, buffers)
 
     def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
-        """Says where the layers' bytes go, by layer, from their next calls on; other layers use the tiers in order.
+        """Sets the layers' placements, by layer, from their next calls on; other layers use the tiers in order.
 
-        What no tier has room for stays where it is while the device holds no more than `rest_bytes`.
+        Bytes that no tier has room for stay on the device while it holds no more than `rest_bytes`.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
@@ -127,28 +127,28 @@ class Engine:
         self._destinations.place(placements, rest_bytes=rest_bytes)
 
     def listen(self, tracer: Tracer | None) -> None:
-        """From now on `tracer` is told what happens. Between steps only: what is saved already tells nobody else."""
+        """Sends events to `tracer` from now on, None to nobody. Between steps only: saved storages keep their tracer."""
         self._account.listen(tracer)
 
     def at_edges(self, call: Callable[[str | None], None] | None) -> None:
-        """Has this called with the layer whose forward begins or that backward comes to, and with None where a forward ends:
-        in any thread, quickly, and without a word to the engine."""
+        """Registers a layer-boundary callback: `call(name)` on entering a layer in forward or backward, `call(None)` on
+        leaving its forward. Runs in any thread; must not block or call the engine."""
         self._account.at_edge = call
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Calls this whenever nothing is saved any more: in any thread, quickly, and without a word to the engine."""
+        """Registers a callback for when nothing is saved any more. Runs in any thread; must not block or call the engine."""
         self._endings.when_idle = call
 
     def reload_ahead(self, nbytes: int | None) -> None:
-        """How much may be reloaded ahead of backward; None for one layer."""
+        """Sets how many bytes may be reloaded ahead of backward; None for one layer."""
         self._homeward.prefetch_bytes = nbytes
 
     def expect(self, order: Sequence[Call]) -> None:
-        """Says in which order backward will come to the layers' calls, until a step has shown it."""
+        """Sets the order in which backward will reach the layers' calls, until a step has shown it."""
         self._groups.expect(order)
 
     def is_captured(self) -> bool:
-        """Whether what runs now is captured into a CUDA graph, and is therefore left alone; says so once."""
+        """True while the caller's stream is captured into a CUDA graph; nothing moves then. Warns once."""
         captured = self.backend.is_capturing()
         if captured:
             self._account.warn("capture", CAPTURED)
@@ -157,7 +157,7 @@ class Engine:
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
         self._endings.drain()
-        self._account.settle()
+        self._account.settle_times()
         if self._stats.live_entries == 0:
             with self._lock:
                 self._endings.clear_limbo()
@@ -202,11 +202,11 @@ class Engine:
         self._account.comes_to_edge(None)
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
-        """The life of a storage that autograd saved."""
+        """The record of a storage that autograd saved; None where it stays or is unknown."""
         return self._selection.saved_as(storage)
 
     def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
-        """It is known what of a held group's storages moves: the first tokens of those in `parts`, all of the others."""
+        """Sends a held group's storages: the first tokens of those in `parts`, all of the others."""
         with self._lock:
             group.held = False
             for saved in group.living():
@@ -215,9 +215,9 @@ class Engine:
                 self._outward.send_living(group)
 
     def has_room(self, group: Group, parts: Mapping[SavedStorage, Partial], *, besides: Sequence[int]) -> bool:
-        """Whether all that a held group is to move, and blocks of as many bytes as `besides` says, fit into the tiers now.
+        """True if all that a held group is to move, and blocks of the sizes in `besides`, fit into the tiers now.
 
-        What it takes to know is given back at once.
+        Finds out by claiming room, which it gives back at once.
         """
         with self._lock:
             sizes = [saved.nbytes if saved not in parts else parts[saved].head_nbytes for saved in group.living()]
@@ -354,15 +354,15 @@ class Engine:
     # Ends.
 
     def end_step(self) -> None:
-        """A training step is over: what it did can be told."""
+        """Ends a training step: sends the trace its events."""
         self._endings.drain()
-        self._account.settle()
+        self._account.settle_times()
         if self._account.journal is not None:
             self._account.journal.end_step()
 
     def settle_times(self) -> None:
         """Waits for the device where times of waits and recomputes are still to come, so that `stats` has them all."""
-        self._account.settle(wait=True)
+        self._account.settle_times(wait=True)
 
     def close(self) -> None:
         """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""
