@@ -1,6 +1,6 @@
-"""Carries out what planning decides on one manager: placements to the engine, levels to the token-wise treatment.
+"""Applies an ActivationPlan to one manager: placements to the Engine, recompute levels to TokenWise.
 
-Owns the border between a plan's fractions and what the two take, and what a plan may use: how much device memory is left
+Owns the conversion of a plan's fractions into those, and the device budget of a plan: how much device memory is left
 for saved tensors beside parameters, gradients, the optimizer's state and everything transient.
 """
 

@@ -46,7 +46,7 @@ def measure_profile(
     """The profile of one microbatch on this machine.
 
     Args:
-        build: makes the step, on the CPU where memory counts it without any.
+        build: returns a `Step`. Called twice: on tensors without bytes, to count transient bytes, then for real.
         name: what the profile calls the model.
         batch, tokens: the step's shape; attention is taken to be causal.
         repeats: steps of each kind; the shortest times count.

@@ -1,4 +1,4 @@
-"""What a recompute is told instead of computing it: results of attention, random numbers, marked functions.
+"""Saved results that a recompute reuses: of attention, of random 0/1 masks, of functions marked by `memo.memoize`.
 
 An answer is made in forward and asked in backward, in the same order. Results are kept whole, as any saved tensor, in the
 engine's tiers; of random 0/1 masks only the tokens that will be recomputed are kept, one bit an element.

@@ -1,4 +1,4 @@
-"""What a layer was given, held so that it can be given once more: whole, or for some of its tokens.
+"""Arguments of one layer call, held for its recompute: whole, or cut to some of its tokens.
 
 Tensors are held by reference, since all layers share them, and are watched for changes; the layer's input is the caller's
 to hold, for it moves. A key/value cache, which training fills for nothing, is replaced by a new one. Anything else that a

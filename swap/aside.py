@@ -1,4 +1,4 @@
-"""Our dispatch modes, and how one is taken out of the way for a moment: what the engine does then is no part of the layer.
+"""Base dispatch mode over plain local tensors; `Aside` suspends a mode while the engine runs operators of its own.
 
 A mode is told of the operators that run on this rank's own plain tensors. A sharded tensor's own code goes first, and comes
 back with the parts that this rank has and with the collectives between them; what it asks fakes, to learn a shape, is no

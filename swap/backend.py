@@ -1,10 +1,10 @@
-"""What the engine needs of a machine: streams that copy, events that order, memory of each kind (rule R10).
+"""Interface between the engine and a device: copy streams, events that order, memory of each kind (rule R10).
 
 Three implementations: `memo.swap.cuda` (CUDA streams), `memo.swap.cpu` (worker threads), and `memo.swap.checking`
 (deterministic schedules and vector clocks, for tests). The engine is the same above all three.
 
 Every buffer that crosses this interface is a one-dimensional uint8 tensor. A copy stream runs its operations in the
-order they were issued; different streams are ordered only by `record` and `wait`.
+order they were issued. Different streams are ordered only by events: `CopyStream.wait` and `Backend.compute_wait`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Disk(Protocol):
 
 
 class Stamp(Protocol):
-    """A point of a compute stream in time."""
+    """A timed event of a compute stream."""
 
     def ns(self) -> int | None:
         """`time.monotonic_ns()` when the stream passed it; None while it has not."""
@@ -102,7 +102,7 @@ class Stamp(Protocol):
 
 
 class HostStamp:
-    """Now, where the host is the clock."""
+    """The time of its construction, for devices whose clock is the host's."""
 
     __slots__ = ("at",)
 
@@ -117,7 +117,7 @@ class HostStamp:
 
 
 class HostSlab(Protocol):
-    """One range of host memory, of which the system gives the first `nbytes`. It grows and shrinks in place, at its end."""
+    """A range of host addresses of which the first `nbytes` are backed by memory; grows and shrinks in place, at its end."""
 
     @property
     def memory(self) -> torch.Tensor:
@@ -125,10 +125,10 @@ class HostSlab(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken of the system, or on their way."""
+        """Bytes taken from the system, or being taken."""
 
     def grow(self, nbytes: int) -> None:
-        """Takes at least the first `nbytes`; returns at once."""
+        """Begins to take at least the first `nbytes` from the system; returns at once."""
 
     def wait(self, nbytes: int) -> None:
         """Returns when the first `nbytes` may be used.
@@ -160,10 +160,10 @@ class Backend(Protocol):
         """The caller's compute stream, read at call time and never cached (R5). Equal numbers are the same stream."""
 
     def saved_here(self, source: torch.Tensor) -> int:
-        """The caller's compute stream, on which autograd saves `source`: what wrote it is ordered before its end."""
+        """The caller's compute stream, on which autograd saves `source`; what wrote `source` is ordered before its end."""
 
     def on(self, stream: int) -> AbstractContextManager[object]:
-        """Within, `stream` is the caller's compute stream."""
+        """A context in which `stream` is the caller's compute stream."""
 
     def is_capturing(self) -> bool:
         """True while the caller's stream is captured into a graph: what is issued now runs later, and more than once."""
@@ -184,16 +184,16 @@ class Backend(Protocol):
         """
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
-        """Says that a compute stream, the caller's where none is named, has just used `buffer` or is about to.
+        """Declares that a compute stream, the caller's where none is named, has just used `buffer` or is about to.
 
-        Its memory is used again only after all that this stream has issued when the buffer is freed.
+        The memory is then reused only after all that this stream has issued when the buffer is freed (`record_stream`).
         """
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory that belongs to the caller's compute stream."""
 
     def host_slab(self, nbytes: int) -> HostSlab:
-        """Addresses for `nbytes` of host memory (page-locked where the device has a bus to cross); none is taken yet.
+        """Reserves addresses for `nbytes` of host memory (page-locked where the device has a bus to cross); takes none yet.
 
         Raises:
             SwapError: the system refuses them.
@@ -203,10 +203,10 @@ class Backend(Protocol):
         """The host waits until no copy is in flight."""
 
     def stamp(self, stream: int | None = None) -> Stamp | None:
-        """Now, on a compute stream, the caller's where none is named; None where the device's time is not measured."""
+        """Records a stamp on a compute stream, the caller's where none is named; None where times are not measured."""
 
     def begin_range(self, name: str) -> int:
-        """Opens a range that a profiler of the device shows around what is issued in it; for `end_range`."""
+        """Opens a range of the device's profiler (NVTX) around what is issued in it; returns its number for `end_range`."""
 
     def end_range(self, number: int) -> None:
         """Closes the range."""
@@ -216,7 +216,7 @@ class Backend(Protocol):
 
 
 class OneComputeStream:
-    """The part of a Backend that is about compute streams, where the calling thread is the only one."""
+    """Base of backends whose only compute stream is the calling thread: the part of Backend about compute streams."""
 
     def here(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""What a layer's modules hold besides tensors and numbers: whether a forward has changed it.
+"""Detects changes by a forward to what its layer's modules hold besides tensors and numbers.
 
 What a forward puts aside (a loss of its router, a list of features) is its model's to find, and a recompute would put aside
 another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are

@@ -1,4 +1,4 @@
-"""What an operator's schema says of all its calls, looked up once, and what one call is given, looked at once.
+"""Operators and their calls: the facts of an operator's schema, looked up once, and the arguments of one call.
 
 Each operator of a layer's forward and of its recompute is asked about, and that runs on the host while the device waits for
 its next kernel. So the answers of the schema are attributes, and the arguments are gone through in one pass.
@@ -62,7 +62,7 @@ _NOWHERE: frozenset[int] = frozenset()
 
 
 class Operator:
-    """What is known of an operator before it is called."""
+    """Facts of an operator that hold for all of its calls."""
 
     __slots__ = (
         "allocates", "awaits", "func", "group_at", "is_attention", "is_collective", "is_constant", "is_known",
@@ -83,7 +83,7 @@ class Operator:
         self.is_known = (
             self.is_attention or self.is_collective or (is_overload and func.namespace in ("aten", "prim", "prims"))
         )
-        """Of those that may have a rule for tokens at all."""
+        """It is one of those that may have a rule for tokens (memo.swap.tokenrules)."""
         self.is_constant = func is _ATEN.lift_fresh.default
         """The program made a tensor of its own numbers, each time anew: `torch.tensor(scale)`."""
         self.keeps_content = is_overload and func.overloadpacket in _KEEP_CONTENT
@@ -103,7 +103,7 @@ class Operator:
 
 
 class Given:
-    """One call of an operator, before it runs: what it is given."""
+    """One call of an operator, before it runs: its arguments, sorted into tensors, numbers and lengths."""
 
     __slots__ = ("args", "kwargs", "lengths", "numbers", "operator", "others", "tensors")
 
@@ -113,11 +113,11 @@ class Given:
         self.kwargs = kwargs
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
-        """All but the tensors, which leave a mark in their places."""
+        """The arguments with a mark in place of each tensor."""
         self.numbers: list[Any] = []
-        """Those that must be the same in every run."""
+        """Numbers that must be the same in every run."""
         self.lengths: list[int] = []
-        """Those that may follow the number of tokens."""
+        """Whole numbers that may follow the number of tokens."""
         lengths_at = operator.lengths_at
         if operator.group_at is not None:
             args = self._with_ranks(operator.group_at)
@@ -133,7 +133,7 @@ class Given:
             self.others.append(name)
             self._take(value, self.numbers)
         if operator.is_constant:
-            self.numbers = [_told(args[0])]
+            self.numbers = [_fingerprint(args[0])]
 
     def _with_ranks(self, group_at: int) -> list[Any]:
         """The arguments, with the process group's ranks in its place.
@@ -179,7 +179,7 @@ class Given:
             self.others.append(value)
 
     def call(self) -> Any:
-        """Lets it run."""
+        """Runs the operator."""
         return self.operator.func(*self.args, **self.kwargs)
 
     def changed(self) -> list[torch.Tensor]:
@@ -257,14 +257,14 @@ def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGr
 def _overwrites(
     func: torch._ops.OpOverload, writes: Sequence[tuple[int, str]], *, is_random: bool
 ) -> tuple[tuple[int, str], ...]:
-    """Where results are written to (`out=`), and the first argument of what fills it."""
+    """Position and name of arguments that are written and not read: `out=`, and the first one of fills and copies."""
     fills = is_random or func.overloadpacket in _OVERWRITE
     declared = func._schema.arguments
     return tuple(write for write in writes if declared[write[0]].is_out or (fills and write[0] == 0))
 
 
-def _told(constant: torch.Tensor) -> str:
-    """What tells one constant from another."""
+def _fingerprint(constant: torch.Tensor) -> str:
+    """Shape, type and checksum of a constant's numbers."""
     told = f"a constant of shape {tuple(constant.shape)} and {constant.dtype}"
     if type(constant) is not torch.Tensor or constant.layout is not torch.strided or constant.is_meta:
         return told

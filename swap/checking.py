@@ -58,7 +58,7 @@ class _Access:
 
 
 class _Buffer:
-    """Memory: who has touched it, and whose it is: its own compute stream's, and those' that the allocator was told of."""
+    """Accesses to one buffer, and its streams: the one that it was allocated on and those that `compute_uses` named."""
 
     def __init__(self, stream: int) -> None:
         self.accesses: list[_Access] = []
@@ -120,7 +120,7 @@ class _LaneEvent:
 
 
 class Past:
-    """A compute stream at one moment: what runs on it runs at once, so it is done. Without a clock, no moment."""
+    """An event of a compute stream, whose work runs at once and is therefore done. Without a clock it orders nothing."""
 
     def __init__(self, clock: _Clock | None = None) -> None:
         self.clock: _Clock = collections.Counter() if clock is None else clock
@@ -174,7 +174,7 @@ class CheckingBackend:
         self.device = torch.device("cpu")
         self.races: list[str] = []
         self.seen: _Clock = collections.Counter()
-        """What the host knows to be done."""
+        """Clock of all that the host has seen to be done."""
         self.d2h = _CheckingStream(self, "d2h")
         self.h2d = _CheckingStream(self, "h2d")
         self._compute = [_Lane(self, f"compute stream {number}") for number in range(2)]
@@ -215,7 +215,7 @@ class CheckingBackend:
         return known
 
     def _freed(self, buffer: _Buffer) -> None:
-        """The memory is its stream's again, after those that the allocator was told of."""
+        """Checks that all accesses are ordered before the memory's reuse: after its streams' work so far."""
         before: _Clock = collections.Counter(self.seen)
         for stream in buffer.streams:
             before |= self._compute[stream].clock
@@ -224,7 +224,7 @@ class CheckingBackend:
                 self.races.append(f"memory freed while an access on {access.lane} is not ordered before it")
 
     def allocates(self, tensor: torch.Tensor) -> None:
-        """The program has made this tensor on the stream that it is on."""
+        """Declares a tensor that the program has allocated on its current stream."""
         storage = tensor.untyped_storage()
         check_access(self._known(storage).accesses, self._ticking(self.current), 0, storage.nbytes(), write=True)
 

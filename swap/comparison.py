@@ -1,7 +1,7 @@
-"""Compares what a trial recomputed with what was saved, in pieces: a trial needs no room that grows with the tensors.
+"""Compares recomputed with saved tensors, in pieces, so that a trial's memory does not grow with them.
 
-Both are dense rows of bytes. Whether all bits are the same is asked first, and read back to the host once a tensor; only
-where they are not does a second pass say how far the numbers are apart, which is read back once more.
+Both are dense rows of bytes. The first pass compares bits, and reads one verdict a tensor back to the host. Only where bits
+differ a second pass measures how far the numbers are apart, and reads that back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["have_same_bits", "relative_difference"]
 
 _PIECE = COMPARED
-"""Elements of the numbers that are compared at once, in double precision; of bits, as many times eight bytes."""
+"""Numbers that are compared at once, in double precision. Of bits it is eight times as many bytes."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two blocks of bytes are the same, (rows, bytes), contiguous in the last dimension."""
+    """True if two blocks of bytes are equal: uint8, (rows, bytes), contiguous in the last dimension."""
     differ = torch.zeros((), dtype=torch.bool, device=one.device)
     for ours, theirs in _pieces(one, other, 8 * _PIECE):
         differ |= (ours != theirs).any()
@@ -33,8 +33,8 @@ def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def relative_difference(again: torch.Tensor, saved: torch.Tensor) -> float:
     """Root mean square of the difference, over that of the saved numbers. Both are (rows, numbers) of one floating type.
 
-    Numbers of the same bits do not differ, also where they are none or infinite, and such ones count nothing towards the
-    scale. Infinite or no number where others than those are not finite.
+    Numbers of equal bits do not differ, NaN and infinity included; NaN and infinity add nothing to the scale. The result is
+    NaN or infinite where a number is not finite in one of the two alone.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=saved.device)
     for ours, theirs in _pieces(again, saved, _PIECE):
@@ -43,7 +43,7 @@ def relative_difference(again: torch.Tensor, saved: torch.Tensor) -> float:
 
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Of the difference and of the numbers, summed: 17 bytes an element stand meanwhile (levels.comparing_nbytes)."""
+    """Sums of squares of the difference and of the saved numbers. Takes 17 bytes an element (levels.comparing_nbytes)."""
     bits = _BITS[theirs.itemsize]
     same = ours.view(bits) == theirs.view(bits)
     scale = theirs.double()

@@ -1,4 +1,4 @@
-"""Which tier a storage goes to: the first that has room, or the one that its layer's placement says.
+"""Choice of the tier that a storage goes to: the first with room, or the one that its layer's placement says.
 
 It owns the tiers' order, the placements and their accounts, and what is said when nothing has room. It does not own the
 bytes: who gets a place must fill it and give it back. Not thread-safe; the engine's lock is held around every call but

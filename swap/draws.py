@@ -1,4 +1,4 @@
-"""Whether numbers were drawn from the generators that torch knows nothing of: Python's and NumPy's.
+"""Detects draws from the random generators that torch knows nothing of: Python's and NumPy's.
 
 Either tells its state as 624 words, one object each: 50 and 110 us, twice in each layer's forward. So the two words that
 tell of a draw are read where the generators keep them, at an address that is tried out first; where that fails their state

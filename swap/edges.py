@@ -1,11 +1,12 @@
-"""The orderings between compute streams and copies, one method each (R5).
+"""The orderings between compute streams and copies (R5): E1 to E6 have a method each here, E7 is the host tier's.
 
 A program may have several compute streams: two half batches layer by layer, branches of a layer, microbatches. A saved
 storage has one *home*, the stream that it was saved on. Its reload buffer is allocated there too, since backward runs on the
-stream of its forward. Every edge is of that stream, whichever stream its caller is on.
+stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream the caller is on; E4 and E6 the caller's.
 
     E1  copy out waits for an event of the home stream, taken when the tensor is saved or later
-    E2  the home stream waits for the copy out before the source is dropped; memory of another stream waits for the home
+    E2  the home stream waits for the copy out before the source is dropped; where another stream allocated the source, its
+        memory is reused only after the home stream as well
     E3  reload waits for an event of the home stream, taken when its buffer was allocated there
     E4  each stream that asks for the buffer waits for the reload before autograd sees it
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
@@ -29,27 +30,27 @@ __all__ = ["Edges"]
 
 
 class Edges:
-    """Of one backend, for any number of compute streams."""
+    """Issues events and waits on one backend, for any number of compute streams."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def written(self, home: int) -> Event:
-        """E1: what the stream has issued so far, the kernels of what was saved on it among it."""
+        """E1: an event after all that the home stream has issued, including the kernels that wrote what was saved on it."""
         return self._backend.compute_event(home)
 
     def copied_out(self, saved: SavedStorage) -> None:
-        """E2: what the home stream issues from now on runs after the copy out, so the source's memory is free."""
+        """E2: later work of the home stream runs after the copy out, so the source's memory may be reused."""
         if saved.out is not None:
             self._backend.compute_wait(saved.out, saved.home)
         self._leaves(saved)
 
     def allocated(self, home: int) -> Event:
-        """E3: earlier work of the stream may still use the memory that a fresh buffer was made of."""
+        """E3: an event after the home stream's earlier work, which may still use the memory of a fresh buffer."""
         return self._backend.compute_event(home)
 
     def copied_back(self, saved: SavedStorage) -> None:
-        """E4: what the caller's stream issues from now on runs after the reload."""
+        """E4: later work of the caller's stream runs after the reload."""
         if saved.returning is not None:
             self._backend.compute_wait(saved.returning)
 
@@ -64,12 +65,12 @@ class Edges:
         return None if event is None or event.query() else event
 
     def abandoned(self, saved: SavedStorage, event: Event) -> None:
-        """E5: what the home stream issues from now on runs after a copy in limbo, so its buffer is free."""
+        """E5: later work of the home stream runs after a copy in limbo, so its buffer may be reused."""
         self._backend.compute_wait(event, saved.home)
         self._leaves(saved)
 
     def taken_over(self, saved: SavedStorage) -> None:
-        """E6: what the caller's stream issues from now on runs after what the last user of the buffer has issued so far."""
+        """E6: later work of the caller's stream runs after all that the buffer's last user has issued."""
         backend = self._backend
         here = backend.here()
         if here != saved.user:
@@ -77,6 +78,6 @@ class Edges:
             saved.user = here
 
     def _leaves(self, saved: SavedStorage) -> None:
-        """The source's memory may be another stream's, which then waits for the home stream before it is used again."""
+        """Tells the allocator that the home stream used the source, whose memory another stream may have allocated."""
         if saved.source is not None:
             self._backend.compute_uses(saved.source, saved.home, writes=False)

@@ -1,7 +1,7 @@
-"""The end of a saved storage's life: its last handle dies, in any thread, and everything it has is given back.
+"""Release of saved storages: the last handle dies, in any thread, and memory and places are given back.
 
-It owns what has been dropped and waits for the engine's lock, and the limbo (E5): what nobody needs any more while a copy
-still touches its memory. It waits for no copy unless its memory is wanted.
+It owns the storages that were dropped and wait for the engine's lock, and the limbo (E5): storages that nobody needs any
+more while a copy still touches their memory. It waits for no copy unless that memory is wanted.
 
     last handle dies -> dropped -> ended -> free             no copy in flight, or one that could be taken back
                                         -> limbo -> free     when that copy is done
@@ -34,13 +34,13 @@ _DRAIN = StallCause.DRAIN
 
 
 class Endings:
-    """Of one engine. Only `drop` and `drain` are called without its lock, which they take where they can."""
+    """Releases an Engine's storages. Callers hold the engine lock, except for `drop` and `drain`, which take it if free."""
 
     def __init__(
         self, lock: threading.Lock, backend: Backend, edges: Edges, *, groups: Groups, account: Account
     ) -> None:
         self.dropped: collections.deque[SavedStorage] = collections.deque()
-        """What waits for the lock; look here before calling `drain`."""
+        """Storages that wait for the lock to be released; look here before calling `drain`."""
         self.when_idle: Callable[[], None] | None = None
         """Called whenever nothing is saved any more, with the lock held and in any thread."""
         self._lock = lock

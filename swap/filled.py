@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Filled", "Region", "covers", "region_of"]
 
 _MOST_RUNS = 1024
-"""Of a region: what lies in more pieces counts as not written."""
+"""Of a region or a comparison; more of them count as not written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ _WHOLE = Region(period=1, starts=(0,), width=1)
 
 
 class Filled:
-    """Of one layer call. Storages that no operator allocated without writing them are filled."""
+    """Unfilled storages of one layer call: those that an operator allocated without writing, until operators have."""
 
     def __init__(self) -> None:
         self._written = Identities(brief=True)
@@ -74,7 +74,7 @@ class Filled:
             self._written[tensor.untyped_storage()] = None
 
     def lacks(self, tensor: torch.Tensor) -> bool:
-        """Some element of the tensor was not seen to be written."""
+        """True if some element of the tensor was not seen to be written."""
         written = self._regions(tensor)
         if written is None or tensor.numel() == 0:
             return False
@@ -121,7 +121,7 @@ def region_of(nbytes: int, offset: int, size: Sequence[int], stride: Sequence[in
 
 
 def covers(written: Sequence[Region], wanted: Region) -> bool:
-    """Every byte of `wanted` is in one of the regions; False as well where that takes too long to say."""
+    """True if every byte of `wanted` is in one of the regions; False as well where that would take too long to find out."""
     is_dense = wanted.width == wanted.period  # and so in periods of any length
     every = written if is_dense else [*written, wanted]
     nbytes = math.lcm(*(region.period for region in every))

@@ -1,4 +1,4 @@
-"""Whether GPUDirect Storage works for a directory, and if not, why: looked up first, then tried in a process of its own.
+"""Tells whether GPUDirect Storage works for a directory, and if not, why: by look-ups first, then by a trial process.
 
 The look-ups cost nothing and name what to change. Only when they find no obstacle is GDS tried, in a subprocess with a
 time limit: kvikio's driver call never returns on some machines that cannot do GDS.

@@ -1,7 +1,7 @@
-"""The calls of layers in the step under way: which is open, which backward is in, and in which order it comes to them (R7).
+"""Layer calls of one step and the order in which backward is expected to reach them (R7); drives prefetch.
 
-It owns their numbering and the order to expect: that of the step before, or before the first one what a pipeline's schedule
-says. "Reverse of the forward" alone is wrong across the microbatches of a pipeline: it is the guess where nothing is known.
+It owns the calls' numbering and the expected order: that of the step before, or at first what a pipeline's schedule says.
+"Reverse of the forward" alone is wrong across the microbatches of a pipeline: it is the guess where nothing is known.
 """
 
 from __future__ import annotations

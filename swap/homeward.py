@@ -1,4 +1,4 @@
-"""The way back to the device: what backward asks for is there, or is fetched, or is computed again.
+"""H2D side of the engine: reloads what backward asks for, prefetches what it asks for next, recomputes what no tier has.
 
 It owns the order of reloads and how far ahead of backward they run. The invariant: nothing is handed to autograd before its
 reload is ordered (E4) and, where only its first tokens moved, before the others are computed.
@@ -39,7 +39,8 @@ _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 
 
 class Homeward:
-    """Of one engine, whose lock is held around every call but `recompute`, which takes it itself."""
+    """H2D side of an Engine: reload, prefetch, recompute. Callers hold the engine lock, except for `recompute`, which
+    acquires it."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Homeward:
         self._account = account
 
     def bring(self, saved: SavedStorage) -> None:
-        """Backward asks for a storage for the first time since its forward."""
+        """Makes a storage ready for autograd, when backward first asks for it. Raises SwapError where its reload failed."""
         if saved.source is not None:
             self._forward(saved)
             return
@@ -89,7 +90,7 @@ class Homeward:
         self._account.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """A stream asks for the first time since another one did, or since the reload was issued (E4, E6)."""
+        """Orders the caller's stream after the reload and after the buffer's last user (E4, E6)."""
         account = self._account
         stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
         began = account.begin_wait(stops_host=stops_host)
@@ -163,7 +164,7 @@ class Homeward:
                 saved.move_to(AWAY)
 
     def _forward(self, saved: SavedStorage) -> None:
-        """Backward came before the source was dropped (R6): it gets the source, and a copy that has not begun is undone."""
+        """Hands out a source that is not released yet (R6), and cancels its copy out where that has not begun."""
         stats = self._account.stats
         if saved.state is LEAVING and saved.out is not None:
             assert saved.place is not None
@@ -185,9 +186,8 @@ class Homeward:
         try:
             self._fetch([saved for saved in in_turn if not _is_aside(saved)])
             for saved in in_turn:
-                if _is_aside(
-                    saved
-                ):  # one by one: each gives up its room beside the buffer before the next takes a buffer
+                if _is_aside(saved):
+                    # One by one: each gives up its room beside the buffer before the next takes a buffer.
                     self._fetch([saved])
         except torch.OutOfMemoryError:
             self._account.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
@@ -258,8 +258,10 @@ class Homeward:
 
 
 def _is_elsewhere(saved: SavedStorage) -> bool:
+    """In another tier than the device's."""
     return saved.place is not None and saved.place.tier.name is not _DEVICE
 
 
 def _is_aside(saved: SavedStorage) -> bool:
+    """Copied aside on the device."""
     return saved.place is not None and saved.place.tier.name is _DEVICE

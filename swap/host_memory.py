@@ -1,4 +1,4 @@
-"""How much host memory this process can still take: what the kernel has, and what each of its cgroups leaves.
+"""Host memory that this process can still take: the kernel's estimate, within the limits of its cgroups.
 
 RLIMIT_MEMLOCK is no part of it: a GPU's driver pins pages itself and does not count them there.
 """
@@ -16,7 +16,7 @@ __all__ = ["available_host_bytes", "total_host_bytes"]
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""cgroup v1 says a number near 2^63 where there is no limit."""
+"""Limits from here on are none: cgroup v1 writes a number near 2^63."""
 
 
 def available_host_bytes(root: Path = _ROOT, *, total_before: int | None = None) -> int:
@@ -70,7 +70,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms(mount: Path, path: str, limits: tuple[str, ...], usage: str, reclaimable: str) -> Iterator[int]:
-    """Of the group and all of its ancestors. Those that a container does not see are missing, and its own is the mount."""
+    """Bytes left in the group and each of its ancestors; a container sees its own group as the mount, and no ancestors."""
     group = Path(path.strip("/"))
     for above in dict.fromkeys((group, *group.parents)):
         directory = mount / above
@@ -89,7 +89,7 @@ def _number(file: Path) -> int:
 
 
 def _stat(file: Path, name: str) -> int:
-    """Bytes of one line: file pages that nobody has used lately are counted as used, and given back when asked for."""
+    """One figure of memory.stat: file pages not used lately count as used, and the kernel gives them back on demand."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

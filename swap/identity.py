@@ -1,4 +1,4 @@
-"""What is known of each storage, by the storage object itself: addresses are reused within a step, objects are not (R2).
+"""Dictionary keyed by storage objects: addresses are reused within a step, objects are not (R2).
 
 A weakref.WeakKeyDictionary whose lookup is one call into C: it is asked for every tensor that autograd saves. Keys are held
 weakly; an entry goes with its storage, in whichever thread that dies.

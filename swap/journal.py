@@ -1,7 +1,7 @@
-"""What the engine tells a trace: one event for each transition, copy, layer, use and wait.
+"""Trace events of the engine: one for each transition, copy, layer, use and wait.
 
-Copies and layers take time on the device, so their spans are kept here until they have ended and are told at the end of a
-step; everything else is told at once. Without a trace there is no journal, and the engine does not look at a clock for it.
+Copies and layers take time on the device, so their spans are kept here until they have ended and are emitted at the end of
+a step; everything else is emitted at once. Without a trace there is no journal, and no clock is read for it.
 Layers, copies and recomputes are also ranges for the device's own profiler (NVTX).
 """
 
@@ -103,7 +103,7 @@ class Journal:
             self._backward = None
 
     def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
-        """Host time has gone into waiting for a copy."""
+        """A compute stream, or the host in its place, has waited for a copy."""
         t, step = self._tracer.at(begin_ns), self._tracer.step
         self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
 
@@ -116,7 +116,7 @@ class Journal:
         self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
 
     def end_step(self) -> None:
-        """Tells the spans that have ended since the last call; keeps those still running."""
+        """Emits the spans that have ended since the last call; keeps those still running."""
         self.backward_left()
         tracer = self._tracer
         for _ in range(len(self._copies)):

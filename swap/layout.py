@@ -1,4 +1,4 @@
-"""Where each storage of a step goes in the host arena: recorded in one step, planned by `memo.mip`, followed in the next.
+"""Layout of the host arena: a step's claims are recorded, planned by `memo.mip`, and followed in the next step.
 
 First fit leaves holes; the plan leaves none, since a training step asks for the same bytes in the same order again. A
 plan is advice: a claim that does not match it, or whose place is still taken because a copy drains at its own pace, is

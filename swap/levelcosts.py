@@ -1,4 +1,4 @@
-"""What each level of recompute costs a layer, counted and timed while it trains."""
+"""Costs of each recompute level of a layer, counted and timed while it trains."""
 
 from __future__ import annotations
 

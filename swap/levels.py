@@ -1,4 +1,4 @@
-"""How much of a layer's activations is saved, token by token: four levels, and how a layer's tokens are divided among them.
+"""Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among four levels.
 
 Pure data: a planner chooses it, the token-wise treatment (memo.swap.tokenwise) carries it out. The tokens of a layer are
 cut into consecutive ranges in the order of the levels, so that what is saved of any tensor is one prefix of its tokens.

@@ -1,4 +1,4 @@
-"""What a layer's forward names outside the layer, itself and by way of functions that it calls: where it may keep books.
+"""Objects outside a layer that its forward names, itself or through functions that it calls, and where it may keep state.
 
 Found once for each class of modules, by reading code and not by running it: globals, attributes of classes, of files and of
 objects, as far as functions lead that are not Python's, NumPy's or torch's. It owns where to look, and not what is found

@@ -1,4 +1,4 @@
-"""Which tensor is which in two runs of one layer: told by where its bytes came from, not by where they lie.
+"""Identity of tensors across two runs of one layer: by the operation that their bytes came from, not by address.
 
     origin     argument 0       line 7, result 1     the 2nd found elsewhere     a cast or copy has that of what was copied
 

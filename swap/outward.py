@@ -1,16 +1,16 @@
-"""The way out of the device: copies are issued as storages are saved, and their sources go one layer later.
+"""D2H side of the engine: issues copies out as storages are saved, and releases their sources one layer later.
 
-It owns which groups have sources that are still to go, and the groups whose copies wait. It does not own where the bytes
-go (destinations) nor what becomes of them there.
+It owns which groups have sources still to be released, and the groups whose copies wait. It does not own the choice of a
+tier (destinations), nor the bytes once they are there.
 
     forward    layer 0 | layer 1 | layer 2 | ...           pack: compute event -> copy out waits for it
     copies       out 0 |   out 1 |   out 2 |
     dropped             ^ end of layer 1: compute waits for out 0, then the sources of layer 0 go
 
-What the forward promises its host thread: a copy that the device can order (E2, by the device's own events) never stops it.
-A copy that only a host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, leaves its source on the
-device beyond its layer, up to `late_bytes` in all; the thread stops at a layer's end only for what is beyond that, and the
-time is counted as the disk queue's. On the CPU the host is the compute stream, and waiting is what E2 is.
+A copy that the device can order (E2, by the device's own events) never stops the forward's host thread. One that only a
+host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, leaves its source on the device beyond its
+layer, up to `late_bytes` in all; the thread stops at a layer's end only for what is beyond that, and the time is counted as
+the disk queue's. On the CPU the host is the compute stream, and waiting is what E2 is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
 class Outward:
-    """Of one engine, whose lock is held around every call. None as `late_bytes` means those of one layer."""
+    """D2H side of an Engine, whose lock is held around every call. `late_bytes` None means the bytes of one layer."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Outward:
                     self.send(saved, written)
 
     def _gather(self, waiting: Iterable[SavedStorage]) -> None:
-        """What was gathered stands beside its sources until they go."""
+        """Packs the moving tokens where they are not contiguous; the packs stay until their sources are released."""
         parts = [
             (saved.part, saved.source)
             for saved in waiting
@@ -196,6 +196,6 @@ class Outward:
 
 
 def _is_shared(saved: SavedStorage) -> bool:
-    """Whether a recompute gives it back that other ranks take part in: its source goes at the same layer's end on all of
-    them, whichever tier had room and however far its copy is. Where it is still there nothing is recomputed."""
+    """True for what a recompute with collectives gives back. Its source is released at the same layer's end on all ranks,
+    whichever tier had room and however far its copy is: where the source is still there nothing is recomputed."""
     return saved.part is not None and saved.part.call.together

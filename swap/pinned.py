@@ -5,8 +5,8 @@ a private mapping whose pages are locked where they are, exactly as many as aske
 start, piece by piece and in the background, and grows in place: nothing is locked twice. The faults that make pages are most
 of the cost (on one virtual machine 1.1 to 1.4 s per GiB, and at most 0.1 s to lock them then), so threads make them.
 
-A copy may not span two registrations: `copy_pieces` divides it where one ends and the next begins. One of all would not do
-either: drivers from 580 on refuse 512 GiB in one call (LMCache/LMCache#5177).
+A copy may not span two registrations: `copy_pieces` divides it where one ends and the next begins. A single registration
+would not do either: drivers from 580 on refuse 512 GiB in one call (LMCache/LMCache#5177).
 
 Forked processes, as a data loader's workers, do not get this memory: the kernel would copy all of its pages at the fork,
 since they are locked.
@@ -41,14 +41,14 @@ __all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no name for it
 _FAULTED_BYTES = 64 << 20
-"""Made by one thread at a time; how soon the work ends when the slab is closed."""
+"""Pages that a thread makes in one call: closing the slab waits for no more than these."""
 _FAULTING_THREADS = min(4, os.cpu_count() or 1)
 _TOLD_BYTES = 4 << 30
-"""Less than this is locked too soon for a progress line."""
+"""Locking less than this is over too soon for a progress line."""
 
 
 class _Own(threading.local):
-    """Marks the threads that lock: a garbage collection there may close a slab, and must not wait for them."""
+    """Marks the threads that lock pages: a garbage collection in one of them may close a slab, which must not join them."""
 
     is_marked = False
 
@@ -90,10 +90,18 @@ def _cuts(block: torch.Tensor) -> list[int]:
 
 
 class PinnedSlab:
-    """`nbytes` of addresses whose pages are locked from the start on, in the background, as far as `grow` says.
+    """`nbytes` of addresses whose first bytes are page-locked in the background, as far as `grow` asks.
 
-    `device` is current in the thread that locks: another one's context would take memory there.
     Satisfies `memo.swap.backend.HostSlab`.
+
+    Args:
+        nbytes: addresses, of which none are locked yet.
+        device: the GPU whose context the locking thread uses; on another one a context would take device memory.
+        node: NUMA node that the pages should come from.
+        piece_bytes: the most bytes of one registration.
+
+    Raises:
+        SwapError: the system refuses the addresses.
     """
 
     def __init__(
@@ -186,13 +194,13 @@ class PinnedSlab:
             self._pages.make(start, min(stop, start + _FAULTED_BYTES))
 
     def _end(self) -> None:
-        """There is nothing more to lock, and who waits is told."""
+        """Ends the locking thread's work and wakes those who wait; called with the condition held."""
         self._locking = False
         self._changed.notify_all()
 
 
 class _Pages:
-    """A private mapping, and the ranges of it that are page-locked. Unlocks them before it is unmapped."""
+    """A private mapping and its page-locked ranges, which are unlocked before it is unmapped."""
 
     def __init__(self, mapping: mmap.mmap, address: int) -> None:
         self._mapping = mapping
@@ -201,7 +209,7 @@ class _Pages:
 
     @classmethod
     def mapped(cls, nbytes: int, node: int | None) -> tuple[_Pages, torch.Tensor]:
-        """With the tensor over it, whose storage's death unlocks all."""
+        """Maps pages; returns them with a tensor over them, whose storage's death unlocks all."""
         mapping = private_pages(nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         address = memory.data_ptr()
@@ -214,7 +222,7 @@ class _Pages:
         return pages, memory
 
     def make(self, start: int, stop: int) -> None:
-        """Has the kernel make the pages of a range that is not locked yet."""
+        """Faults in the pages of a range that is not locked yet. Raises SwapError where memory is exhausted."""
         libc = ctypes.CDLL(None, use_errno=True)  # gives way to other threads, as mmap.madvise does not
         address, nbytes = ctypes.c_void_p(self._address + start), ctypes.c_size_t(stop - start)
         if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
@@ -226,6 +234,7 @@ class _Pages:
         np.frombuffer(self._mapping, dtype=np.uint8)[start:stop:PAGE_BYTES] = 0  # an older kernel
 
     def lock(self, start: int, stop: int) -> None:
+        """Page-locks a range as one registration. Raises SwapError where the driver refuses."""
         address, nbytes = self._address + start, stop - start
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
         if code != 0:
@@ -238,7 +247,7 @@ class _Pages:
         bisect.insort(_starts, address)
 
     def unlock_beyond(self, nbytes: int) -> int:
-        """Unlocks and gives back the locked ranges that begin there or later; returns where the ones before end."""
+        """Unlocks and gives back the ranges that begin at `nbytes` or later; returns the end of those that stay."""
         while self._locked and self._locked[-1][0] >= nbytes:
             start, stop = self._locked.pop()
             _starts.remove(self._address + start)
@@ -264,6 +273,6 @@ class _Progress:
 
 
 def _forget_error() -> None:
-    """The runtime keeps the error of a call that failed, and the next kernel is blamed for it: let that be one of ours."""
+    """Clears the CUDA runtime's last error, which would be raised at the program's next kernel, by a kernel of ours."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

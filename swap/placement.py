@@ -1,4 +1,4 @@
-"""Where a layer's saved bytes go, as fractions: kept on the device, to the host, to disk.
+"""Placement of a layer's saved bytes, as fractions: kept on the device, sent to the host, sent to disk.
 
 A storage goes to one place whole, so fractions hold to within one storage, that of the device from below. It owns the
 running account of one layer call and nothing of how bytes move. What is still to come of a call is not known while its

@@ -1,4 +1,4 @@
-"""What the ranks that a layer talks to decide alike: a recompute repeats the layer's collectives, so all run it or none.
+"""Agreement among the ranks that a layer talks to: a recompute repeats its collectives, so all ranks run it or none.
 
 Owns which groups each layer talks to, heard in its first forward, and the exchanges that decide. Every exchange happens at a
 place in the program that all ranks of a group pass: at a layer's first call, at the first layer of a forward, at a trial. No

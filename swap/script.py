@@ -1,4 +1,4 @@
-"""What one forward of a layer called, operator by operator, on what; a second run is held to it.
+"""Record of the operators that one forward of a layer called, and on what; a second run is held to it.
 
 A run that did anything else would give other gradients, and nobody would notice where the shapes agree. So each operator is
 called again in its turn with the same numbers, on tensors of the same origins: that the run was given, that it made in the

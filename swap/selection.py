@@ -1,6 +1,6 @@
-"""Which of the tensors that autograd saves are the engine's to move (R3), and which storage each of them is (R2).
+"""Offload eligibility: whether a packed tensor may leave the device (R3), and which SavedStorage tracks its storage (R2).
 
-It owns what is known of each storage: its life, held weakly, or that it never moves. The rules themselves are in capture.
+It owns the record of each storage: its SavedStorage, held weakly, or that it never moves. The rules are in capture.
 A storage that was found to stay is not looked at again.
 """
 

@@ -1,4 +1,4 @@
-"""What the engine has done so far, in numbers."""
+"""Counters of what the engine has done so far."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Stats:
     untimed_waits: int = 0
     """Waits of a device whose time is not measured, and which are therefore not in `stalls_ns`."""
     untimed_recomputes: int = 0
+    """Likewise recomputes, which are not in `recompute_ns`."""
 
     @property
     def stall_s(self) -> float | None:

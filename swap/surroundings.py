@@ -1,4 +1,4 @@
-"""What a layer's forward ran under, to run it so again: autocast, attention kernels, random numbers, the layer's own state.
+"""Settings that a layer's forward ran under, for its recompute: autocast, attention kernels, random numbers, own state.
 
 The first three are set again for the time of a recompute. A layer's own state is only watched: parameters, buffers and
 plain attributes of its modules must be in backward what they were in forward.

@@ -1,4 +1,4 @@
-"""Where bytes can rest outside the device: the host arena and the disk, behind one interface.
+"""Tiers: room for bytes outside the device, the host arena and the disk, behind one interface.
 
 A tier hands out places. A place is written once, may be read many times, and is given back once; who holds a place owns
 its bytes. Budgets are hard (R8): `claim` answers None when a tier is full, and never takes more than it was given.
@@ -22,7 +22,7 @@ __all__ = ["DiskTier", "HostTier", "Place", "Tier"]
 
 PAGE = 4096
 SURPLUS = 20
-"""A slab is not given back for being larger than needed by one part in so many."""
+"""A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
 
 
 class Place(Protocol):
@@ -55,16 +55,16 @@ class Tier(Protocol):
         """Room for `nbytes`, or None when the tier is full."""
 
     def expect(self, nbytes: int) -> None:
-        """Steps from now on need so many bytes at a time, by plan; 0: nobody knows."""
+        """Announces the most bytes that steps from now on will hold, by plan; 0: unknown."""
 
     def end_step(self) -> None:
-        """Every place has been given back: a step is over."""
+        """Ends a step, whose places have all been given back."""
 
     def close(self) -> None: ...
 
 
 class _Ledger:
-    """Counts what a tier holds."""
+    """Counts the bytes that a tier holds, and their peak."""
 
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
@@ -79,12 +79,13 @@ class _Ledger:
 class HostTier(_Ledger):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
-    Locking pages costs about 0.3 s per GiB: a small model should not pay for a large budget, and nobody twice. So the slab
-    is never replaced. The first step is divided by first fit, and the slab grows with it; the steps after it follow a plan
-    of its claims. Where a plan of activations says what steps need, the slab is made as large at once, in the background.
-    What the first step left over at the end is given back where it is more than a twentieth and no plan may want it later.
+    Page-locking takes some tenths of a second to a second per GiB (memo.swap.pinned): a small model should not pay for a
+    large budget, and nobody twice. So the slab is never replaced. The first step is divided by first fit, and the slab
+    grows with it; later steps follow a plan of its claims. Where a plan of activations announces what steps need
+    (`expect`), the slab grows to that size at once, in the background. When a step's claims have been planned, the slab
+    gives back what they do not need, where that is more than a twentieth and no plan of activations may want it later.
 
-    What the system refuses is raised as the backend raised it, and counted nowhere.
+    Errors of the system are raised as the backend raised them; the claim is then undone.
     """
 
     name = TierName.HOST
@@ -141,7 +142,10 @@ class HostTier(_Ledger):
         return self._space.allocate(nbytes)
 
     def _reach(self, end: int) -> HostSlab:
-        """The slab, whose first `end` bytes may be used. It grows by a twentieth at least: each time costs a border."""
+        """The slab, grown so that its first `end` bytes may be used.
+
+        It grows by a twentieth at least: each growth adds a border that copies are divided at.
+        """
         slab = self._opened()
         if end > slab.nbytes:
             most = max(end, slab.nbytes + slab.nbytes // SURPLUS)
@@ -155,7 +159,7 @@ class HostTier(_Ledger):
         return self._slab
 
     def end_step(self) -> None:
-        """Nothing is held: plans the next step, and gives back what it will not need."""
+        """Plans the next step's layout, and gives back what that does not need; nothing is held now."""
         refused, self._refused = self._refused, False
         if self._begins_anew or not self._recorder.end_step(PAGE, self._capacity):
             return
@@ -187,16 +191,16 @@ class HostTier(_Ledger):
         return self._backend.d2h.copy(block, source)
 
     def _after_reloads(self) -> None:
-        """E7: reloads run in order, so the latest one that left room free speaks for those before it.
+        """E7: orders copies out after the latest reload from room that is free again; reloads before it are done by then.
 
-        With one compute stream E4, the program's order and E1 say as much; what is saved on another has not waited for E4.
+        With one compute stream E4, the program's order and E1 imply this; a second compute stream has not waited for E4.
         """
         if self._left is not None:
             self._backend.d2h.wait(self._left[1])
             self._left = None
 
     def copy_in(self, target: torch.Tensor, block: torch.Tensor, after: Event) -> tuple[int, Timed]:
-        """The reload's number, and its event."""
+        """Issues a reload; returns its number and its event."""
         self._backend.h2d.wait(after)
         self._reloads += 1
         return self._reloads, self._backend.h2d.copy(target, block)
@@ -212,6 +216,8 @@ def _pages(nbytes: int) -> int:
 
 
 class _HostPlace:
+    """A block of the slab."""
+
     __slots__ = ("_block", "_number", "_offset", "_reload", "_step", "tier")
 
     def __init__(self, tier: HostTier, block: torch.Tensor, offset: int, number: int) -> None:
@@ -262,6 +268,8 @@ class DiskTier(_Ledger):
 
 
 class _DiskPlace:
+    """An extent of the scratch file."""
+
     __slots__ = ("_extent", "_nbytes", "tier")
 
     def __init__(self, tier: DiskTier, extent: Extent, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Which dimensions of a layer's arguments run over the tokens, also where others happen to be as long.
+"""Token dimensions of a layer's arguments, also where other dimensions happen to be as long.
 
 A rotary table of as many tokens as a head is wide, as many sequences as tokens: sizes alone do not tell. In this order:
 

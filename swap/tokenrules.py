@@ -1,4 +1,4 @@
-"""Which operators work token by token, and where they leave the token axis.
+"""Rules of the operators that work token by token, and where each leaves the token axis.
 
 A rule sees one call of one operator and answers what its results mean. The list is closed: an operator without a rule
 that meets a token axis ends the token-wise treatment of its layer (`Unproven`). So a layer that is accepted has been

@@ -1,4 +1,4 @@
-"""Where the tokens are: in a tensor's dimensions, and in its storage's bytes.
+"""Places of tokens in a tensor's dimensions and in its storage's bytes.
 
 A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a storage
 is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on shapes and

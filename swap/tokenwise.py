@@ -126,7 +126,7 @@ class TokenWise:
         return f"{default}, {len(self._chosen)} layers with their own" if self._chosen else default
 
     def choose(self, settings: Mapping[str, Setting]) -> None:
-        """From the next forward on these layers have these settings, and the others the default."""
+        """Sets per-layer recompute levels from the next forward on; unnamed layers use the default. Clears refusals."""
         self._chosen = dict(settings)
         self.refused.clear()
         self.repeated.clear()

@@ -1,4 +1,4 @@
-"""What a recompute at the middle level does with the results of products and of marked functions.
+"""Treatment of products' and marked functions' results by a recompute at the middle level: repeated, kept or omitted.
 
     norm     gather   product     split   ...   product    sum      add, norm   gather   product   activation
     repeated OMITTED  KEPT        repeated      OMITTED    KEPT     repeated    OMITTED  KEPT      repeated

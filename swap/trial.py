@@ -1,4 +1,4 @@
-"""Tries a recompute at once, while what it should give is still there, and compares the two."""
+"""Trial of a recompute: runs it at the end of the forward, while the saved tensors are still there, and compares the two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutOfRoom(Unproven):
 
 
 def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
-    """The largest difference found, in units of BOUND; 0 when all bytes are the same.
+    """Runs the recompute of `division`; returns the largest difference found, in units of BOUND, 0 for equal bytes.
 
     Raises:
         OutOfRoom: there was no device memory for it.

@@ -1,4 +1,4 @@
-"""What trials have shown, and which other calls need none: at a new length one layer of each kind of layer is tried.
+"""Record of trials, and which other calls need none: at a new length one layer of each class is tried.
 
 What a trial finds depends on three things, and each is looked at again where it changes:
 
@@ -90,12 +90,12 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """By a trial that passed."""
+    """Outcome of a trial that passed."""
 
     deviation: float
-    """In units of the trial's bound; 0 where all bytes were the same."""
+    """Largest difference, in units of trial.BOUND of its type; 0 where all bytes were the same."""
     seconds_per_token: Mapping[Level, float]
-    """That the recompute took."""
+    """Of the recompute."""
 
 
 class _Class:
@@ -128,13 +128,13 @@ class Trials:
         self._refused.setdefault(kind.layer, Recent(MOST_REFUSED))[kind] = reason
 
     def ran_short(self, kind: Kind, reason: str) -> None:
-        """A trial found no memory: the layer's next call is tried again, but not for ever."""
+        """Records a trial that found no memory; `MOST_SHORT` of a layer in a row refuse its kind of call."""
         self._short[kind.layer] += 1
         if self._short[kind.layer] >= MOST_SHORT:
             self.refuse(kind, reason)
 
     def found_room(self, layer: str) -> bool:
-        """The layer is treated as it was told; True where its last call was not, for want of memory."""
+        """Records that the layer is divided; True where its last call was not, for want of memory."""
         return self._short.pop(layer, 0) > 0
 
     def refusal(self, kind: Kind) -> str | None:
