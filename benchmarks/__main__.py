@@ -6,24 +6,17 @@ import runpy
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {
-    "__init__",
-    "__main__",
-    "machine",
-    "results",
-    "gpu_check",
-    "gpu_smoke",
-    "gpu_bench",
-    "gpu_allocator",
-    "gpu_probe",
-}
+ELSEWHERE = ("__main__", "machine", "gpu_")
+"""Beginnings of the names of modules that run otherwise: `make gpu-check`, `make gpu-bench`."""
 
 
 def main(names: list[str]) -> int:
-    modules = {
-        path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem not in NOT_BENCHMARKS
+    modules = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py"))}
+    runnable = {
+        name: path
+        for name, path in modules.items()
+        if not name.startswith(ELSEWHERE) and '__name__ == "__main__"' in path.read_text()
     }
-    runnable = {name: path for name, path in modules.items() if '__name__ == "__main__"' in path.read_text()}
     if not names or names == ["all"]:
         for name, path in runnable.items():
             print(f"{name:16} {path.read_text().splitlines()[0].strip(chr(34))}")

@@ -19,12 +19,12 @@ __all__ = ["AttentionTime", "probe_attention"]
 
 SHORT_TOKENS = 8192
 LIMIT_S = 40.0
-"""For the long call, by what the short one lets expect; above, half the length is taken, and so on."""
+"""For the long call, as extrapolated from the short one; above it the length is halved until it fits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTime:
-    """Of one layer, forward and backward."""
+    """Time of one layer's attention, forward and backward."""
 
     kernel: str
     tokens: int

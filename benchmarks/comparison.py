@@ -51,7 +51,7 @@ LINE = 160
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The place, and the steps of each way."""
+    """Device, model and number of steps that every way runs with."""
 
     model: str
     """Its name, for people."""
@@ -242,5 +242,5 @@ def _peak_flops(device: torch.device) -> float | None:
 
 @functools.cache
 def link_rates(device: torch.device) -> LinkRates | None:
-    """Of the GPU's link, measured once in a process; None on a CPU."""
+    """Rates of the GPU's link, measured once in a process; None on a CPU."""
     return measure_link(device, seconds=LINK_SECONDS) if device.type == "cuda" else None

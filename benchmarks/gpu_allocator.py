@@ -17,14 +17,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import NO_GPU, describe, gpu
-from benchmarks.results import write_result
+from benchmarks.machine import DETERMINISTIC, describe, gpu, no_gpu
+from benchmarks.results import ROOT, write_result
 from memo.units import format_bytes, parse_tokens
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the older name still holds for torch 2.8 and before
 ARMS = {"torch": None, "expandable segments": "expandable_segments:True", "planned": None}
 LEARNING = 5
@@ -91,8 +89,9 @@ def run_arm(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
         environment |= dict.fromkeys(SETTINGS, setting)
     command = [sys.executable, "-m", "benchmarks.gpu_allocator", "--arm", arm, "--model", arguments.model]
     command += ["--seq", str(arguments.seq), "--steps", str(arguments.steps), "--host", arguments.host]
-    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | DETERMINISTIC, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode != 0:
         return {"failed": f"ended with {done.returncode}, see above"}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -156,8 +155,7 @@ def main(argv: list[str]) -> int:
         return 0
     device = gpu()
     if device is None:
-        print("gpu-allocator: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("gpu-allocator")
     print(describe(device))
     print(f"\n{arguments.model} at {arguments.seq} tokens, offloaded, {arguments.steps} steps", flush=True)
     rounds: list[dict[str, dict[str, Any]]] = []

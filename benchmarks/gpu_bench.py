@@ -25,7 +25,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from benchmarks.machine import NO_GPU, describe, gpu
+from benchmarks.machine import describe, gpu, no_gpu
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["ARMS", "Case", "Options", "main"]
@@ -53,7 +53,7 @@ ARMS = ("allocator", *CASES, "length", "1m")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was given instead of an arm's own; None is not given."""
+    """Options that replace an arm's own settings; None where not given."""
 
     device: str
     model: str | None
@@ -68,7 +68,7 @@ class Options:
     trl: Path | None
 
     def cases(self, arm: str) -> tuple[Case, ...]:
-        """What the arm runs."""
+        """The arm's models and lengths, with these options in place of its own."""
         own = CASES[arm]
         lengths = self.seq or [case.seq for case in own]
         if self.seq is not None or self.model is not None:
@@ -77,7 +77,7 @@ class Options:
         return own if self.rounds is None else tuple(dataclasses.replace(case, rounds=self.rounds) for case in own)
 
     def host_of(self, default: str) -> str:
-        """memo's host budget."""
+        """memo's host budget; `default` where none is given."""
         return default if self.host is None else str(self.host)
 
 
@@ -121,8 +121,7 @@ def main(arguments: list[str]) -> int:
     arms, options = parsed(arguments)
     facts = {"device": "cpu"} if options.device == "cpu" else gpu()
     if facts is None:
-        print("gpu-bench: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("gpu-bench")
     if options.device == "cuda":
         print(describe(facts), flush=True)
     else:

@@ -30,17 +30,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import NO_GPU, TESTING, describe, gpu, missing
-from benchmarks.results import write_result
+from benchmarks.machine import DETERMINISTIC, TESTING, describe, gpu, missing, no_gpu
+from benchmarks.results import ROOT, write_result
 
-ROOT = Path(__file__).parent.parent
 TEST_LIMIT_S = 60
 """For one test: what hangs must not take its part's time from all others."""
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Without it torch refuses matrix products where only deterministic algorithms are allowed, as in tests of equal bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +45,11 @@ class Part:
 
     limit_s: int
     module: tuple[str, ...] = ()
-    """What follows `python -m`."""
+    """Module and arguments behind `python -m`."""
     tests: tuple[str, ...] = ()
-    """Where tests are marked `gpu`: to collect all others would take minutes, and packages that only they need."""
+    """Files and folders with tests marked `gpu`; collecting all others would take minutes, and packages only they need."""
     ignored: tuple[str, ...] = ()
-    """Files among them that another part runs."""
+    """Files in these folders that another part runs."""
 
 
 PARTS: dict[str, Part] = {
@@ -108,7 +104,7 @@ def with_root(path: str | None) -> str:
 
 
 class Course:
-    """A part under way: what it said and how its tests ended, kept in the result file as it comes."""
+    """A part under way: its last line and its tests' outcomes, given to `keep` as they come."""
 
     def __init__(self, limit_s: float, keep: Callable[[dict[str, Any]], None]) -> None:
         self._limit_s = limit_s
@@ -144,7 +140,7 @@ class Course:
         self._keep(self.result())
 
     def result(self) -> dict[str, Any]:
-        """What is known so far; `exit` is None while the part runs."""
+        """The result so far; `exit` is None while the part runs."""
         stopped = self._exit == -signal.SIGKILL
         tests = {"tests": dict(self._ended), "failed": self._failed} if self._ended else {}
         return {
@@ -182,8 +178,7 @@ def main(wanted: list[str]) -> int:
         return 2
     device = gpu()
     if device is None:
-        print("gpu-check: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("gpu-check")
     print(describe(device), flush=True)
     done: dict[str, dict[str, Any]] = {}
     for name in wanted or PARTS:

@@ -38,18 +38,18 @@ OURS = "memo, by plan"
 HEADS = 8
 WARM_UP_TOKENS = 8192
 RECOMPUTED_ATTENTION = 4.5 / 3.5
-"""Of a step with checkpointing against one without: forward once more, at 1 to backward's 2.5."""
+"""Attention's time in a step with checkpointing, over that without: forward once more, at 1 to backward's 2.5."""
 CHECKPOINTED_WAYS = 2
-NOT_ATTENTION = 1.25
-"""Of attention's time, what the whole step takes at this length; a guess that only chooses the depth."""
+STEP_OVER_ATTENTION = 1.25
+"""A step's time over attention's at this length; a guess that only chooses the depth."""
 DEVICE_SHARE, HOST_SHARE, HOST_MOST = 0.92, 0.8, 128 << 30
 SLACK = 1.1
-"""What a way is expected to take at most of the slowest before it."""
+"""Longest time that a way is expected to take, over the slowest before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to measure."""
+    """Model, length, time and budgets of one measurement."""
 
     seq: int
     depths: Sequence[int]
@@ -64,9 +64,10 @@ class Request:
     heads: int | None = HEADS
 
 
-def available(*, seq: int, depths: Sequence[int], seconds: float, host: int | None, gpu: str | None,
-              model: str) -> Request:  # fmt: skip
-    """The request for this machine's GPU, with what is free of its memories."""
+def available(
+    *, seq: int, depths: Sequence[int], seconds: float, host: int | None, gpu: str | None, model: str
+) -> Request:
+    """The request for this machine's GPU, within its free device and host memory."""
     from memo.mip.hardware import hardware_of
     from memo.swap.host_memory import available_host_bytes
 
@@ -91,7 +92,7 @@ def shape(request: Request, layers: int) -> GPTConfig:
 def choose_depth(request: Request, attention_s: float) -> int:
     """The most layers whose steps fit into the time, given one layer's attention, forward and backward."""
     for layers in request.depths:
-        step_s = layers * attention_s * NOT_ATTENTION
+        step_s = layers * attention_s * STEP_OVER_ATTENTION
         if step_s * (1 + CHECKPOINTED_WAYS * RECOMPUTED_ATTENTION) <= request.seconds:
             return layers
     return request.depths[-1]

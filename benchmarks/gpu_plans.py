@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from benchmarks.table import Table
     from memo.gpt.config import GPTConfig
 
-__all__ = ["ALPHAS", "alphas", "automatic", "plans"]
+__all__ = ["ALPHAS", "alphas", "at_alphas", "automatic", "plans"]
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST_STEPS = 14
-"""Of the automatic plan: three to measure, two for each of its corrections."""
+"""Steps until the automatic plan is settled: three to measure, two for each of its corrections."""
 
 Written = Callable[[dict[str, Any]], Any]
 
@@ -50,7 +50,7 @@ def at_alphas(values: Iterable[float], host: str, *, device: int | None = None) 
 
 
 def automatic(setup: Setup, config: GPTConfig, device_bytes: int | None, host: str) -> dict[str, Any]:
-    """Steps until the plan is settled, and what it said of the steps after."""
+    """Trains under the automatic plan; its predictions and the measurements of the steps after it was settled."""
     if solver.LACKING is not None:
         return {"failed": solver.LACKING}
     found = guarded(lambda: _automatic(setup, config, device_bytes, host))

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import NO_GPU, describe, gpu, nvidia_smi
+from benchmarks.machine import describe, gpu, no_gpu, nvidia_smi
 from benchmarks.results import write_result
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ REPEATS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured."""
+    """Bytes, tokens and calls of the measurements."""
 
     locked_bytes: tuple[int, ...] = (GIB, 4 * GIB, 16 * GIB)
     copied_bytes: int = 256 << 20
@@ -237,8 +237,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     found = gpu()
     if found is None:
-        print("gpu-probe: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("gpu-probe")
     print(describe(found), flush=True)
     import torch
 

@@ -20,9 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_check import DETERMINISTIC, ROOT
-from benchmarks.machine import NO_GPU, SOLVER, describe, gpu, missing
-from benchmarks.results import write_result
+from benchmarks.machine import DETERMINISTIC, SOLVER, describe, gpu, missing, no_gpu
+from benchmarks.results import ROOT, write_result
 
 if TYPE_CHECKING:
     import torch
@@ -242,8 +241,7 @@ def main(arguments: list[str]) -> int:
         return 0
     found = {} if args.device == "cpu" else gpu()
     if found is None:
-        print("gpu-smoke: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("gpu-smoke")
     if found:
         print(describe(found), flush=True)
     done = run(torch.device(args.device), found)

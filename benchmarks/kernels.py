@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import NO_GPU, describe, gpu
+from benchmarks.machine import describe, gpu, no_gpu
 from benchmarks.results import write_result
 from memo.units import parse_tokens
 
@@ -130,8 +130,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     found = gpu()
     if found is None:
-        print("kernels: no CUDA GPU that this interpreter's torch can use; nothing was run", file=sys.stderr)
-        return NO_GPU
+        return no_gpu("kernels")
     import torch
 
     print(describe(found))

@@ -1,14 +1,15 @@
-"""The rates that memo's copies of one traced step reach in each direction, against the link measured by itself."""
+"""Rates that memo's copies of one traced step reach in each direction, against the link measured by itself."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from typing import TYPE_CHECKING, Any
 
 import memo
 from benchmarks.comparison import Setup, guarded, link_rates, release_memory, train_step
 from benchmarks.ways import managed
+from memo.trace.events import Lane, Span
+from memo.trace.reader import read_trace
 
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
@@ -34,19 +35,20 @@ def link_use(setup: Setup, config: GPTConfig, host: str) -> Any:
 def _measured(setup: Setup, config: GPTConfig, host: str) -> dict[str, dict[str, float]]:
     rates = link_rates(setup.device)
     assert rates is not None
-    alone = {"d2h": rates.d2h_bytes_per_s, "h2d": rates.h2d_bytes_per_s}
-    events = _second_step(setup, config, host)
+    alone = {Lane.D2H: rates.d2h_bytes_per_s, Lane.H2D: rates.h2d_bytes_per_s}
+    spans = _second_step(setup, config, host)
     use = {}
     for lane, nominal in alone.items():
-        spans = [event for event in events if event.get("lane") == lane and event["nbytes"] >= LEAST_BYTES]
-        busy_ns = sum(span["d"] for span in spans)
+        copies = [span for span in spans if span.lane is lane and (span.nbytes or 0) >= LEAST_BYTES]
+        busy_ns = sum(copy.d for copy in copies)
         if busy_ns:
-            rate = sum(span["nbytes"] for span in spans) / busy_ns * 1e9
-            use[lane] = {"bytes_per_s": rate, "link_bytes_per_s": nominal, "share": rate / nominal}
+            rate = sum(copy.nbytes or 0 for copy in copies) / busy_ns * 1e9
+            use[lane.value] = {"bytes_per_s": rate, "link_bytes_per_s": nominal, "share": rate / nominal}
     return use
 
 
-def _second_step(setup: Setup, config: GPTConfig, host: str) -> list[dict[str, Any]]:
+def _second_step(setup: Setup, config: GPTConfig, host: str) -> list[Span]:
+    """The spans of a step after the one in which memory is locked and recomputes are tried."""
     model, ids = setup.make(config)
     with tempfile.TemporaryDirectory() as folder:
         manager = memo.offload(model, alpha=1.0, host=host, disk=[], trace=folder)
@@ -55,6 +57,5 @@ def _second_step(setup: Setup, config: GPTConfig, host: str) -> list[dict[str, A
                 train_step(model, ids, managed(manager))
         finally:
             manager.close()
-        with open(f"{folder}/trace.rank0.jsonl", encoding="utf-8") as lines:
-            events = [json.loads(line) for line in lines]
-    return [event for event in events if event.get("step") == 1]
+        trace = read_trace(f"{folder}/trace.rank0.jsonl", steps=range(1, 2))
+    return [event for event in trace.events if isinstance(event, Span)]

@@ -27,14 +27,14 @@ __all__ = ["Found", "bisect", "capped", "longest"]
 STEP_TOKENS = 1024
 """Lengths are multiples of it."""
 PART = 32
-"""The search ends when the bracket is within this part of the length."""
+"""The search ends when the bracket is no wider than 1/32 of the length."""
 FILLED = 0.98
-"""Of the cap, where the next try is aimed at: a little short of it costs one more try, a little beyond as well."""
+"""Share of the cap that the next try is meant to fill: a miss on either side costs one more try."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the search knows."""
+    """Outcome of a search."""
 
     fits: int
     """Longest length that ran; 0: none did."""

@@ -13,13 +13,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["NO_GPU", "SOLVER", "TESTING", "describe", "gpu", "missing", "version"]
+__all__ = ["DETERMINISTIC", "NO_GPU", "SOLVER", "TESTING", "describe", "gpu", "missing", "no_gpu", "version"]
 
 NO_GPU = 3
 """Exit code of every benchmark that needs a GPU, where there is none."""
+_NO_CUDA_GPU = "no CUDA GPU that this interpreter's torch can use"
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Without it torch refuses matrix products where only deterministic algorithms are allowed, as in tests of equal bits."""
 SOLVER = ("pulp", "highspy")
-"""What plans are made with. `memo.offload` at a fixed alpha needs neither."""
+"""Packages that plans need. `memo.offload` at a fixed alpha needs neither."""
 TESTING = ("pytest", "pytest_timeout")
+"""Packages that the tests marked `gpu` need."""
 VERSIONS = {
     "triton": ("triton",),
     "kvikio": ("kvikio-cu13", "kvikio-cu12", "kvikio"),
@@ -67,6 +71,12 @@ def gpu() -> dict[str, Any] | None:
     }
 
 
+def no_gpu(benchmark: str) -> int:
+    """Says that `benchmark` ran nothing for want of a GPU; returns its exit code."""
+    print(f"{benchmark}: {_NO_CUDA_GPU}; nothing was run", file=sys.stderr)
+    return NO_GPU
+
+
 def driver() -> str:
     """The driver's version."""
     return nvidia_smi("driver_version")
@@ -95,5 +105,5 @@ def describe(device: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     found = gpu()
-    print("no CUDA GPU that this interpreter's torch can use" if found is None else describe(found))
+    print(_NO_CUDA_GPU if found is None else describe(found))
     sys.exit(NO_GPU if found is None else 0)

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["hardware", "results_folder", "write_result"]
+__all__ = ["ROOT", "hardware", "results_folder", "write_result"]
 
 ROOT = Path(__file__).parent.parent
+"""The tree that runs."""
 
 
 def results_folder() -> Path:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+from benchmarks.machine import SOLVER, missing
 
 __all__ = ["LACKING"]
 
-
-def _lacking() -> str | None:
-    missing = [name for name in ("pulp", "highspy") if importlib.util.find_spec(name) is None]
-    return f"a plan needs {' and '.join(missing)}, not installed here" if missing else None
-
-
-LACKING = _lacking()
-"""Why there are no plans here; None where there are."""
+_absent = missing(SOLVER)
+LACKING = f"a plan needs {' and '.join(_absent)}, not installed here" if _absent else None
+"""Why no plan can be made here; None where one can."""

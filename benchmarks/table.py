@@ -51,7 +51,7 @@ class Row:
     compared_with: str | None = None
     """The way whose gradients these were compared with."""
     report: str | None = None
-    """What the way says of itself."""
+    """The way's own report; memo's is `str(manager.report())`."""
     failed: str | None = None
 
 
@@ -87,7 +87,7 @@ class Table:
         return None
 
     def _checkpointing_flops(self) -> float:
-        """Of full checkpointing, as a ratio to those of keeping everything: also attention's forward is done again."""
+        """FLOPs of full checkpointing over those of keeping everything: it repeats attention's forward too."""
         flops = flops_per_token(self.config, self.seq)
         attention = 2 * self.config.layers * self.config.hidden * self.seq
         return (flops + recompute_flops_per_token(self.config) + attention) / flops
@@ -135,7 +135,7 @@ class Table:
         }
 
     def heading(self) -> str:
-        """What ran, and the names of the columns."""
+        """The model and its length, and the names of the columns."""
         names = " ".join(name.rjust(width) for name, width in _COLUMNS)
         tiles = f", MLPs in {self.config.mlp_tiles} tiles" if self.config.mlp_tiles > 1 else ""
         what = f"{self.model}, {self.config.layers} layers{tiles}, {self.seq} tokens, {self.rounds} rounds"

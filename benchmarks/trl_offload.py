@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.moved import Moved
+from benchmarks.results import ROOT
 from memo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PLACES", "Offloading", "load"]
 
-ROOT = Path(__file__).parent.parent
 PLACES = (Path(".gpu/trl_activation_offloading.py"), ROOT / ".gpu" / "trl_activation_offloading.py")
-"""Where the file is looked for if no path is given."""
+"""Paths at which the file is looked for if none is given."""
 
 
 def load(path: Path | None = None) -> types.ModuleType:

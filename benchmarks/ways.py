@@ -40,7 +40,7 @@ OFFLOADED = "offloaded checkpointing"
 
 
 class Compute(enum.Enum):
-    """The computation of a step, without its copies."""
+    """Computation of a step; decides which step without copies a way is compared with."""
 
     ONCE = "each layer once"
     TWICE = "each layer's forward twice"
@@ -64,12 +64,12 @@ class Running:
     done: Callable[[], None] = lambda: None
     """Called behind each step."""
     report: Callable[[], str | None] = lambda: None
-    """What the way says of itself."""
+    """The way's own report, if it has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A name, and how it is put around a model until the context ends."""
+    """A way to hold activations: a name, and a context in which it is in use on a model."""
 
     name: str
     start: Callable[[GPT], contextlib.AbstractContextManager[Running]]
