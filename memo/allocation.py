@@ -75,7 +75,7 @@ def use_planned_allocator(*, plan_seconds: float = PLAN_SECONDS) -> PlannedAlloc
 
 
 def planned_allocator() -> PlannedAllocator | None:
-    """The installed one."""
+    """The allocator that `use_planned_allocator` installed; None without one."""
     return _installed
 
 
@@ -175,14 +175,14 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is allocated now."""
+    """Bytes of a GPU that are allocated now, by whichever allocator serves it."""
     if _installed is not None:
         return _installed.native.counters(_index(device)).allocated
     return _figure(_torch_counters(device), "allocated_bytes", "current")
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """The most that was allocated of a GPU since `restart_peaks`.
+    """Largest `allocated_bytes` of a GPU since `restart_peaks`.
 
     Cheap enough for every edge of a layer: `torch.cuda.max_memory_allocated` names, sorts and copies some hundred figures to
     give this one.
@@ -193,7 +193,7 @@ def peak_allocated_bytes(device: torch.device) -> int:
 
 
 def restart_peaks(device: torch.device | int | None = None) -> None:
-    """Peaks of device memory count from now on, whichever allocator serves it. Reads nothing."""
+    """Starts the peaks of device memory anew, whichever allocator serves it. Reads nothing."""
     if _installed is not None:
         _installed.native.reset_peaks()
     else:
@@ -286,13 +286,13 @@ class ModelSteps:
             self._ours = True
 
     def done(self) -> None:
-        """The step, if it is one of ours, is over."""
+        """Ends the step, if it is one that this found."""
         if self._ours:
             self._ours = False
             self._allocator.end_step()
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """What decides which memory the step asks for, as far as can be seen at its start."""
+        """Key of steps that ask for the same memory, as far as can be seen at their start."""
         shapes = tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         # Accumulating into gradients that are there asks for other memory than making them.
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())

@@ -25,7 +25,7 @@ from memo.device_memory import device_memory, gradients_to_come
 from memo.errors import MemoError, UsageError
 from memo.findings import alone
 from memo.mip.activation_stages import needs
-from memo.norm_limit import require_countable_layer
+from memo.norm_limit import require_layer_within_norm_limit
 from memo.opening import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.parallel.agreement import everyones
 from memo.parallel.alike import group_of
@@ -309,7 +309,7 @@ class Manager:
                 return
             hidden = layer_input(args, kwargs)
             if hidden is not None:
-                require_countable_layer(layer.name, module, hidden)
+                require_layer_within_norm_limit(layer.name, module, hidden)
             if self._planning is not None:
                 self._planning.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)

@@ -1,4 +1,4 @@
-"""How large a tensor torch's own norms on CUDA may be given: beyond it they would leave rows wrong, and say nothing.
+"""Limit on the elements that torch's own norms on CUDA are given: beyond it they would leave rows wrong, silently.
 
 `torch.nn.LayerNorm` and `torch.nn.RMSNorm` find a row at `blockIdx.x * width`, computed in 32 bits without a sign, in
 forward and in backward (aten/src/ATen/native/cuda/layer_norm_kernel.cu). A row that begins at element 2^32 or later is read
@@ -21,14 +21,14 @@ from memo.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NORM_ELEMENTS", "require_countable", "require_countable_layer"]
+__all__ = ["NORM_ELEMENTS", "require_layer_within_norm_limit", "require_within_norm_limit"]
 
 NORM_ELEMENTS = 1 << 32
 """The last row of so many elements begins below 2^32: a million tokens of width 4096 are right."""
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
-def require_countable(hidden: torch.Tensor, what: str) -> None:
+def require_within_norm_limit(hidden: torch.Tensor, what: str) -> None:
     """Raises UsageError where a norm of `hidden`, a rank's own part, would be wrong. `what` names who would compute it."""
     if hidden.numel() > NORM_ELEMENTS and hidden.is_cuda:
         raise UsageError(
@@ -38,7 +38,7 @@ def require_countable(hidden: torch.Tensor, what: str) -> None:
         )
 
 
-def require_countable_layer(name: str, layer: nn.Module, hidden: torch.Tensor) -> None:
+def require_layer_within_norm_limit(name: str, layer: nn.Module, hidden: torch.Tensor) -> None:
     """Raises UsageError where `layer` has one of torch's norms, which would be wrong of its input `hidden`."""
     if hidden.numel() > NORM_ELEMENTS and any(isinstance(module, _NORMS) for module in layer.modules()):
-        require_countable(getattr(hidden, "_local_tensor", hidden), name)  # of a DTensor this rank's part
+        require_within_norm_limit(getattr(hidden, "_local_tensor", hidden), name)  # of a DTensor this rank's part

@@ -240,7 +240,8 @@ class _Pages:
         if code != 0:
             _forget_error()
             raise SwapError(
-                f"cannot page-lock {format_bytes(nbytes)} of host memory beside {format_bytes(start)} (CUDA error {code}); "
+                f"cannot page-lock {format_bytes(nbytes)} of host memory beside {format_bytes(start)} locked already "
+                f"(CUDA error {code}); "
                 f"lower the host budget (containers and WSL limit it; ulimit -l does not)"
             )
         self._locked.append((start, stop))

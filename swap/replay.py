@@ -147,8 +147,12 @@ class LayerCall:
                     ) from None
 
     def run(self, take: Take, *, timed: bool, contents: Contents | None = None) -> None:
-        """Runs the span, whatever of it is there. `timed` waits for the device, where that is not the host. `contents` is
-        told what operators give and read, where the tokens are divided.
+        """Runs the span, even where all of it is there already.
+
+        Args:
+            take: is given each recomputed tensor.
+            timed: measures the span, for which it waits for a device that is not the host.
+            contents: checks the memory that operators read and write; not for a span of whole layers.
 
         Raises:
             Diverged: the layer did not do what it did in forward.

@@ -33,7 +33,7 @@ __all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "requir
 
 
 class Kernel(enum.Enum):
-    """How one attention is computed; the value is what a person reads."""
+    """Implementations of attention; the value is the name that messages show."""
 
     FLASH_ATTN = "flash_attn, the package"
     CUDNN = "cuDNN, through torch"
@@ -43,7 +43,7 @@ class Kernel(enum.Enum):
 
     @property
     def backend(self) -> SDPBackend | None:
-        """torch's name of it."""
+        """torch's name of the kernel; None for the flash_attn package."""
         return _BACKENDS.get(self)
 
 
@@ -57,7 +57,7 @@ _BACKENDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What decides the kernel. The last two are torch's settings at the time, so that a change of them is seen."""
+    """Properties of tensors that decide the kernel; the last two are torch's settings, so that a change of them is seen."""
 
     device: torch.device
     dtype: torch.dtype
@@ -98,7 +98,7 @@ class Choice:
 
 
 _refused: dict[Kind, set[Kernel]] = {}
-"""Kernels that raised when they ran. Only grows."""
+"""Kernels that raised when they ran, by kind. Only grows."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,7 +147,7 @@ def is_refusal(error: Exception) -> bool:
 
 @functools.cache
 def installed() -> bool:
-    """The flash_attn package is there."""
+    """True if the flash_attn package is installed."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
@@ -160,7 +160,7 @@ def _by_speed(kind: Kind) -> Sequence[Kernel]:
 
 
 def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
-    """torch's own answer for small tensors of this kind; modes around the caller must not see them."""
+    """True if torch would choose `kernel` for small tensors of this kind; modes around the caller must not see them."""
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
     with _disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():

@@ -20,7 +20,7 @@ from memo.gpt.loss import linear_cross_entropy
 from memo.gpt.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.spans import Spans
 from memo.gpt.tiled_mlp import tiled_mlp
-from memo.norm_limit import require_countable
+from memo.norm_limit import require_within_norm_limit
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
 
@@ -164,7 +164,7 @@ class GPT(nn.Module):
         end = self.config.end_of_document
         spans = None if end is None else Spans.of(tokens, end)
         x, rotary = self._embed(tokens, spans)
-        require_countable(x, "the model")
+        require_within_norm_limit(x, "the model")
         for layer in self.layers:
             x = layer(x, rotary, spans)
         x = self.norm(x)

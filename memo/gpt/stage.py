@@ -19,7 +19,7 @@ from memo.gpt.rotary import RotaryTables, rotary_tables, tables_at
 from memo.gpt.spans import Spans
 from memo.gpt.token_places import TokenPlaces
 from memo.gpt.vocabulary import Vocabulary, WholeVocabulary
-from memo.norm_limit import require_countable
+from memo.norm_limit import require_within_norm_limit
 from memo.parallel.vocabulary_rows import own_rows
 
 __all__ = ["Stage"]
@@ -75,7 +75,7 @@ class Stage(nn.Module):
         spans = self._spans(rows)
         if self.is_first:
             x = self._embed(x, spans)
-        require_countable(x, "a rank")
+        require_within_norm_limit(x, "a rank")
         rotary = self._rotary(x, spans)
         for layer in self.layers.values():
             x = layer(x, rotary, spans)

@@ -18,7 +18,7 @@ from memo.gpt import stage as gpt_stage
 from memo.gpt.config import preset
 from memo.gpt.model import GPT
 from memo.gpt.parallel_model import build_stages
-from memo.norm_limit import NORM_ELEMENTS, require_countable, require_countable_layer
+from memo.norm_limit import NORM_ELEMENTS, require_layer_within_norm_limit, require_within_norm_limit
 from memo.parallel.layout import Layout
 from memo.parallel.world import World
 
@@ -40,26 +40,26 @@ class Plain(nn.Module):
 
 
 def test_a_million_tokens_of_width_4096_are_right_and_one_more_is_refused() -> None:
-    require_countable(hollow(ROWS), "layers.0")
+    require_within_norm_limit(hollow(ROWS), "layers.0")
     with pytest.raises(
         UsageError, match=r"layers\.0 would normalise 1 x 1048577 x 4096 = 4294971392 elements"
     ) as refused:
-        require_countable(hollow(ROWS + 1), "layers.0")
+        require_within_norm_limit(hollow(ROWS + 1), "layers.0")
     assert "\n" not in str(refused.value)
     assert "fewer tokens" in str(refused.value)
 
 
 def test_a_cpu_counts_in_64_bits() -> None:
-    require_countable(hollow(2 * ROWS, "cpu"), "layers.0")
+    require_within_norm_limit(hollow(2 * ROWS, "cpu"), "layers.0")
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_layer_is_refused_for_torchs_norms_and_for_no_others(norm: type[nn.Module]) -> None:
     layer = nn.Sequential(nn.Linear(8, 8), norm(8))
-    require_countable_layer("layers.3", layer, hollow(ROWS))
-    require_countable_layer("layers.3", Plain(), hollow(ROWS + 1))
+    require_layer_within_norm_limit("layers.3", layer, hollow(ROWS))
+    require_layer_within_norm_limit("layers.3", Plain(), hollow(ROWS + 1))
     with pytest.raises(UsageError, match=r"layers\.3 would normalise"):
-        require_countable_layer("layers.3", layer, hollow(ROWS + 1))
+        require_layer_within_norm_limit("layers.3", layer, hollow(ROWS + 1))
 
 
 def test_a_managed_layer_is_refused_before_it_runs_and_the_manager_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_managed_layer_is_refused_before_it_runs_and_the_manager_goes_on(monke
     model.layers[0].register_forward_hook(lambda *_: ran.append("layers.0"))
     with monkeypatch.context() as patch:
         patch.setattr(norm_limit, "NORM_ELEMENTS", 8)
-        patch.setattr(norm_limit, "require_countable", _refuse)
+        patch.setattr(norm_limit, "require_within_norm_limit", _refuse)
         with pytest.raises(UsageError, match=r"^layers\.0$"), manager:
             model(ids(0))
     assert ran == []
@@ -88,7 +88,7 @@ def _refuse(hidden: torch.Tensor, what: str) -> None:
 
 def test_memos_own_model_asks_before_its_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[torch.Size, str]] = []
-    monkeypatch.setattr(gpt_model, "require_countable", lambda hidden, what: asked.append((hidden.shape, what)))
+    monkeypatch.setattr(gpt_model, "require_within_norm_limit", lambda hidden, what: asked.append((hidden.shape, what)))
     model = GPT(preset("tiny", vocab_size=64, max_seq=32))
     model.layers[0].register_forward_pre_hook(lambda *_: asked.append((torch.Size(), "the first layer")))
     model(torch.zeros(2, 7, dtype=torch.long))
@@ -97,7 +97,7 @@ def test_memos_own_model_asks_before_its_first_layer(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_of_memos_own_model_asks_of_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[torch.Size, str]] = []
-    monkeypatch.setattr(gpt_stage, "require_countable", lambda hidden, what: asked.append((hidden.shape, what)))
+    monkeypatch.setattr(gpt_stage, "require_within_norm_limit", lambda hidden, what: asked.append((hidden.shape, what)))
     config = preset("tiny", vocab_size=64, max_seq=64, layers=1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
