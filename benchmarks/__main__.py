@@ -1,4 +1,4 @@
-"""`make bench ARMS="hook_cost disk"`: runs benchmarks by name; without a name lists them."""
+"""`make bench ARMS="hook_cost disk"`: runs benchmarks that need no GPU by name; without a name lists them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
-ELSEWHERE = ("__main__", "machine", "gpu_")
-"""Beginnings of the names of modules that run otherwise: `make gpu-check`, `make gpu-bench`."""
+ELSEWHERE = ("__main__", "machine", "kernels", "gpu_")
+"""Beginnings of the names of modules that run otherwise, as by `make gpu-check` and `make gpu-bench`."""
 
 
 def main(names: list[str]) -> int:

@@ -151,10 +151,10 @@ def measure(
         flush=True,
     )
     config, plan = plan_within(request, attention.seconds)
-    predicted = plan.stages[0]
+    planned = {"mlp_tiles": config.mlp_tiles, **_predictions(plan)}
     print(
-        f"plan: step {format_duration(plan.step_s)}, device {format_bytes(predicted.peak_device_bytes)}, "
-        f"host {format_bytes(predicted.peak_host_bytes)}, MLPs in {config.mlp_tiles} tiles",
+        f"plan: step {format_duration(plan.step_s)}, device {format_bytes(planned['peak_device_bytes'])}, "
+        f"host {format_bytes(planned['peak_host_bytes'])}, MLPs in {config.mlp_tiles} tiles",
         flush=True,
     )
     setup = Setup(
@@ -165,20 +165,19 @@ def measure(
         warm_up_tokens=min(WARM_UP_TOKENS, request.seq),
         optimizer=True,
     )
-    comparison = Comparison(setup, config)
-    head = {
-        "request": dataclasses.asdict(request),
-        "attention": dataclasses.asdict(attention),
-        "plan": {
-            "step_s": plan.step_s,
-            "mlp_tiles": config.mlp_tiles,
-            "peak_device_bytes": predicted.peak_device_bytes,
-            "peak_host_bytes": predicted.peak_host_bytes,
-            "layers": [dataclasses.asdict(layer) for layer in plan.layers],
-        },
-    }
-    body = _rows(request, plan, comparison, lambda table: written({**head, **table}))
+    head = {"request": dataclasses.asdict(request), "attention": dataclasses.asdict(attention), "plan": planned}
+    body = _rows(request, plan, Comparison(setup, config), lambda table: written({**head, **table}))
     return {**head, **body}
+
+
+def _predictions(plan: ActivationPlan) -> dict[str, Any]:
+    stage = plan.stages[0]
+    return {
+        "step_s": plan.step_s,
+        "peak_device_bytes": stage.peak_device_bytes,
+        "peak_host_bytes": stage.peak_host_bytes,
+        "layers": [dataclasses.asdict(layer) for layer in plan.layers],
+    }
 
 
 def _rows(

@@ -378,7 +378,7 @@ class Manager:
         self.step += 1
 
     def report(self) -> Report:
-        """What went where and what it cost, so far; waits for the device where it has still to reach what is timed."""
+        """Bytes moved, peaks, waits and recomputes so far. Waits for the device where times are still to come."""
         self._engine.settle_times()
         return Report.of(
             self._engine,

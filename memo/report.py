@@ -136,9 +136,9 @@ class Report:
     spilled: int
     failed_writes: int
     stalls_s: dict[StallCause, float]
-    """That compute spent waiting for copies, as far as it was measured."""
+    """Seconds that compute waited for copies, by cause, as far as they were measured."""
     untimed_waits: int
-    """Waits of a device whose time is measured only for a trace or a plan."""
+    """Waits whose time is unknown: a device's times are measured only for a trace or a plan."""
     live_entries: int
     tokenwise: TokenWiseUse | None = None
     disk: DiskUse | None
