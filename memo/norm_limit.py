@@ -33,8 +33,8 @@ def require_within_norm_limit(hidden: torch.Tensor, what: str) -> None:
     if hidden.numel() > NORM_ELEMENTS and hidden.is_cuda:
         raise UsageError(
             f"{what} would normalise {' x '.join(map(str, hidden.shape))} = {hidden.numel()} elements, and torch's norms "
-            f"on CUDA leave rows beyond {NORM_ELEMENTS} wrong; give each rank fewer tokens: a smaller batch, shorter "
-            f"sequences, or context or sequence parallelism"
+            f"on CUDA leave rows from element {NORM_ELEMENTS} on wrong; give each rank fewer tokens: a smaller batch, "
+            f"shorter sequences, or context or sequence parallelism"
         )
 
 

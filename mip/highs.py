@@ -20,7 +20,7 @@ __all__ = ["Backend", "Solved", "pulp", "solve_model"]
 
 
 def _imported_alone(name: str) -> Any:
-    """Imports in a thread of its own: PuLP keeps the errors of solvers that it did not find, and so the frames above them."""
+    """Imports in a thread of its own: PuLP keeps errors of solvers that it did not find, and so its importer's frames."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(importlib.import_module, name).result()
 

@@ -254,7 +254,9 @@ class Homeward:
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self.closed and not saved.on_device:
-            raise SwapError(f"the manager was closed before backward asked for what {saved.module} saved")
+            raise SwapError(
+                f"the manager was closed before backward asked for what {saved.module} saved; close it after backward"
+            )
 
 
 def _is_elsewhere(saved: SavedStorage) -> bool:

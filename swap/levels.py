@@ -39,7 +39,7 @@ _LONG = 8 * _LONG_TILE
 LEAST_TOKENS = 16
 
 COMPARED = 1 << 19
-"""Numbers that a trial compares at once."""
+"""Numbers that a trial compares at once; bounds `comparing_nbytes`."""
 
 # A planner's fractions come out of floating-point arithmetic.
 _SLACK = 1e-6
@@ -96,11 +96,11 @@ class TokenLevels:
 
 
 Setting = TokenLevels | Level
-"""What a layer is told: how its tokens are divided, or one level for all of them."""
+"""A layer's setting: how its tokens are divided, or one level for all of them."""
 
 
 def setting_of(value: object) -> TokenLevels | Level:
-    """What a caller may give: levels, one level, alpha, or three fractions.
+    """The setting that a caller gives as levels, one level, alpha, or three fractions.
 
     Raises:
         UsageError: it is none of these, or its fractions do not sum to 1.
@@ -117,7 +117,7 @@ def setting_of(value: object) -> TokenLevels | Level:
 
 
 def tile_of(tokens: int) -> int:
-    """What a sequence of so many tokens is divided at a multiple of."""
+    """Tokens of which each range of a sequence of `tokens` tokens is a multiple."""
     return _LONG_TILE if tokens >= _LONG else _SHORT_TILE
 
 

@@ -198,7 +198,7 @@ class Noting(SleepingMode):
                 self._filled.allocated(tensor)
 
     def _unfilled(self, reader: object, given: Sequence[torch.Tensor]) -> str | None:
-        """Why these tensors must not be read; None where operators filled all of them."""
+        """Reason why these tensors must not be read; None where operators filled all of them."""
         if not any(map(self._filled.lacks, given)):
             return None
         return (

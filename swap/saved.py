@@ -104,7 +104,7 @@ _ids = itertools.count(1)
 
 
 class Group:
-    """What one call of one layer saved."""
+    """Storages saved by one call of one layer."""
 
     __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "quota", "saved", "wait_for_next")
 
@@ -235,7 +235,7 @@ class Kept:
 
 
 class Hold:
-    """What the handles of one storage share, and they alone: its life does not end while this exists."""
+    """Shared by the handles of one storage, and by them alone; the storage's life does not end while this exists."""
 
     __slots__ = ("__weakref__", "saved")
 
@@ -246,7 +246,7 @@ class Hold:
 
 @final
 class Handle:
-    """What pack returns for a storage that may move: a share in its life, and the exact geometry of this tensor in it.
+    """Returned by pack for a storage that may move: a share in its life, and the exact geometry of this tensor in it.
 
     `guard` is an empty tensor of the same type that shares the saved tensor's version counter and holds none of its memory:
     the in-place check that autograd loses behind hooks.
