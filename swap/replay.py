@@ -39,7 +39,7 @@ from memo.swap.treatment import Treatment
 
 if TYPE_CHECKING:
     from memo.swap.arguments import Arguments
-    from memo.swap.contents import Contents
+    from memo.swap.checksums import Checksums
     from memo.swap.engine import Engine
     from memo.swap.saved import Handle, Hold, Kept, Sharded
 
@@ -146,13 +146,13 @@ class LayerCall:
                         " it depend on what changes from call to call? Exclude it with alpha=1"
                     ) from None
 
-    def run(self, take: Take, *, timed: bool, contents: Contents | None = None) -> None:
+    def run(self, take: Take, *, timed: bool, checksums: Checksums | None = None) -> None:
         """Runs the span, even where all of it is there already.
 
         Args:
             take: is given each recomputed tensor.
             timed: measures the span, for which it waits for a device that is not the host.
-            contents: checks the memory that operators read and write; not for a span of whole layers.
+            checksums: checks the memory that operators read and write; not for a span of whole layers.
 
         Raises:
             Diverged: the layer did not do what it did in forward.
@@ -167,16 +167,16 @@ class LayerCall:
         collecting = _Collecting(self, span, take)
         fewer = None if is_whole else self.tokens - (span.stop - span.first)
         reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer)
-        if contents is not None:
-            contents.note((*self._module.parameters(), *self._module.buffers(), *argument_tensors(args, kwargs)))
-        mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading, contents)
+        if checksums is not None:
+            checksums.note((*self._module.parameters(), *self._module.buffers(), *argument_tensors(args, kwargs)))
+        mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading, checksums)
 
         def save(tensor: torch.Tensor) -> None:
             with Aside(mode):
                 if isinstance(mode, _Answering):
                     mode.check_filled("autograd", [local_part(tensor)])
-                    if contents is not None:
-                        contents.read([local_part(tensor)])
+                    if checksums is not None:
+                        checksums.check([local_part(tensor)])
                 collecting.save(tensor)
 
         begin = now_s(whole.device) if timed else None
@@ -245,10 +245,10 @@ class _Answering(SleepingMode):
     """Answers what is not computed twice on the tokens of one span."""
 
     def __init__(
-        self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading, contents: Contents | None
+        self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading, checksums: Checksums | None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._contents = contents
+        self._checksums = checksums
         self._call = call
         self._span = span
         self._collecting = collecting
@@ -261,13 +261,13 @@ class _Answering(SleepingMode):
         self._has_empty = False
 
     def called(self, given: Given) -> Any:
-        contents = self._contents
-        if contents is None:
+        checksums = self._checksums
+        if checksums is None:
             return self._called(given)
-        contents.read(given.read())
+        checksums.check(given.read())
         out = self._called(given)
         if not given.operator.is_collective:  # whose results are not there yet
-            contents.note((*tensors_in(out), *given.changed()))
+            checksums.note((*tensors_in(out), *given.changed()))
         return out
 
     def _called(self, given: Given) -> Any:

@@ -6,7 +6,7 @@ which never repeats attention. Two checks stand before a layer is treated so, an
 
     proof     the token axis, carried through every operator of the call, reaches each saved tensor (noting, division)
     trial     the recompute runs at once, and what it gives is compared with what was saved; once more, to see that only
-              operators change memory (contents); which calls need one is the subject of memo.swap.trials
+              operators change memory (checksums); which calls need one is the subject of memo.swap.trials
 
 A layer that fails moves whole tensors, which is always right, or runs again whole where that is wanted and passes the
 trial; it says so once, with the reason, and the report lists it.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import MemoError
+from memo.swap.checksums import Checksums
 from memo.swap.comparison import have_same_bits, relative_difference
-from memo.swap.contents import Contents
 from memo.swap.levels import Level
 from memo.swap.script import Diverged
 from memo.swap.surroundings import RandomState
@@ -53,7 +53,7 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     try:
         for call in division.calls:
             call.run(compare, timed=True)
-        _check_contents(division, device)
+        _check_in_place_changes(division, device)
     except Diverged as how:
         raise Unproven(f"its recompute did something else: {how}") from None
     except (Unproven, MemoError) as error:
@@ -76,17 +76,17 @@ def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
     return worst
 
 
-def _check_contents(division: Division, device: torch.device) -> None:
-    """Runs once more, untimed, and raises Unproven where a kernel that nobody sees works in place.
+def _check_in_place_changes(division: Division, device: torch.device) -> None:
+    """Runs the recompute once more; raises Unproven where a kernel below the dispatcher works in place.
 
-    Not where other ranks take part: one that has failed by now would leave them waiting.
+    Not for layers that other ranks take part in: a rank that has failed by now would leave them waiting.
     """
     for call in division.calls:
         if call.together or call.span.level is Level.NOTHING:
             continue
-        contents = Contents(device)
-        call.run(lambda span, want, part: None, timed=False, contents=contents)
-        if contents.were_changed():
+        checksums = Checksums(device)
+        call.run(lambda span, want, part: None, timed=False, checksums=checksums)
+        if checksums.differ():
             raise Unproven(
                 "a kernel that torch does not see changes in place what an operator gave; mark the function that calls it"
                 " with memo.memoize"

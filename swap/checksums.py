@@ -15,15 +15,15 @@ import torch
 from memo.swap.identity import Identities
 from memo.swap.origins import has_storage
 
-__all__ = ["Contents"]
+__all__ = ["Checksums"]
 
 
-class Contents:
-    """Checksums of the storages of one run. They stay on the device until `were_changed` reads the verdict back."""
+class Checksums:
+    """Checksums of the storages of one run. They stay on the device until `differ` reads the verdict back."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = Identities(brief=True)
-        self._differ = torch.zeros((), dtype=torch.bool, device=device)
+        self._changed = torch.zeros((), dtype=torch.bool, device=device)
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Sums tensors that an operator has written, or that are there when the run begins."""
@@ -31,19 +31,19 @@ class Contents:
             if has_storage(tensor):
                 self._sums[tensor.untyped_storage()] = _sum(tensor)
 
-    def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compares the sums of tensors that an operator is about to read."""
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compares the sums of tensors that an operator is about to read; sums those that it has not seen."""
         for tensor in tensors:
             if has_storage(tensor):
                 known = self._sums.find(ref(tensor.untyped_storage()))
                 if known is None:
                     self._sums[tensor.untyped_storage()] = _sum(tensor)
                 else:
-                    self._differ |= known != _sum(tensor)
+                    self._changed |= known != _sum(tensor)
 
-    def were_changed(self) -> bool:
+    def differ(self) -> bool:
         """True if a tensor was read whose sum had changed since it was written. Waits for the device."""
-        return not torch.equal(self._differ, torch.zeros_like(self._differ))
+        return not torch.equal(self._changed, torch.zeros_like(self._changed))
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
