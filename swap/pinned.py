@@ -41,7 +41,7 @@ __all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no name for it
 _FAULTED_BYTES = 64 << 20
-"""Pages that a thread makes in one call: closing the slab waits for no more than these."""
+"""Bytes whose pages a thread makes in one call; between calls it looks whether the slab is closed."""
 _FAULTING_THREADS = min(4, os.cpu_count() or 1)
 _TOLD_BYTES = 4 << 30
 """Locking less than this is over too soon for a progress line."""
