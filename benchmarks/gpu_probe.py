@@ -76,8 +76,8 @@ def _read(path: str) -> str:
 
 
 def locking(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Seconds to lock fresh pages and to give them back."""
-    from memo.swap.pinned import page_locked
+    """Seconds to lock fresh pages in one call, to give them back, and to lock a slab whose pages threads make first."""
+    from memo.swap.pinned import PinnedSlab, page_locked
 
     found = {}
     for nbytes in sizes.locked_bytes:
@@ -85,8 +85,15 @@ def locking(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         memory = page_locked(nbytes)
         locked = time.perf_counter()
         del memory
-        row = {"lock_s": locked - begin, "unlock_s": time.perf_counter() - locked}
-        found[f"{nbytes / GIB:g} GiB"] = {**row, "lock_s_per_gib": row["lock_s"] / nbytes * GIB}
+        unlocked = time.perf_counter()
+        slab = PinnedSlab(nbytes, device)
+        slab.grow(nbytes)
+        slab.wait(nbytes)
+        row = {"lock_s": locked - begin, "unlock_s": unlocked - locked, "slab_s": time.perf_counter() - unlocked}
+        slab.close()
+        del slab
+        per_gib = {f"{name}_per_gib": row[name] / nbytes * GIB for name in ("lock_s", "slab_s")}
+        found[f"{nbytes / GIB:g} GiB"] = {**row, **per_gib}
     return found
 
 

@@ -65,7 +65,6 @@ def cases(device: torch.device, *, rows: int = ROWS, tokens: int = TOKENS, width
         yield Case(name=f"pack, {codec.name.lower()}", nbytes=nbytes, work=pack)
         yield Case(name=f"unpack, {codec.name.lower()}", nbytes=nbytes, work=unpack)
     yield from _masks(views[0])
-    yield from _tails(*views)
 
 
 def _masks(like: torch.Tensor) -> Iterator[Case]:
@@ -78,19 +77,6 @@ def _masks(like: torch.Tensor) -> Iterator[Case]:
     nbytes = mask.numel() + mask_nbytes(mask.numel())
     yield Case(name="pack mask", nbytes=nbytes, work=lambda: pack_mask(mask))
     yield Case(name="unpack mask", nbytes=nbytes, work=lambda: unpack_mask(bits, mask))
-
-
-def _tails(out: torch.Tensor, x: torch.Tensor, up: torch.Tensor) -> Iterator[Case]:
-    import torch
-
-    from memo.kernels import tails
-
-    weight = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
-    two, three = 2 * x.nbytes, 3 * x.nbytes
-    yield Case(name="rms norm", nbytes=two, work=lambda: tails.rms_norm_into(out, x, weight, eps=1e-5))
-    yield Case(name="layer norm", nbytes=two, work=lambda: tails.layer_norm_into(out, x, weight, weight, eps=1e-5))
-    yield Case(name="gelu", nbytes=two, work=lambda: tails.gelu_into(out, x))
-    yield Case(name="swiglu", nbytes=three, work=lambda: tails.swiglu_into(out, x, up))
 
 
 def measure(case: Case, device: torch.device) -> dict[str, float]:

@@ -8,5 +8,4 @@ never before. Modules named `*_triton` hold kernels and their launches; nothing 
     staging   token ranges of several tensors into one contiguous block and back, exact or quantised on the way
     codec     the quantisation, its layout and its error bounds
     masks     0/1 masks, one bit an element
-    tails     norms, GELU and SwiGLU of a token range, written into the middle of a larger buffer
 """

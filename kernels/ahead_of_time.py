@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from memo.kernels import masks_triton, staging_triton, tails_triton
+from memo.kernels import masks_triton, staging_triton
 
 __all__ = ["compile_all", "kernels"]
 
@@ -82,35 +82,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
             f"unpack mask {which}",
             masks_triton._unpack_kernel,
             {"bits": "*u8", "out": f"*{name}"} | strides,
-            constants,
-        )
-    for name in ("fp32", "bf16"):
-        yield from _tails(name)
-
-
-def _tails(name: str) -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    t, size = tails_triton, {"SIZE": tails_triton.SIZE}
-    token = dict.fromkeys(("tokens", "out_row", "out_token", "x_row", "x_token", "width"), "i64") | {"eps": "fp32"}
-    norm, width = {"out": f"*{name}", "x": f"*{name}", "weight": f"*{name}"}, {"SIZE": 4096}
-    yield f"rms norm {name}", t._rms_norm_kernel, norm | token, width
-    for biased in (True, False):
-        constants = width | {"BIASED": biased}
-        yield (
-            f"layer norm {name}{' biased' if biased else ''}",
-            t._layer_norm_kernel,
-            norm | {"bias": f"*{name}"} | token,
-            constants,
-        )
-    strides = dict.fromkeys(("run", "per_run", "out_stride", "x_stride"), "i64")
-    yield f"gelu {name}", t._gelu_kernel, {"out": f"*{name}", "x": f"*{name}"} | strides, size
-    tensors = ("out", "activated", "gate", "up")
-    strides = dict.fromkeys(("run", "per_run", *(f"{tensor}_stride" for tensor in tensors)), "i64")
-    for keeps in (True, False):
-        constants = size | {"KEEPS": keeps}
-        yield (
-            f"swiglu {name}{' keeping silu' if keeps else ''}",
-            t._swiglu_kernel,
-            dict.fromkeys(tensors, f"*{name}") | strides,
             constants,
         )
 

@@ -227,6 +227,8 @@ def _lengths_at(func: torch._ops.OpOverload) -> frozenset[int]:
 
 
 def _writes(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    if func.overloadpacket is _ATEN.record_stream:
+        return ()  # its schema says so; what it changes is the allocator's books
     return tuple(
         (position, declared.name)
         for position, declared in enumerate(func._schema.arguments)

@@ -76,7 +76,10 @@ def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
     """Issues the copy of all of `source` on the current stream, a piece for each registration that it touches."""
-    cuts = sorted({*_cuts(target), *_cuts(source)})
+    cuts = _cuts(target) or _cuts(source)  # the other one is the device's
+    if not cuts:
+        target.copy_(source, non_blocking=True)
+        return
     for start, stop in itertools.pairwise((0, *cuts, source.numel())):
         target[start:stop].copy_(source[start:stop], non_blocking=True)
 

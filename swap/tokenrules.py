@@ -281,6 +281,10 @@ def _reduce_scatter(call: Call) -> Meaning:
     return (axis and (axis if axis.dim else axis.divided(call.argument("group_size")))) or Mark.MIXED
 
 
+def _no_result(call: Call) -> Meaning:
+    return Mark.SAME
+
+
 COLLECTIVES: dict[str, Rule] = {
     "_c10d_functional::all_gather_into_tensor": _all_gather,
     "_c10d_functional::all_reduce": _pointwise,
@@ -309,6 +313,7 @@ _RULES: dict[Any, Rule] = {
     _ATEN.embedding: _embedding,
     _ATEN.expand: _expand,
     _ATEN.permute: _permute,
+    _ATEN.record_stream: _no_result,
     _ATEN.split: _split,
     _ATEN.squeeze: _squeeze,
     _ATEN.stack: _stack,

@@ -61,7 +61,7 @@ def recompute_flops_per_token(config: GPTConfig, fraction: float = 1.0) -> float
     """FLOPs per token of redoing every layer's token-wise part for `fraction` of the tokens.
 
     Two FLOPs per weight of the layer, without its last projection, which no saved tensor depends on, and without
-    attention, whose output is kept (DESIGN, "Token-wise recompute").
+    attention, whose output is kept (docs/design.md, "Token-wise recompute").
     """
     redone = _layer_weights(config) - config.ffn * config.hidden
     return 2.0 * config.layers * redone * fraction

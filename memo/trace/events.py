@@ -59,7 +59,7 @@ class Tier(enum.StrEnum):
 
 
 class TensorState(enum.StrEnum):
-    """The life of one saved storage; the legal transitions stand in `memo.swap.entry`.
+    """The life of one saved storage; the legal transitions are drawn in docs/design.md.
 
     live -> leaving -> away -> returning -> back -> gone, and gone is reachable from each. Between the halves of a split
     backward what is back may be away once more.

@@ -25,7 +25,9 @@ SUPPORT = Path(__file__).parent.parent / "support"
 def test_gradients_are_equal_on_several_streams(name: str, alpha: float) -> None:
     want, again = run(name), run(name)
     assert all(map(torch.equal, again, want))  # the comparison means something only where the plain run repeats itself
-    got = run(name, alpha=alpha, host="64MiB")
+    whole: list[str] = []
+    got = run(name, whole=whole, alpha=alpha, host="64MiB")
+    assert whole == []  # streams are no reason not to divide a layer
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
 

@@ -51,15 +51,10 @@ def test_every_kernel_compiles_for_a100_and_h100_without_a_gpu(compiled: list[di
 
 
 def test_every_kernel_of_the_package_is_compiled(compiled: list[dict[str, object]]) -> None:
-    from memo.kernels import ahead_of_time, masks_triton, staging_triton, tails_triton
+    from memo.kernels import ahead_of_time, masks_triton, staging_triton
 
     covered = {kernel.__name__ for _, kernel, _, _ in ahead_of_time.kernels()}
-    written = {
-        name
-        for module in (masks_triton, staging_triton, tails_triton)
-        for name in vars(module)
-        if name.endswith("_kernel")
-    }
+    written = {name for module in (masks_triton, staging_triton) for name in vars(module) if name.endswith("_kernel")}
     assert covered == written
     assert len({report["kernel"] for report in compiled}) == len(list(ahead_of_time.kernels()))
 

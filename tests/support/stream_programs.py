@@ -152,8 +152,8 @@ def _on_side(layer: Callable[[torch.cuda.Stream], nn.Module]) -> nn.Module:
     return Blocks(lambda: layer(side))
 
 
-def run(name: str, **offload: Any) -> Gradients:
-    """The program's gradients; with memo where `offload` says how."""
+def run(name: str, *, whole: list[str] | None = None, **offload: Any) -> Gradients:
+    """The program's gradients; with memo where `offload` says how. The layers that move whole are added to `whole`."""
     make, steps = PROGRAMS[name]
     torch.manual_seed(0)
     model = make().cuda()
@@ -163,6 +163,9 @@ def run(name: str, **offload: Any) -> Gradients:
         return steps(model, manager)
     finally:
         if manager is not None:
+            used = manager.report().tokenwise
+            if whole is not None and used is not None:
+                whole += used.refused
             manager.close()
 
 
