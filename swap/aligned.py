@@ -23,7 +23,7 @@ import torch
 from memo.errors import SwapError
 from memo.units import format_bytes
 
-__all__ = ["PAGE_BYTES", "PagePool", "aligned_empty", "padded_bytes", "private_pages"]
+__all__ = ["PAGE_BYTES", "PagePool", "aligned_empty", "padded_bytes", "private_pages", "whole_pages"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -52,7 +52,7 @@ class PagePool:
             raise ValueError(f"cannot make a tensor of {nbytes} bytes")
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        size = whole_pages(nbytes)
         with self._lock:
             self._shelve()
             mapping = self._take(size)
@@ -104,6 +104,11 @@ class PagePool:
             del self._idle[size]
         self.idle_bytes -= size
         return mapping
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of a page."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def private_pages(nbytes: int) -> mmap.mmap:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from memo.errors import SwapError
-from memo.swap.aligned import PAGE_BYTES, private_pages
+from memo.swap.aligned import PAGE_BYTES, private_pages, whole_pages
 from memo.swap.numa import prefer_node
 from memo.units import format_bytes, format_duration
 
@@ -256,7 +256,7 @@ class _Pages:
             start, stop = self._locked.pop()
             _starts.remove(self._address + start)
             torch.cuda.cudart().cudaHostUnregister(self._address + start)
-            self._mapping.madvise(mmap.MADV_DONTNEED, start, -(-(stop - start) // PAGE_BYTES) * PAGE_BYTES)
+            self._mapping.madvise(mmap.MADV_DONTNEED, start, whole_pages(stop - start))
         return self._locked[-1][1] if self._locked else 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from memo.swap.aligned import PAGE_BYTES, whole_pages
 from memo.swap.freelist import FreeList
 from memo.swap.layout import StepRecorder
 from memo.trace.events import Lane
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskTier", "HostTier", "Place", "Tier"]
 
-PAGE = 4096
+PAGE = PAGE_BYTES
 SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
 
@@ -115,7 +116,7 @@ class HostTier(_Ledger):
         self._begins_anew |= bool(nbytes) or self._by_plan
         if nbytes and self._capacity:
             self._by_plan = True
-            self._opened().grow(min(_pages(nbytes), self._capacity))
+            self._opened().grow(min(whole_pages(nbytes), self._capacity))
 
     def claim(self, nbytes: int) -> Place | None:
         if self._begins_anew and not self.used:
@@ -127,7 +128,7 @@ class HostTier(_Ledger):
             self._refused = True
             return None
         try:
-            slab = self._reach(offset + _pages(nbytes))
+            slab = self._reach(offset + whole_pages(nbytes))
         except BaseException:
             self._space.free(offset)
             raise
@@ -209,10 +210,6 @@ class HostTier(_Ledger):
         if self._slab is not None:
             self._slab.close()
         self._slab = None
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 class _HostPlace:
