@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 class Account:
     """Of one engine. Time is the device's where `backend` measures it; what a device has still to reach is counted later."""
 
-    __slots__ = ("_backend", "_pending", "_warned", "at_edge", "changed", "journal", "stats")
+    __slots__ = ("_backend", "_pending", "_settling", "_warned", "at_edge", "changed", "journal", "stats")
 
     def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
@@ -43,6 +44,7 @@ class Account:
         """Called with the layer whose forward begins or that backward comes to; with None where a forward ends."""
         self._backend = backend
         self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
+        self._settling = threading.Lock()  # forward's thread and backward's settle, neither under the engine's lock
         self._warned: set[str] = set()
         self.listen(tracer)
 
@@ -110,15 +112,16 @@ class Account:
 
     def settle(self, *, wait: bool = False) -> None:
         """Counts the times that the device has reached by now, or all of them."""
-        while self._pending:
-            began, ended, count = self._pending[0]
-            if wait:
-                ended.synchronize()
-            begin_ns, end_ns = began.ns(), ended.ns()
-            if begin_ns is None or end_ns is None:
-                return
-            self._pending.popleft()
-            count(begin_ns, end_ns)
+        with self._settling:
+            while self._pending:
+                began, ended, count = self._pending[0]
+                if wait:
+                    ended.synchronize()
+                begin_ns, end_ns = began.ns(), ended.ns()
+                if begin_ns is None or end_ns is None:
+                    return
+                self._pending.popleft()
+                count(begin_ns, end_ns)
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
         """Backward has asked for a storage for the first time."""
