@@ -11,6 +11,7 @@ stream of its forward. Every edge is of that stream, whichever stream its caller
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
     E6  a stream that reads or writes a buffer runs after what another stream wrote into it: recomputed or scattered tokens
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers)
+    E8  the streams of a recompute that ends in the middle of its layer wait for one another
 
 There are no others. The checking backend proves each of them necessary: a test takes them out one by one.
 """
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING
 from memo.swap.saved import LEAVING, RETURNING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from memo.swap.backend import Backend, Event
     from memo.swap.saved import SavedStorage
 
@@ -75,6 +78,13 @@ class Edges:
         if here != saved.user:
             backend.compute_wait(backend.compute_event(saved.user))
             saved.user = here
+
+    def broken_off(self, streams: Collection[int]) -> None:
+        """E8: the layer's own waits have not been reached, and the memory that its streams share is free from now on."""
+        if len(streams) > 1:
+            for event in [self._backend.compute_event(stream) for stream in streams]:
+                for stream in streams:
+                    self._backend.compute_wait(event, stream)
 
     def _leaves(self, saved: SavedStorage) -> None:
         """The source's memory may be another stream's, which then waits for the home stream before it is used again."""

@@ -49,6 +49,9 @@ class OneStream:
     def allocates(self, tensor: torch.Tensor) -> None:
         return None
 
+    def reads(self, tensor: torch.Tensor) -> None:
+        return None
+
 
 Streams = CheckingBackend | OneStream
 
@@ -94,6 +97,21 @@ class SavedElsewhere(Branches):
         return x + v
 
 
+class SavedLastElsewhere(Branches):
+    """What a recompute computes last is on the second stream, out of memory of the first that nothing keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        streams = Branches.streams
+        h = self.before(x) * 2.0
+        streams.allocates(h)
+        with streams.on(1):
+            streams.wait_for(0)
+            streams.reads(h)
+        v = on(streams, 1, lambda h: h.sigmoid(), h)
+        streams.wait_for(1)
+        return x + v
+
+
 def together(model: Stack, streams: Streams, step: int) -> torch.Tensor:
     """Two half batches, layer by layer on two streams."""
     halves = [model.embed(half) for half in ids(step, batch=4).chunk(2)]
@@ -116,6 +134,7 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module]]] = {
     "half batches": (together, lambda: Block(32, 2)),
     "branches": (alone, Branches),
     "saved elsewhere": (alone, SavedElsewhere),
+    "saved last elsewhere": (alone, SavedLastElsewhere),
 }
 
 
@@ -263,6 +282,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str, float]] = {
     "E5 of the caller's stream": (Edges, "abandoned", limbo_of_the_callers, "half batches", 1.0),
     "E6 left out": (Edges, "taken_over", nothing, "branches", 0.5),
     "E7 left out": (HostTier, "_after_reloads", nothing, "microbatches", 1.0),
+    "E8 left out": (Edges, "broken_off", nothing, "saved last elsewhere", 0.5),
     "uses that the allocator is not told of": (CheckingBackend, "compute_uses", told_nobody, "branches", 1.0),
 }
 
