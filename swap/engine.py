@@ -28,6 +28,7 @@ from memo.swap.endings import Endings
 from memo.swap.groups import Groups
 from memo.swap.homeward import Homeward
 from memo.swap.kept import DeviceTier
+from memo.swap.origins import has_storage
 from memo.swap.outward import Outward
 from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
 from memo.swap.selection import STAYS, Selection
@@ -294,6 +295,8 @@ class Engine:
         if type(handle) is Kept:
             if handle.tensor._version != handle.version:
                 raise handle.modified()
+            if not by_backward:
+                self.recompute_reads([local_part(handle.tensor)])
             return handle.tensor
         if type(handle) is Sharded:
             if handle.guard._version != handle.version:
@@ -320,6 +323,8 @@ class Engine:
                             buffer = saved.returned
                             assert buffer is not None
                             self.backend.compute_uses(buffer, writes=False)
+                        elif not by_backward:  # on a stream that the program may not have used it on
+                            self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
                 self._homeward.recompute(saved, part)
@@ -329,6 +334,13 @@ class Engine:
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
+
+    def recompute_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A recompute reads these, maybe on a stream that the program did not use them on."""
+        for tensor in tensors:
+            if tensor.device == self._device and has_storage(tensor):
+                storage = tensor.untyped_storage()
+                self.backend.compute_uses(self._bytes.new(storage), writes=False)
 
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content

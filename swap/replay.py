@@ -161,6 +161,7 @@ class LayerCall:
         args, kwargs = self._arguments.give(
             hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
         )
+        self.engine.recompute_reads(argument_tensors(args, kwargs))
         collecting = _Collecting(self, span, take)
         fewer = None if is_whole else self.tokens - (span.stop - span.first)
         backend = self.engine.backend

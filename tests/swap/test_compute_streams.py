@@ -17,6 +17,8 @@ from memo.swap.backend import Event
 from memo.swap.checking import CheckingBackend, Race
 from memo.swap.edges import Edges
 from memo.swap.homeward import Homeward
+from memo.swap.levels import Level
+from memo.swap.placement import Placement
 from memo.swap.saved import RETURNING, SavedStorage, by_home
 from memo.swap.tiers import HostTier
 
@@ -110,6 +112,20 @@ class SavedLastElsewhere(Branches):
         v = on(streams, 1, lambda h: h.sigmoid(), h)
         streams.wait_for(1)
         return x + v
+
+
+class InputReadElsewhere(Branches):
+    """The second stream asks first, so the layer runs again there, on an input that is memory of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        streams = Branches.streams
+        streams.reads(x)
+        h = x * 2.0
+        with streams.on(1):
+            streams.wait_for(0)
+        v = on(streams, 1, lambda h: self.other(h.sigmoid()), h)
+        streams.wait_for(1)
+        return on(streams, 0, lambda y: y * 1.0, x * 0.5 + v)
 
 
 def together(model: Stack, streams: Streams, step: int) -> torch.Tensor:
@@ -242,6 +258,20 @@ def test_gradients_are_equal_on_two_streams_and_nothing_races(name: str, policy:
         assert made.engine.stats.device_bytes == 0
         assert made.engine.stats.bytes_reloaded > 0
         assert (made.engine.stats.bytes_recomputed > 0) == (alpha < 1)
+
+
+def test_what_a_recompute_on_another_stream_reads_is_not_used_again_before_it_has() -> None:
+    made = checked(model := stack(make=InputReadElsewhere), alpha=Level.NOTHING)
+    made.engine.place({layer: Placement(kept=1.0) for layer in range(3)})
+    Branches.streams = made.backend
+    try:
+        train(model, lambda step: alone(model, made.backend, step), made.manager, steps=1)
+    finally:
+        Branches.streams = OneStream()
+    gc.collect()
+    assert made.engine.stats.bytes_recomputed > 0
+    assert made.backend.races == []
+    made.manager.close()
 
 
 def nothing(*_: object) -> None:
