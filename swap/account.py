@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ class Account:
     """Statistics of one engine. Times are the device's where `backend` measures them; the host never waits for them, so
     that those of work that the device has still to do are counted later (`settle_times`)."""
 
-    __slots__ = ("_backend", "_pending", "_warned", "at_edge", "changed", "journal", "stats")
+    __slots__ = ("_backend", "_pending", "_settling", "_warned", "at_edge", "changed", "journal", "stats")
 
     def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
@@ -44,6 +45,7 @@ class Account:
         """Layer-boundary callback; see `Engine.at_edges`."""
         self._backend = backend
         self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
+        self._settling = threading.Lock()  # forward's thread and backward's settle, neither under the engine's lock
         self._warned: set[str] = set()
         self.listen(tracer)
 
@@ -111,15 +113,16 @@ class Account:
 
     def settle_times(self, *, wait: bool = False) -> None:
         """Counts the waits and recomputes that the device is through with by now, or all of them where it may `wait`."""
-        while self._pending:
-            began, ended, count = self._pending[0]
-            if wait:
-                ended.synchronize()
-            begin_ns, end_ns = began.ns(), ended.ns()
-            if begin_ns is None or end_ns is None:
-                return
-            self._pending.popleft()
-            count(begin_ns, end_ns)
+        with self._settling:
+            while self._pending:
+                began, ended, count = self._pending[0]
+                if wait:
+                    ended.synchronize()
+                begin_ns, end_ns = began.ns(), ended.ns()
+                if begin_ns is None or end_ns is None:
+                    return
+                self._pending.popleft()
+                count(begin_ns, end_ns)
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
         """Counts how backward found a storage that it asked for the first time."""

@@ -228,6 +228,11 @@ class CheckingBackend:
         storage = tensor.untyped_storage()
         check_access(self._known(storage).accesses, self._ticking(self.current), 0, storage.nbytes(), write=True)
 
+    def reads(self, tensor: torch.Tensor) -> None:
+        """The program reads this tensor on the stream that it is on, and tells no allocator."""
+        storage = tensor.untyped_storage()
+        check_access(self._known(storage).accesses, self._ticking(self.current), 0, storage.nbytes(), write=False)
+
     def wait_for(self, stream: int) -> None:
         """The program's own edge: the stream that it is on runs after what `stream` has issued so far."""
         self.compute_wait(self.compute_event(stream))

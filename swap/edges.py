@@ -12,6 +12,7 @@ stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
     E6  a stream that reads or writes a buffer runs after what another stream wrote into it: recomputed or scattered tokens
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers)
+    E8  the streams of a recompute that ends in the middle of its layer wait for one another
 
 There are no others. The checking backend proves each of them necessary: a test takes them out one by one.
 """
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING
 from memo.swap.saved import LEAVING, RETURNING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from memo.swap.backend import Backend, Event
     from memo.swap.saved import SavedStorage
 
@@ -76,6 +79,13 @@ class Edges:
         if here != saved.user:
             backend.compute_wait(backend.compute_event(saved.user))
             saved.user = here
+
+    def broken_off(self, streams: Collection[int]) -> None:
+        """E8: the layer's own waits have not been reached, and the memory that its streams share is free from now on."""
+        if len(streams) > 1:
+            for event in [self._backend.compute_event(stream) for stream in streams]:
+                for stream in streams:
+                    self._backend.compute_wait(event, stream)
 
     def _leaves(self, saved: SavedStorage) -> None:
         """Tells the allocator that the home stream used the source, whose memory another stream may have allocated."""

@@ -28,6 +28,7 @@ from memo.swap.endings import Endings
 from memo.swap.groups import Groups
 from memo.swap.homeward import Homeward
 from memo.swap.kept import DeviceTier
+from memo.swap.origins import has_storage
 from memo.swap.outward import Outward
 from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
 from memo.swap.selection import STAYS, Selection
@@ -89,6 +90,7 @@ class Engine:
         self._dropping = endings.drop  # one bound method, not one for each storage
         self._dropped = endings.dropped
         self._here = backend.here
+        self._is_capturing = backend.is_capturing
         self._destinations = Destinations(
             tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
         )
@@ -237,7 +239,7 @@ class Engine:
         """
         group = self._groups.open
         kind = type(tensor)
-        if group is None or kind is torch.nn.Parameter:
+        if group is None or kind is torch.nn.Parameter or (self._is_capturing() and self.is_captured()):
             return Kept(tensor)
         if kind is not torch.Tensor or tensor.layout is not torch.strided:
             return self._pack_other(tensor)
@@ -260,8 +262,6 @@ class Engine:
                     self._endings.clear_limbo_of(storage)
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
-                    return Kept(tensor)
-                if self.backend.is_capturing() and self.is_captured():
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
@@ -295,6 +295,8 @@ class Engine:
         if type(handle) is Kept:
             if handle.tensor._version != handle.version:
                 raise handle.modified()
+            if not by_backward:
+                self.recompute_reads([local_part(handle.tensor)])
             return handle.tensor
         if type(handle) is Sharded:
             if handle.guard._version != handle.version:
@@ -321,6 +323,8 @@ class Engine:
                             buffer = saved.returned
                             assert buffer is not None
                             self.backend.compute_uses(buffer, writes=False)
+                        elif not by_backward:  # on a stream that the program may not have used it on
+                            self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
                 self._homeward.recompute(saved, part)
@@ -330,6 +334,13 @@ class Engine:
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
+
+    def recompute_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A recompute reads these, maybe on a stream that the program did not use them on."""
+        for tensor in tensors:
+            if tensor.device == self._device and has_storage(tensor):
+                storage = tensor.untyped_storage()
+                self.backend.compute_uses(self._bytes.new(storage), writes=False)
 
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content

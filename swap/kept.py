@@ -88,6 +88,6 @@ class _Aside:
         return backend.compute_event()
 
     def release(self) -> None:
-        if self._block is not None:
-            self._block = None
-            self._tier.give_back(self._nbytes)
+        nbytes, self._nbytes = self._nbytes, 0
+        self._block = None  # never there where the device had no room for it
+        self._tier.give_back(nbytes)

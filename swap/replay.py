@@ -27,6 +27,7 @@ from memo.swap.arguments import argument_tensors
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import Given
 from memo.swap.capture import local_part
+from memo.swap.edges import Edges
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
@@ -164,9 +165,11 @@ class LayerCall:
         args, kwargs = self._arguments.give(
             hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
         )
+        self.engine.recompute_reads(argument_tensors(args, kwargs))
         collecting = _Collecting(self, span, take)
         fewer = None if is_whole else self.tokens - (span.stop - span.first)
-        reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer)
+        backend = self.engine.backend
+        reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer, here=backend.here)
         if checksums is not None:
             checksums.note((*self._module.parameters(), *self._module.buffers(), *argument_tensors(args, kwargs)))
         mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading, checksums)
@@ -181,7 +184,11 @@ class LayerCall:
 
         begin = now_s(whole.device) if timed else None
         with self._as_in_forward(), saved_tensors_hooks(save, _never), mode, contextlib.suppress(_Enough):
-            self._module.forward(*args, **kwargs)
+            try:
+                self._module.forward(*args, **kwargs)
+            except BaseException:
+                Edges(backend).broken_off(reading.streams)  # while the layer's frames still hold their memory
+                raise
         collecting.check_complete()
         if begin is not None:
             self._costs.ran(

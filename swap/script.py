@@ -166,14 +166,20 @@ class Script:
 class Reading:
     """A script, while a second run is held to it, whose arguments hold the storages of `given`.
 
-    `fewer` is by how many tokens they are shorter than the first run's; None where they are its own.
+    `fewer` is by how many tokens they are shorter than the first run's; None where they are its own. `here` names the
+    compute stream that the caller is on.
     """
 
-    def __init__(self, script: Script, given: Iterable[torch.Tensor], *, fewer: int | None) -> None:
+    def __init__(
+        self, script: Script, given: Iterable[torch.Tensor], *, fewer: int | None, here: Callable[[], int]
+    ) -> None:
         self._script = script
         self._lines = iter(script.lines)
         self.read = 0
         """How many lines, by now."""
+        self.streams: set[int] = set()
+        """The compute streams that operators were called on."""
+        self._here = here
         self._step = fewer or 0
         self._origins = Origins()
         for origin, tensor in zip(script.given, given, strict=True):
@@ -184,6 +190,7 @@ class Reading:
     def calls(self, given: Given) -> Origin:
         """Raises Diverged for an operator that is not the next one, or works on something else. Returns the origin of what
         it makes."""
+        self.streams.add(self._here())
         operator, tensors = given.operator, given.tensors
         if operator.keeps_content:
             return copy_of(self._operand(operator.func, tensors[0]))

@@ -132,8 +132,10 @@ class StagedDisk:
             while reads:
                 self._copy_oldest(pieces, len(pieces) - len(reads), reads, copies, stream, ring)
         finally:
-            _settle(reads)
-            _settle(copies)
+            try:
+                _settle(reads)
+            finally:
+                _settle(copies)  # also where reads failed: a copy that still runs would write into a freed buffer
 
     def _pass_on(
         self,

@@ -208,6 +208,7 @@ class HostTier(_Ledger):
 
     def close(self) -> None:
         if self._slab is not None:
+            self._backend.synchronize()  # a copy that only the device has ordered may still use it
             self._slab.close()
         self._slab = None
 

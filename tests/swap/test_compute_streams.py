@@ -17,6 +17,8 @@ from memo.swap.backend import Event
 from memo.swap.checking import CheckingBackend, Race
 from memo.swap.edges import Edges
 from memo.swap.homeward import Homeward
+from memo.swap.levels import Level
+from memo.swap.placement import Placement
 from memo.swap.saved import RETURNING, SavedStorage, by_home
 from memo.swap.tiers import HostTier
 
@@ -47,6 +49,9 @@ class OneStream:
         return None
 
     def allocates(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def reads(self, tensor: torch.Tensor) -> None:
         return None
 
 
@@ -94,6 +99,35 @@ class SavedElsewhere(Branches):
         return x + v
 
 
+class SavedLastElsewhere(Branches):
+    """What a recompute computes last is on the second stream, out of memory of the first that nothing keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        streams = Branches.streams
+        h = self.before(x) * 2.0
+        streams.allocates(h)
+        with streams.on(1):
+            streams.wait_for(0)
+            streams.reads(h)
+        v = on(streams, 1, lambda h: h.sigmoid(), h)
+        streams.wait_for(1)
+        return x + v
+
+
+class InputReadElsewhere(Branches):
+    """The second stream asks first, so the layer runs again there, on an input that is memory of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        streams = Branches.streams
+        streams.reads(x)
+        h = x * 2.0
+        with streams.on(1):
+            streams.wait_for(0)
+        v = on(streams, 1, lambda h: self.other(h.sigmoid()), h)
+        streams.wait_for(1)
+        return on(streams, 0, lambda y: y * 1.0, x * 0.5 + v)
+
+
 def together(model: Stack, streams: Streams, step: int) -> torch.Tensor:
     """Two half batches, layer by layer on two streams."""
     halves = [model.embed(half) for half in ids(step, batch=4).chunk(2)]
@@ -116,6 +150,7 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module]]] = {
     "half batches": (together, lambda: Block(32, 2)),
     "branches": (alone, Branches),
     "saved elsewhere": (alone, SavedElsewhere),
+    "saved last elsewhere": (alone, SavedLastElsewhere),
 }
 
 
@@ -225,6 +260,20 @@ def test_gradients_are_equal_on_two_streams_and_nothing_races(name: str, policy:
         assert (made.engine.stats.bytes_recomputed > 0) == (alpha < 1)
 
 
+def test_what_a_recompute_on_another_stream_reads_is_not_used_again_before_it_has() -> None:
+    made = checked(model := stack(make=InputReadElsewhere), alpha=Level.NOTHING)
+    made.engine.place({layer: Placement(kept=1.0) for layer in range(3)})
+    Branches.streams = made.backend
+    try:
+        train(model, lambda step: alone(model, made.backend, step), made.manager, steps=1)
+    finally:
+        Branches.streams = OneStream()
+    gc.collect()
+    assert made.engine.stats.bytes_recomputed > 0
+    assert made.backend.races == []
+    made.manager.close()
+
+
 def nothing(*_: object) -> None:
     return None
 
@@ -263,6 +312,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str, float]] = {
     "E5 of the caller's stream": (Edges, "abandoned", limbo_of_the_callers, "half batches", 1.0),
     "E6 left out": (Edges, "taken_over", nothing, "branches", 0.5),
     "E7 left out": (HostTier, "_after_reloads", nothing, "microbatches", 1.0),
+    "E8 left out": (Edges, "broken_off", nothing, "saved last elsewhere", 0.5),
     "uses that the allocator is not told of": (CheckingBackend, "compute_uses", told_nobody, "branches", 1.0),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from faulty_file import Faults, ManualEvent
 
 from memo.errors import StoreReadError, StoreWriteError
 from memo.swap.aligned import aligned_empty
-from memo.swap.cpu import CpuBackend
+from memo.swap.cpu import CpuBackend, HostEvent, ThreadStream
 from memo.swap.disk import DiskStore
 from memo.swap.staged import StagedDisk
 
@@ -139,6 +140,38 @@ def test_each_failed_part_fails_the_operation_and_the_next_one_works(
     staging.disk.write(extent, source).synchronize()
     staging.disk.read(extent, target).synchronize()
     assert torch.equal(source, target)
+
+
+class SlowBack(ThreadStream):
+    """Copies to the device that come late."""
+
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.events: list[HostEvent] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> HostEvent:
+        self.events.append(super().copy(target, source))
+        return self.events[-1]
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.1)
+        super()._move(target, source)
+
+
+def test_a_read_that_failed_touches_its_target_no_more(tmp_path: Path, faults: Faults) -> None:
+    made, back = Staging(tmp_path, faults), SlowBack()
+    disk = StagedDisk(made.disk._disk, made.backend.d2h, back, aligned_empty, block_bytes=BLOCK, blocks=3)
+    extent = disk.reserve(3 * BLOCK)
+    assert extent is not None
+    disk.write(extent, random_bytes(3 * BLOCK, 1)).synchronize()
+    faults.fail("read", 2, errno=errno.EIO, sticky=True)
+    with pytest.raises(StoreReadError, match="EIO"):
+        disk.read(extent, torch.zeros(3 * BLOCK, dtype=torch.uint8)).synchronize()
+    assert back.events
+    assert all(event.query() for event in back.events)
+    disk.close()
+    back.close()
+    made.close()
 
 
 def test_a_reservation_that_does_not_fit_takes_nothing(tmp_path: Path, faults: Faults) -> None:
