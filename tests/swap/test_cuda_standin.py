@@ -173,14 +173,15 @@ def test_a_forward_under_capture_is_left_alone_and_says_so_once(cuda: StandinCud
     assert manager.stats.live_entries == 0
 
 
-def test_what_a_layer_saves_while_it_captures_stays_on_the_device(cuda: StandinCuda, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["down", "out"])  # saves a storage for the first time; one that was saved before
+def test_what_a_layer_saves_while_it_captures_stays_on_the_device(name: str, cuda: StandinCuda, tmp_path: Path) -> None:
     model = stack(layers=LAYERS)
     manager, _ = managed(model, "host", 1.0, tmp_path)
 
     def capture(module: torch.nn.Module, args: object, output: object = None) -> None:
         cuda.capturing = output is None
 
-    projection = model.layers[1].down
+    projection = getattr(model.layers[1], name)
     hooks = projection.register_forward_pre_hook(capture), projection.register_forward_hook(capture)
     with pytest.warns(RuntimeWarning, match="CUDA graph is being captured"), manager:
         loss = model(ids(0))
