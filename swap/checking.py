@@ -204,8 +204,11 @@ class CheckingBackend:
     def access(self, lane: _Lane, buffer: torch.Tensor, *, write: bool) -> None:
         """Declares an access at the lane's present clock and checks it against all earlier ones."""
         storage = buffer.untyped_storage()
-        start = int(buffer.storage_offset())  # every buffer is uint8
-        check_access(self._known(storage).accesses, lane, start, start + buffer.numel(), write=write)
+        start, stop = 0, storage.nbytes()  # of the program's own tensors; the engine's buffers are bytes in one piece
+        if buffer.dtype is torch.uint8:
+            start = int(buffer.storage_offset())
+            stop = start + buffer.numel()
+        check_access(self._known(storage).accesses, lane, start, stop, write=write)
 
     def _known(self, storage: torch.UntypedStorage) -> _Buffer:
         known = self._buffers.get(storage)

@@ -339,8 +339,7 @@ class Engine:
         """A recompute reads these, maybe on a stream that the program did not use them on."""
         for tensor in tensors:
             if tensor.device == self._device and has_storage(tensor):
-                storage = tensor.untyped_storage()
-                self.backend.compute_uses(self._bytes.new(storage), writes=False)
+                self.backend.compute_uses(tensor, writes=False)
 
     def _take(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
