@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library as operator_library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -135,8 +136,8 @@ def _refusing(operator: str, key: str, longest: int) -> Iterator[list[int]]:
             raise RuntimeError("No valid execution plans built.\nmore lines")
         return original.redispatch(keys & torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), query, *args, **kwargs)
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl(operator, refuse_longer, key, with_keyset=True)
+    with operator_library._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl(operator, refuse_longer, key, with_keyset=True)
         yield seen
 
 

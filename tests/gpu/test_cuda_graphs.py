@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,47 +68,40 @@ def test_a_captured_step_keeps_its_tensors_and_replays_right() -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("managed", [False, True])
-def test_layers_that_are_graphed_callables_train_under_a_manager(managed: bool) -> None:
-    def run(use: bool) -> list[torch.Tensor]:
-        of = model()
-        layers = torch.cuda.make_graphed_callables(tuple(of.layers), tuple((batch(0),) for _ in of.layers))
-        of.layers = torch.nn.ModuleList(layers)
-        manager = memo.offload(of, alpha=1.0, host="64MiB", min_bytes=512) if use else None
-        done = []
-        for step in range(3):
-            of.zero_grad(set_to_none=True)
-            with manager or contextlib.nullcontext():
-                loss = of(batch(step))
-            loss.backward()
-            torch.cuda.synchronize()
-            done += gradients(of)
-        if manager is not None:
-            manager.close()
-        return done
-
-    assert all(map(torch.equal, run(managed), run(False)))
+def trained(of: Blocks, managed: bool) -> list[torch.Tensor]:
+    """Gradients of four steps."""
+    manager = memo.offload(of, alpha=1.0, host="64MiB", min_bytes=512) if managed else None
+    done = []
+    for step in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        of.zero_grad(set_to_none=True)
+        with manager or contextlib.nullcontext():
+            loss = of(batch(step))
+        loss.backward()
+        torch.cuda.synchronize()
+        done += gradients(of)
+    if manager is not None:
+        manager.close()
+    return done
 
 
-def test_a_layer_compiled_with_graphs_trains_under_a_manager() -> None:
+def graphed() -> Blocks:
+    of = model()
+    layers = torch.cuda.make_graphed_callables(tuple(of.layers), tuple((batch(0),) for _ in of.layers))
+    of.layers = torch.nn.ModuleList(layers)
+    return of
+
+
+def compiled() -> Blocks:
     pytest.importorskip("triton")
+    of = model()
+    for layer in of.layers:
+        layer.compile(mode="reduce-overhead")
+    return of
 
-    def run(use: bool) -> list[torch.Tensor]:
-        of = model()
-        for layer in of.layers:
-            layer.compile(mode="reduce-overhead")
-        manager = memo.offload(of, alpha=1.0, host="64MiB", min_bytes=512) if use else None
-        done = []
-        for step in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
-            of.zero_grad(set_to_none=True)
-            with manager or contextlib.nullcontext():
-                loss = of(batch(step))
-            loss.backward()
-            torch.cuda.synchronize()
-            done += gradients(of)
-        if manager is not None:
-            manager.close()
-        return done
 
-    assert all(map(torch.equal, run(True), run(False)))
+@pytest.mark.parametrize("make", [graphed, compiled])
+def test_layers_that_replay_graphs_train_under_a_manager(make: Callable[[], Blocks]) -> None:
+    want = trained(make(), managed=False)
+    assert all(map(torch.equal, trained(make(), managed=False), want))
+    assert all(map(torch.equal, trained(make(), managed=True), want))

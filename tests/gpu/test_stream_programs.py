@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_sanitizer import assert_clean
 from stream_programs import PROGRAMS, run
 
 pytestmark = [
@@ -34,14 +32,4 @@ def test_gradients_are_equal_on_several_streams(name: str, alpha: float) -> None
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_cuda_sanitizer_is_clean_on_several_streams(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "stream_programs", name],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "clean" in done.stdout
-    assert "CSAN" not in done.stderr, done.stderr
+    assert_clean("-m", "stream_programs", name)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cuda_sanitizer import assert_clean
 
 pytestmark = pytest.mark.gpu
 
@@ -33,15 +29,4 @@ def test_the_cuda_sanitizer_is_clean_on_a_small_model() -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    support = str(Path(__file__).parent.parent / "support")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": support},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "clean" in done.stdout
-    assert "CSAN" not in done.stderr, done.stderr
+    assert_clean("-c", PROGRAM)

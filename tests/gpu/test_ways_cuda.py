@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from cuda_sanitizer import assert_clean
 
 from benchmarks.comparison import Setup, compare
 from benchmarks.gpu_plans import at_alphas
@@ -68,15 +64,4 @@ print("clean")
 
 @pytest.mark.usefixtures("device")
 def test_the_cuda_sanitizer_is_clean_of_offloaded_checkpointing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLOADED],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "clean" in done.stdout
-    assert "CSAN" not in done.stderr, done.stderr
+    assert_clean("-c", OFFLOADED)

@@ -6,16 +6,40 @@ Python object, so that two of them which follow each other there seem to race.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.cuda import _sanitizer
 
-__all__ = ["correct"]
+__all__ = ["assert_clean", "correct"]
+
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+
+
+def assert_clean(*arguments: str) -> None:
+    """Runs Python with these arguments under the sanitizer: the program prints "clean", and nothing is reported."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(SUPPORT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr, done.stderr
 
 
 def correct() -> None:
     """From now on neither is reported."""
+    from torch.cuda import _sanitizer  # which begins to trace as it is imported
+
     handle = _sanitizer.ArgumentHandler._handle_argument
 
     def of_memory(self: Any, value: Any, is_write: bool, *args: Any, **named: Any) -> None:
