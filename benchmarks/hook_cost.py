@@ -1,4 +1,4 @@
-"""What pack and unpack cost per saved tensor, in Python (R12): the step of a GPT with and without memo, copies left out.
+"""Python cost of pack and unpack per saved tensor (R12): the step of a GPT with and without memo, copies left out.
 
     python -m benchmarks.hook_cost
 

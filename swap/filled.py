@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Filled", "Region", "covers", "region_of"]
 
 _MOST_RUNS = 1024
-"""Of a region or a comparison; more of them count as not written."""
+"""Most runs of bytes in a region or a comparison; what takes more counts as not written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

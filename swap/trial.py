@@ -94,7 +94,7 @@ def _check_in_place_changes(division: Division, device: torch.device) -> None:
 
 
 def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:
-    """How far the bytes of rows x tokens x width are apart from those recomputed. Raises Unproven for more than 1."""
+    """Difference of saved bytes (rows x tokens x width) from recomputed ones, in units of BOUND. Raises Unproven above 1."""
     theirs = saved.flatten(1)  # a row's tokens lie one behind the other
     ours = again.view(theirs.shape)
     if have_same_bits(ours, theirs):
