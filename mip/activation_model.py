@@ -116,10 +116,10 @@ class Model:
         self.solved = False
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
-        self._excess = pulp.LpVariable("excess", 0, None) if relaxed else None
+        self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
         self._relaxed = relaxed
         self._prices = pulp.LpAffineExpression()
-        self._pace = pulp.LpVariable("T", 0, None)
+        self._pace = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
         self._stills: dict[tuple[int, int], pulp.LpVariable] = {}
         self._stages = [self._groups(stage) for stage in stages]
@@ -204,7 +204,7 @@ class Model:
 
     def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
-        x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
+        x = {known.level: self._program.add_variable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.levels if known.beside_bytes]
         alone = self.problem.pipeline.most_held(stage) == ((1,),)
@@ -223,8 +223,8 @@ class Model:
             layer=layer,
             members=members,
             x=x,
-            host=pulp.LpVariable(f"h_{name}", 0, None) if to_host else 0,
-            disk=pulp.LpVariable(f"d_{name}", 0, None) if to_disk else 0,
+            host=self._program.add_variable(f"h_{name}", 0, None) if to_host else 0,
+            disk=self._program.add_variable(f"d_{name}", 0, None) if to_disk else 0,
             saved=pulp.lpSum(
                 [layer.fixed_bytes / self._byte]
                 + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
@@ -303,7 +303,7 @@ class Model:
     ) -> pulp.LpVariable:
         """The stall of one copy, with a row for the link and one for the disk."""
         way = "forward" if resource is Resource.COPY_OUT else "backward"
-        stall = pulp.LpVariable(f"{way}_{name}", 0, None)
+        stall = self._program.add_variable(f"{way}_{name}", 0, None)
         row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
         self._add(row, resource, f"the link's window in {way}", unit=self._second)
         if not isinstance(moving.disk, int):
@@ -335,7 +335,7 @@ class Model:
         key = (group.stage, group.members[0])
         if key not in self._stills:
             lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
-            still = self._stills[key] = pulp.LpVariable(f"still_{group.stage}_{group.members[0]}", 0, None)
+            still = self._stills[key] = self._program.add_variable(f"still_{group.stage}_{group.members[0]}", 0, None)
             self._program += still >= whole - moved
             self._program += still >= whole - group.saved + lost
         return pulp.LpAffineExpression(self._stills[key])
@@ -352,7 +352,7 @@ class Model:
         ]
         if len(sums) == 1:
             return sums[0]
-        most = pulp.LpVariable(f"held_{tier}_{stage}", 0, None)
+        most = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
         for one in sums:
             self._program += most >= one
         return pulp.LpAffineExpression(most)

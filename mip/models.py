@@ -35,13 +35,13 @@ class Model:
     def __init__(self, instance: Instance, *, lower: int, incumbent: tuple[int, ...]) -> None:
         sizes, upper = instance.sizes, instance.height(incumbent)
         self.program = pulp.LpProblem("address_plan", pulp.LpMinimize)
-        self.M = pulp.LpVariable("M", lower, upper)  # (4)
+        self.M = self.program.add_variable("M", lower, upper)  # (4)
         multiples = []
         self.A = []
         for i, alignment in enumerate(instance.alignments):
             # A whole multiple of the alignment where there is one; without, whole sizes make A whole by themselves.
             whole = pulp.LpContinuous if alignment == 1 else pulp.LpInteger
-            multiples.append(pulp.LpVariable(f"a_{i}", 0, (upper - sizes[i]) // alignment, cat=whole))
+            multiples.append(self.program.add_variable(f"a_{i}", 0, (upper - sizes[i]) // alignment, cat=whole))
             self.A.append(pulp.LpAffineExpression({multiples[i]: alignment}))
         self.program += self.M
         for i, size in enumerate(sizes):
@@ -49,7 +49,7 @@ class Model:
             if instance.fixed[i] >= 0:
                 self.program += self.A[i] == instance.fixed[i]
         for i, j in overlapping_pairs(instance):
-            z = pulp.LpVariable(f"z_{i}_{j}", cat=pulp.LpBinary)
+            z = self.program.add_variable(f"z_{i}_{j}", cat=pulp.LpBinary)
             self.program += self.A[i] + sizes[i] <= self.A[j] + (1 - z) * upper  # (2)
             self.program += self.A[j] + sizes[j] <= self.A[i] + z * upper  # (3)
             z.setInitialValue(int(incumbent[i] < incumbent[j]))
