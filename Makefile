@@ -9,8 +9,9 @@ PYTHON ?= $(BIN)/python
 ARMS ?= all
 PARTS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
-.PHONY: demo test test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean
+.PHONY: demo test test-all test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean
 
 setup: $(STAMP)
 
@@ -24,12 +25,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# A worker that has nothing left takes half of what the other still has; what a module shares is seldom made twice.
+SHARED_OUT = $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20
+
 test: setup
-	$(BIN)/pytest -m "not gpu and not parallel" $(PYTEST_ARGS)
+	$(SHARED_OUT) -m "not gpu and not parallel and not slow" $(PYTEST_ARGS)
+
+test-all: setup
+	$(SHARED_OUT) -m "not gpu and not parallel" $(PYTEST_ARGS)
 
 # Every layout over gloo on this machine's processors, up to eight processes; under 15 minutes on two cores.
 test-parallel: setup
-	$(BIN)/pytest tests/parallel --timeout 900 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/parallel --timeout 900 --durations 20 $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -60,8 +67,8 @@ gpu-bench:
 # The engine's run a second time under torch's CUDA sanitizer, which tells of accesses that nothing orders.
 gpu-emulated:
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
-	build/emulated/python -m pytest -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
-	TORCH_CUDA_SANITIZER=1 build/emulated/python -m pytest -m gpu --timeout 900 $(PYTEST_ARGS) tests/gpu/test_swap_cuda.py
+	build/emulated/python -m pytest -W default -m gpu --timeout 900 --deselect tests/gpu/test_ring_cuda.py $(PYTEST_ARGS) tests/gpu tests/kernels
+	TORCH_CUDA_SANITIZER=1 build/emulated/python -m pytest -W default -m gpu --timeout 900 $(PYTEST_ARGS) tests/gpu/test_swap_cuda.py
 
 # The first hour on a GPU: docs/gpu.md. Packs .gpu/, which then travels; `bash .gpu/gpu_hour.sh 1` to 4 run there.
 gpu-hour-prepare: setup

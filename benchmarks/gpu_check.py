@@ -96,6 +96,7 @@ def lines_of(command: Sequence[str], *, limit_s: float, extra: Mapping[str, str]
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
 
 
 def with_root(path: str | None) -> str:
@@ -166,7 +167,8 @@ def pytest_command(part: Part) -> list[str]:
     """The part's tests that are marked `gpu`."""
     # Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be.
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
-    command = ["pytest", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
+    # Another version of torch may warn of what this tree does not know by name.
+    command = ["pytest", "-W", "default", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
     ignored = [f"--ignore={path}" for path in part.ignored]
     return [*command, "--timeout", str(TEST_LIMIT_S), *workers, *ignored, *part.tests]
 

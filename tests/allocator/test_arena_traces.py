@@ -38,7 +38,7 @@ def trace_of(way: str, layers: int) -> AllocationTrace:
     return record_step(functools.partial(gpt_step, config, batch=1, tokens=8192), **WAYS[way]).trace  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layers", [4, 12, 32])
+@pytest.mark.parametrize("layers", [4, 12, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recorded_step_replays_at_its_lower_bound_without_a_fallback(native: Native, way: str, layers: int) -> None:
     calls = calls_of(trace_of(way, layers))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ready_python
 
 from memo.gpt.config import PRESETS
 
@@ -40,9 +41,7 @@ def command(*flags: object) -> list[str]:
 
 
 def memo_train(*flags: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*flags), capture_output=True, text=True, env=ENVIRONMENT, cwd=cwd, timeout=240, check=False
-    )
+    return ready_python.run(*command(*flags)[1:], env=ENVIRONMENT, cwd=cwd)
 
 
 def start(*flags: object) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ready_python
 
 SMALL = ["--model", "tiny", "--layers", "2", "--hidden", "64", "--heads", "1", "--seq", "128", "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -57,9 +58,7 @@ def command(*flags: object, before: str = "") -> list[str]:
 
 
 def train(*flags: object, before: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*flags, before=before), capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False
-    )
+    return ready_python.run(*command(*flags, before=before)[1:], env=ENVIRONMENT)
 
 
 def losses(metrics: Path) -> dict[int, float | None]:

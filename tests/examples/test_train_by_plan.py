@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from run_examples import EXAMPLES, example, run
+from run_examples import EXAMPLES, example, run, run_on
 
 from memo.mip.activation import ActivationPlan
 from memo.mip.activation_files import hardware_to_json, read_activation_plan
@@ -71,8 +71,7 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, 
     free = read_activation_plan(file)
     assert free.declined is not None
     lacking = int(0.6 * sum(saved_bytes(free)) / pp)
-    start = [sys.executable] if ranks == 1 else [Path(sys.executable).parent / "torchrun", "--nproc-per-node", ranks]
-    train = [*start, EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
+    train = [EXAMPLES / "train_1m.py", "--preset", "laptop", *size, "--steps", 2, "--warmup", 0]
     budgets = ["--device-budget", free.stages[0].peak_device_bytes - lacking, "--host-budget", lacking // 2 * ranks]
     by_plan = [
         *train,
@@ -86,8 +85,8 @@ def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, 
         "--metrics",
         tmp_path / "by-plan",
     ]
-    said = run(*by_plan)
-    run(*train, "--offload", "none", "--metrics", tmp_path / "plain")
+    said = run_on(ranks, *by_plan)
+    run_on(ranks, *train, "--offload", "none", "--metrics", tmp_path / "plain")
 
     assert losses(tmp_path / "by-plan") == losses(tmp_path / "plain")
     assert len(losses(tmp_path / "plain")) == 2

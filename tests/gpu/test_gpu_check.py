@@ -148,6 +148,7 @@ def test_that_hangs():
 RUNS = """
 import runpy, signal, sys
 from benchmarks import gpu_check, machine
+sys.modules["xdist"] = None  # one test after the other
 gpu_check.gpu = lambda: dict.fromkeys(("gpu", "driver", "python", "torch", "cuda", *machine.VERSIONS), "0")
 gpu_check.PARTS = {"sums": gpu_check.Part(limit_s=250, tests=(sys.argv[1],))}
 signal.signal(signal.SIGTERM, gpu_check._end)

@@ -1,13 +1,12 @@
-"""Starts workers under torchrun and gives what they said. Shared by the tests here."""
+"""Starts workers as the ranks of a job and gives what they said. Shared by the tests here."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from ready_ranks import run_ranks
 
 from memo.parallel.layout import PipelineSchedule
 
@@ -37,12 +36,5 @@ def launch(ranks: int, worker: str, *arguments: str, timeout_s: float = 280) -> 
 
 def run(ranks: int, worker: str, *arguments: str, timeout_s: float = 280) -> tuple[int, str]:
     """The exit code, and all that was printed."""
-    done = subprocess.run(
-        [*torchrun(ranks), str(HERE / worker), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_ranks(ranks, HERE / worker, *arguments, timeout=timeout_s)
     return done.returncode, done.stdout + done.stderr

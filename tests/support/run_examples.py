@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import ready_python
+from ready_ranks import run_ranks
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ENVIRONMENT = {
     **os.environ,
@@ -19,9 +22,20 @@ ENVIRONMENT = {
 
 def run(*command: object, **environment: str) -> str:
     """What it printed; it has to end well."""
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **environment}, timeout=280, check=False
-    )  # fmt: skip
+    env = {**ENVIRONMENT, **environment}
+    if command[0] == sys.executable:
+        done = ready_python.run(*command[1:], env=env, timeout=280)
+    else:
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_on(ranks: int, *command: object) -> str:
+    """What the ranks of one job printed; each has to end well."""
+    if ranks == 1:
+        return run(sys.executable, *command)
+    done = run_ranks(ranks, *command, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ready_ranks import run_ranks
 
 __all__ = ["Launch", "launched"]
 
@@ -23,14 +23,7 @@ class Launch:
 
 def launched(worker: Path, kinds: Sequence[str], scratch: Path) -> Launch:
     """Runs `worker` over `kinds`, up to the first that fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(worker), str(scratch), *kinds],
-        capture_output=True,
-        text=True,
-        timeout=100 * len(kinds),
-        check=False,
-    )
+    done = run_ranks(2, worker, scratch, *kinds, timeout=100 * len(kinds))
     return Launch(
         ended=done.returncode,
         said=done.stdout + done.stderr,

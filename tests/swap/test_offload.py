@@ -117,6 +117,7 @@ def test_backward_works_after_the_manager_itself_is_gone(tmp_path: Path) -> None
     assert set(os.listdir("/proc/self/fd")) < descriptors, "the scratch file is closed with the last graph"
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `_thread.get_ident")
 def test_a_model_compiled_as_a_whole(offload: Callable[..., memo.Manager]) -> None:
     model, reference = stack(), stack()
     compiled, plain_compiled = torch.compile(model, backend="aot_eager"), torch.compile(reference, backend="aot_eager")

@@ -216,6 +216,8 @@ class Nested(nn.Module):
         return torch.nested.to_padded_tensor(nested * nested, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore:layers.0 moves whole tensors:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("kind", [Spectral, Gates, Recurrent, Nested])
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 def test_one_storage_saved_as_several_things(

@@ -252,6 +252,7 @@ class Turns(Block):
         return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*its recompute draws random numbers:RuntimeWarning")
 def test_a_trial_leaves_random_numbers_as_it_found_them(tmp_path: Path) -> None:
     model = stack(make=lambda: Turns(32, 2))
     drawn = []
