@@ -35,7 +35,7 @@ from memo.gpt.train_config import Precision
 from memo.gpt.training import weight_dtype
 from memo.hollow_offload import HollowOffload
 from memo.places import Places
-from memo.swap.answers import is_attention
+from memo.swap.called import is_attention
 from memo.swap.capture import cast_of_parameter
 from memo.swap.layers import Layer, find_layers
 

@@ -29,40 +29,11 @@ __all__ = [
     "AttentionAnswer",
     "FunctionAnswer",
     "RandomAnswer",
-    "is_attention",
     "is_memoized",
-    "is_random",
     "memoize",
 ]
 
 _ATEN = torch.ops.aten
-_ATTENTION = frozenset(
-    getattr(_ATEN, name)
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-    if hasattr(_ATEN, name)
-)
-
-
-@functools.cache
-def is_attention(func: torch._ops.OpOverload) -> bool:
-    """True for the fused attention operators of torch and of the flash_attn package."""
-    return func.overloadpacket in _ATTENTION or (
-        func.namespace.startswith("flash_attn") and "forward" in func.overloadpacket.__name__
-    )
-
-
-@functools.cache
-def is_random(func: torch._ops.OpOverload) -> bool:
-    """True for operators that draw from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 class Answer(Protocol):

@@ -6,6 +6,7 @@ its next kernel. So the answers of the schema are attributes, and the arguments 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,13 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.swap.answers import is_attention, is_random
-from memo.swap.results import is_product
 from memo.swap.tokenrules import COLLECTIVES, tensors_in
 
-__all__ = ["Given", "Operator", "group_of"]
+__all__ = ["Given", "Operator", "group_of", "is_attention"]
 
 _ATEN = torch.ops.aten
+_ATTENTION = frozenset(
+    getattr(_ATEN, name)
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+    if hasattr(_ATEN, name)
+)
+_PRODUCTS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.linear})
 
 # Whether these are called depends on how a tensor lies in memory, is a part at all, or was cast before; so what they give is
 # told by what it was made of (origins), and compared where it is used.
@@ -59,6 +72,25 @@ _LENGTH_TYPES = frozenset(
 )
 _TENSOR = object()
 _NOWHERE: frozenset[int] = frozenset()
+
+
+@functools.cache
+def is_attention(func: torch._ops.OpOverload) -> bool:
+    """True for the fused attention operators of torch and of the flash_attn package."""
+    return func.overloadpacket in _ATTENTION or (
+        func.namespace.startswith("flash_attn") and "forward" in func.overloadpacket.__name__
+    )
+
+
+@functools.cache
+def is_random(func: torch._ops.OpOverload) -> bool:
+    """True for operators that draw from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def is_product(func: torch._ops.OpOverload) -> bool:
+    """True for the matrix products that have a rule for tokens (tokenrules)."""
+    return func.overloadpacket in _PRODUCTS
 
 
 class Operator:

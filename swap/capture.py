@@ -23,6 +23,7 @@ __all__ = [
     "argument_storages",
     "cast_of_parameter",
     "has_hidden_state",
+    "has_storage",
     "is_plain",
     "is_sharded",
     "layer_input",
@@ -161,3 +162,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """True where a tensor's own bytes are all of it; of the others nothing is compared but the operators."""
+    return type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested

@@ -12,8 +12,8 @@ from weakref import ref
 
 import torch
 
+from memo.swap.capture import has_storage
 from memo.swap.identity import Identities
-from memo.swap.origins import has_storage
 
 __all__ = ["Checksums"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from memo.swap.answers import RandomAnswer
 from memo.swap.levels import Level
-from memo.swap.partial import Partial
+from memo.swap.partial import Partial, Rows
 from memo.swap.replay import LayerCall, Span, Wanted
 from memo.swap.results import Result
 from memo.swap.tokenrules import Unproven
-from memo.swap.tokens import Axis, Mark, Rows, layout_of_part, rows_of
+from memo.swap.tokens import Axis, Mark, layout_of_part, rows_of
 from memo.swap.treatment import Treatment, treatments
 
 if TYPE_CHECKING:

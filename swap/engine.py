@@ -21,14 +21,13 @@ from weakref import ref
 import torch
 
 from memo.swap.account import Account
-from memo.swap.capture import argument_storages, has_hidden_state, is_sharded, local_part
+from memo.swap.capture import argument_storages, has_hidden_state, has_storage, is_sharded, local_part
 from memo.swap.destinations import Destinations
 from memo.swap.edges import Edges
 from memo.swap.endings import Endings
 from memo.swap.groups import Groups
 from memo.swap.homeward import Homeward
 from memo.swap.kept import DeviceTier
-from memo.swap.origins import has_storage
 from memo.swap.outward import Outward
 from memo.swap.saved import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
 from memo.swap.selection import STAYS, Selection

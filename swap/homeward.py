@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.edges import Edges
     from memo.swap.endings import Endings
     from memo.swap.groups import Groups
-    from memo.swap.partial import Partial
-    from memo.swap.replay import Span, Wanted
+    from memo.swap.partial import Partial, TokenRange, Wanted
     from memo.swap.saved import Group, SavedStorage
 
 __all__ = ["Homeward"]
@@ -237,7 +236,7 @@ class Homeward:
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, span: Span, wanted: Wanted, tail: torch.Tensor) -> None:
+    def _fill(self, span: TokenRange, wanted: Wanted, tail: torch.Tensor) -> None:
         """Recomputed tokens of a storage take their place behind those that a tier had."""
         hold = wanted.hold()
         if hold is None:

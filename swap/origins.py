@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch.nn import Parameter
 
+from memo.swap.capture import has_storage
 from memo.swap.identity import Identities
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ __all__ = [
     "alike",
     "cast_parameter",
     "copy_of",
-    "has_storage",
     "made_by_compiler",
     "operand_of",
     "same_lengths",
@@ -127,11 +127,6 @@ def cast_parameter(tensor: torch.Tensor) -> Parameter | None:
         return None
     leaf = getattr(node.next_functions[0][0], "variable", None)
     return leaf if isinstance(leaf, Parameter) else None
-
-
-def has_storage(tensor: torch.Tensor) -> bool:
-    """True where a tensor's own bytes are all of it; of the others nothing is compared but the operators."""
-    return type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def made_by_compiler(tensor: torch.Tensor) -> bool:

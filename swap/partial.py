@@ -12,20 +12,61 @@ once, in one launch; it is scattered storage by storage, since each reload ends 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
 
 from memo.kernels.staging import pack_views, places, staging_nbytes, unpack_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    import weakref
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from memo.swap.backend import Backend
-    from memo.swap.replay import LayerCall, Span
-    from memo.swap.tokens import Rows
+    from memo.swap.saved import Hold
 
-__all__ = ["Partial", "gather"]
+__all__ = ["Partial", "Recompute", "Rows", "TokenRange", "Wanted", "gather"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A storage as a dense block of `rows` x tokens x `width` bytes."""
+
+    rows: int
+    width: int
+
+    def nbytes(self, tokens: int) -> int:
+        return self.rows * tokens * self.width
+
+
+class TokenRange(Protocol):
+    """The tokens from `first` to `stop`, which one recompute writes."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+
+class Wanted(Protocol):
+    """A saved tensor of which a recompute writes the tokens of a range."""
+
+    @property
+    def hold(self) -> weakref.ref[Hold]:
+        """Of the saved storage; dead when backward is through with it."""
+
+
+class Recompute(Protocol):
+    """Computes again the tokens of a layer's saved storages that no tier has."""
+
+    @property
+    def together(self) -> bool:
+        """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
+
+    def recompute(self, take: Callable[[TokenRange, Wanted, torch.Tensor], None]) -> None:
+        """Computes what is not there yet; `take` gets the storage of each wanted tensor's tokens, as bytes."""
 
 
 class Partial:
@@ -33,7 +74,7 @@ class Partial:
 
     __slots__ = ("_computed_from", "call", "first", "incoming", "outgoing", "rows", "tokens")
 
-    def __init__(self, call: LayerCall, rows: Rows, *, tokens: int, first: int) -> None:
+    def __init__(self, call: Recompute, rows: Rows, *, tokens: int, first: int) -> None:
         self.call = call
         self.rows = rows
         self.tokens = tokens
@@ -99,7 +140,7 @@ class Partial:
             self.incoming = None
         return nbytes
 
-    def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: Span, backend: Backend) -> int:
+    def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: TokenRange, backend: Backend) -> int:
         """Writes recomputed tokens, `part` being all bytes of their storage; the heads may be arriving meanwhile.
 
         Returns the number of bytes.
@@ -114,7 +155,7 @@ class Partial:
         self._computed_from = span.first
         return part.numel()
 
-    def part_of(self, block: torch.Tensor, span: Span) -> torch.Tensor:
+    def part_of(self, block: torch.Tensor, span: TokenRange) -> torch.Tensor:
         """The bytes of the tokens in `span`, as rows x tokens x width."""
         return block.view(self.rows.rows, self.tokens, self.rows.width)[:, span.first : span.stop]
 

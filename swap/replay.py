@@ -31,11 +31,12 @@ from memo.swap.edges import Edges
 from memo.swap.levelcosts import Costs, now_s
 from memo.swap.levels import Level
 from memo.swap.marked import Marked
+from memo.swap.partial import Rows
 from memo.swap.results import Result
 from memo.swap.script import Diverged, Reading, Script, Scripted
 from memo.swap.surroundings import ModuleState, Precision, RandomState
 from memo.swap.tokenrules import tensors_in
-from memo.swap.tokens import Axis, Layout, Rows, cut, rows_of
+from memo.swap.tokens import Axis, Layout, cut, rows_of
 from memo.swap.treatment import Treatment
 
 if TYPE_CHECKING:

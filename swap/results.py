@@ -27,15 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.engine import Engine
     from memo.swap.saved import Handle, Kept, SavedStorage, Sharded
 
-__all__ = ["Reader", "Result", "is_product"]
-
-_ATEN = torch.ops.aten
-_PRODUCTS = frozenset({_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.linear})
-
-
-def is_product(func: torch._ops.OpOverload) -> bool:
-    """True for the matrix products that have a rule for tokens (tokenrules)."""
-    return func.overloadpacket in _PRODUCTS
+__all__ = ["Reader", "Result"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

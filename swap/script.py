@@ -20,6 +20,7 @@ import torch
 
 from memo.swap.aside import Aside, SleepingMode
 from memo.swap.called import Given
+from memo.swap.capture import has_storage
 from memo.swap.origins import (
     UNKNOWN,
     Operand,
@@ -28,7 +29,6 @@ from memo.swap.origins import (
     alike,
     cast_parameter,
     copy_of,
-    has_storage,
     made_by_compiler,
     operand_of,
     same_lengths,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from memo.swap.identity import Identities
+from memo.swap.partial import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,6 @@ __all__ = [
     "Layout",
     "Mark",
     "Meaning",
-    "Rows",
     "TokenMap",
     "cut",
     "layout_of_part",
@@ -80,17 +80,6 @@ _MOST_SEEN = 10_000  # tensors lie as they did in the layer and the step before,
 # An attribute of an enumeration costs more to look up than a tensor's meaning.
 SAME = Mark.SAME
 MIXED = Mark.MIXED
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """A storage as a dense block of `rows` x tokens x `width` bytes."""
-
-    rows: int
-    width: int
-
-    def nbytes(self, tokens: int) -> int:
-        return self.rows * tokens * self.width
 
 
 def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -> Axis | None:

@@ -13,10 +13,10 @@ from memo.errors import MemoError
 from memo.swap.capture import is_plain
 from memo.swap.division import Division
 from memo.swap.levels import Level
-from memo.swap.partial import Partial
+from memo.swap.partial import Partial, Rows
 from memo.swap.replay import LayerCall, Span, Wanted
 from memo.swap.tokenrules import Unproven
-from memo.swap.tokens import Layout, Rows
+from memo.swap.tokens import Layout
 
 if TYPE_CHECKING:
     from memo.swap.engine import Engine
