@@ -18,8 +18,8 @@ import os
 from collections.abc import Iterator
 
 from memo.errors import PlanError
-from memo.mip.buffers import Buffer, Problem
-from memo.mip.files import PROBLEM_FORMAT, VERSION, Notes, read_annotated
+from memo.mip.address.files import PROBLEM_FORMAT, VERSION, Notes, read_annotated
+from memo.mip.address.problem import Buffer, Problem
 
 __all__ = ["Allocation", "AllocationTrace", "read_trace", "trace_of", "trace_to_csv", "trace_to_json"]
 

@@ -20,21 +20,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from throttled_backend import PacedBackend, PacedDisk
 from torch import nn
 
 import memo
 from benchmarks.results import write_result
-from memo.autoplan import AutoPlan
-from memo.carrier import Carrier
-from memo.device_memory import DeviceMemory
-from memo.manager import Manager
-from memo.planning import checked_plan
-from memo.swap.engine import Engine
+from memo.autoplan.actuator import Carrier
+from memo.autoplan.controller import AutoPlan
+from memo.autoplan.device_budget import DeviceMemory
+from memo.manager.manager import Manager
+from memo.manager.plan_source import checked_plan
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
-from memo.swap.paced import PacedBackend, PacedDisk
-from memo.swap.tiers import DiskTier, HostTier, Tier
-from memo.swap.tokenwise import TokenWise
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier, Tier
+from memo.swap.token_levels import TokenLevels
 from memo.units import format_bytes
 
 HIDDEN = 256

@@ -12,23 +12,23 @@ import json
 from typing import TYPE_CHECKING
 
 from memo.cli.activation_tables import activation_summary, activation_table
-from memo.cli.output import file_name, refuse_existing, shown
+from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import PRESETS as MODELS
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.activation_files import plan_to_json, read_hardware, read_profile
-from memo.mip.activation_prove import prove
-from memo.mip.activation_tiles import TILES, solve_tiles
-from memo.mip.hardware import PRESETS, Hardware, hardware
-from memo.mip.measured import with_measured
-from memo.mip.schedules import PipelineSchedule
+from memo.mip.activation.files import plan_to_json, read_hardware, read_profile
+from memo.mip.activation.mlp_tiles import TILES, solve_tiles
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
+from memo.mip.inputs.doctor_rates import with_measured
+from memo.mip.inputs.hardware import PRESETS, Hardware, hardware
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.simulate.prove import prove
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.profile import Profile, Signature
+    from memo.mip.inputs.profile import Profile, Signature
 
 __all__ = ["Request", "configure", "run"]
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = request.plan()
     simulation = prove(plan)
     if args.output:
-        from memo.mip.files import write_file
+        from memo.mip.address.files import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:

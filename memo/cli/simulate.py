@@ -12,16 +12,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import file_path, replacing, say_written
+from memo.cli.output_files import file_path, replacing, say_written
 from memo.cli.simulation_tables import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation import ActivationPlan, ActivationProblem
-from memo.mip.activation_files import read_activation_plan, read_hardware, read_profile
-from memo.mip.hardware import PRESETS, Hardware, hardware
-from memo.mip.simulate import simulate
-from memo.mip.simulation import Simulation
-from memo.mip.simulation_events import stage_events
-from memo.trace.events import Tier
+from memo.events import Tier
+from memo.mip.activation.files import read_activation_plan, read_hardware, read_profile
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem
+from memo.mip.inputs.hardware import PRESETS, Hardware, hardware
+from memo.mip.simulate.result import Simulation
+from memo.mip.simulate.simulate import simulate
+from memo.mip.simulate.trace_events import stage_events
 from memo.trace.recorder import TraceRecorder
 
 __all__ = ["configure", "run"]

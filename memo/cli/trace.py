@@ -1,6 +1,6 @@
 """`memo trace stats|html|diff|chrome|png`: what a run's trace says, on the terminal and as files.
 
-`memo.cli.output` writes the files.
+`memo.cli.output_files` writes the files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import file_path, refuse_existing, replacing, say_written
+from memo.cli.output_files import file_path, refuse_existing, replacing, say_written
 from memo.cli.trace_tables import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
 from memo.trace import diff
+from memo.trace.format import printable
 from memo.trace.reader import Trace, read_traces
 from memo.trace.report import Report, report_on
-from memo.trace.words import printable
 
 __all__ = ["configure", "run"]
 
@@ -104,7 +104,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 def _html(args: argparse.Namespace) -> int:
     from memo.trace.html import render_page
-    from memo.trace.pagedata import page_data
+    from memo.trace.html_data import page_data
 
     refuse_existing(args.output, force=args.force)
     report = report_on(_read(args))
@@ -121,8 +121,8 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def _packing(path: Path) -> list[dict[str, Any]]:
-    from memo.mip.files import read_plan
-    from memo.trace.packing import packing_of
+    from memo.mip.address.files import read_plan
+    from memo.trace.address_plan_view import packing_of
 
     return packing_of(read_plan(path), title=path.name)
 

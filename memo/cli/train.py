@@ -1,4 +1,4 @@
-"""`memo train`: from flags to a RunConfig. The work, and torch with it, is in memo.gpt.run."""
+"""`memo train`: from flags to a RunConfig. The work, and torch with it, is in memo.gpt.train.run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS
-from memo.gpt.health import HealthConfig, OnNan, OnSpike
+from memo.gpt.optim.loss_guard import HealthConfig, OnNan, OnSpike
+from memo.gpt.optim.lr_schedule import Schedule
 from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
-from memo.gpt.schedule import Schedule
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.mip.activation_files import read_activation_plan
+from memo.mip.activation.files import read_activation_plan
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     config = _config(args)
-    from memo.gpt.run import train
+    from memo.gpt.train.run import train
 
     return train(config)
 

@@ -7,8 +7,8 @@ import enum
 import math
 
 from memo.errors import UsageError
-from memo.gpt.health import HealthConfig
-from memo.gpt.schedule import Schedule
+from memo.gpt.optim.loss_guard import HealthConfig
+from memo.gpt.optim.lr_schedule import Schedule
 
 __all__ = ["Precision", "TrainConfig"]
 

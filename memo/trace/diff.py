@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memo.trace.figures import StepStats
+from memo.trace.format import duration, percent, rate
 from memo.trace.report import Report
-from memo.trace.words import duration, percent, rate
 from memo.units import format_bytes
 
 __all__ = ["Row", "compare", "to_json"]

@@ -9,8 +9,8 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation_files import hardware_to_json, read_profile
-from memo.mip.hardware import hardware
+from memo.mip.activation.files import hardware_to_json, read_profile
+from memo.mip.inputs.hardware import hardware
 
 TINY = ["profile", "--model", "tiny", "--seq", "128", "--layers", "2", "--repeats", "1"]
 

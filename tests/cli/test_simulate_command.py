@@ -12,12 +12,12 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
-from memo.gpt.derive import Layout, derive_profile
-from memo.mip.activation import ActivationPlan, Budgets, Pipeline
-from memo.mip.activation_files import plan_to_json, profile_to_json
-from memo.mip.activation_solve import plan_activations
-from memo.mip.hardware import hardware
+from memo.mip.activation.files import plan_to_json, profile_to_json
+from memo.mip.activation.plan import ActivationPlan, Budgets, Pipeline
+from memo.mip.activation.solve import plan_activations
+from memo.mip.inputs.hardware import hardware
 from memo.trace.reader import read_trace
 
 TIB = 1 << 40

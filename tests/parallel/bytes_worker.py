@@ -19,11 +19,11 @@ from launching import SCHEDULES
 
 import memo
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.gpt.stage import Stage
-from memo.parallel.course import Course
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.pipeline_order import Course
 from memo.parallel.world import World, join
 
 ROWS, MICROBATCHES, LAYERS, HIDDEN, HEADS = 4, 8, 8, 32, 4

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memo
 from memo.errors import UsageError
-from memo.parallel.vocabulary_rows import RowsOfVocabulary
+from memo.parallel.vocabulary_parallel import RowsOfVocabulary
 
 Done = list[tuple[float, dict[str, Tensor]]]
 

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from small_models import Block, Stack
 
 import memo
-import memo.manager
-from memo.device_memory import DeviceMemory
+import memo.manager.manager
+from memo.autoplan.device_budget import DeviceMemory
 from memo.errors import UsageError
-from memo.parallel.agreement import everyones
-from memo.swap.marked import marked
+from memo.parallel.rank_agreement import everyones
+from memo.swap.recompute.record.token_local_functions import marked
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
@@ -235,7 +235,7 @@ def disagreeing() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    memo.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_memory = only_saved_tensors
     dist.init_process_group("gloo", timeout=PATIENCE)
     for case in sys.argv[1:]:
         globals()[case]()

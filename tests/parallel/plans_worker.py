@@ -19,18 +19,18 @@ from equality_worker import CPU, SEED, SEQ, Drawn, training
 from launching import SCHEDULES
 
 import memo
-import memo.manager
-from memo.device_memory import DeviceMemory
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.gpt.stage import Stage
-from memo.manager import Manager
-from memo.mip.activation import ActivationPlan
-from memo.parallel.agreement import everyones
+import memo.manager.manager
+from memo.autoplan.device_budget import DeviceMemory
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.manager.manager import Manager
+from memo.mip.activation.plan import ActivationPlan
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
-from memo.swap.groups import Groups
-from memo.swap.saved import AWAY, Group
+from memo.swap.engine.layer_calls import Groups
+from memo.swap.engine.saved_storage import AWAY, Group
 
 HOST = 256 << 20
 Steps = list[tuple[float, float, list[torch.Tensor]]]
@@ -187,11 +187,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for|PuLP|Constructing")
-    memo.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_memory = only_saved_tensors
     with join(CPU):
         early_stages_keep_less()
         ranks_of_a_layer_agree()
-        memo.manager.device_memory = lambda device, budget: only_saved_tensors(device, 1 << 40)
+        memo.manager.manager.device_memory = lambda device, budget: only_saved_tensors(device, 1 << 40)
         schedules_are_followed_from_the_first_step()
 
 

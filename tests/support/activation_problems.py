@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation_cost import predict
-from memo.mip.activation_positions import device_positions
-from memo.mip.hardware import Hardware
-from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.activation.cost import predict
+from memo.mip.activation.memory_peaks import device_positions
+from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.inputs.hardware import Hardware
+from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 
 MIB = 1 << 20
 

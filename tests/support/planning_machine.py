@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from memo.autoplan import AutoPlan
-from memo.managed import Limits, Setting
-from memo.mip.activation import ActivationPlan
-from memo.mip.activation_solve import solve_problem
-from memo.swap.levels import LayerCosts, Level
-from memo.trace.events import Lane, Span, StateChange, TensorState, Tracer
+from memo.autoplan.actuator_protocol import Limits, Setting
+from memo.autoplan.controller import AutoPlan
+from memo.events import Lane, Span, StateChange, TensorState, Tracer
+from memo.mip.activation.plan import ActivationPlan
+from memo.mip.activation.solve import solve_problem
+from memo.swap.token_levels import LayerCosts, Level
 
 LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64

@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from race_checker import CheckingBackend, CheckingDisk
 from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
-from memo.manager import Manager
-from memo.swap.checking import CheckingBackend, CheckingDisk
-from memo.swap.engine import Engine
+from memo.events import Tier, UseKind
+from memo.manager.manager import Manager
+from memo.swap.engine.engine import Engine
+from memo.swap.engine.saved_storage import LIVE, SavedStorage
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement, Quota
-from memo.swap.saved import LIVE, SavedStorage
-from memo.swap.tiers import DiskTier, HostTier
-from memo.trace.events import Tier, UseKind
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from memo.events import Lane, Span, Stall, StallCause, StepMark
 from memo.trace.diff import Row, compare
-from memo.trace.events import Lane, Span, Stall, StallCause, StepMark
 from memo.trace.reader import Trace
 from memo.trace.report import Report, report_on
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memo.errors import TraceError
-from memo.trace.events import (
+from memo.events import (
     CounterEvent,
     Event,
     Lane,

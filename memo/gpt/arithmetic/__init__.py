@@ -1,0 +1,1 @@
+"""A GPT's FLOPs, bytes and profile by arithmetic, without a GPU."""

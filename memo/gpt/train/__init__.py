@@ -1,0 +1,1 @@
+"""The training run: steps on one or many ranks, cadence, interrupts, metrics."""

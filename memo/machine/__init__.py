@@ -1,0 +1,1 @@
+"""What this machine has and can do: links, disks, host memory, this node's share, limits of its kernels."""

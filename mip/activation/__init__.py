@@ -1,0 +1,1 @@
+"""Activation planning: what is kept, moved and recomputed, by a mixed-integer program; its cost and its checker."""

@@ -1,0 +1,1 @@
+"""Address planning: buffers with lifetimes and sizes go in, offsets come out."""

@@ -1,0 +1,1 @@
+"""The planners' inputs: hardware, profiles, a machine's measured rates, pipeline schedules."""

@@ -1,0 +1,1 @@
+"""A step played under an activation plan, with no GPU."""

@@ -1,0 +1,1 @@
+"""Where moved bytes rest: device memory, host memory, disk."""
