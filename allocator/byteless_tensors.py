@@ -1,6 +1,6 @@
 """Tensors with shapes and no bytes: a model of any size runs one step in a few megabytes.
 
-`Hollow` is a dispatch mode. Operators that move no data (views, `set_`) run as they are. All others run under torch's
+`BytelessMode` is a dispatch mode. Operators that move no data (views, `set_`) run as they are. All others run under torch's
 FakeTensorMode, on fakes made for the call, and their results become ordinary CPU tensors over address space that no memory
 backs. So types, devices, storage identities, version counters and lifetimes are exactly those of a real CPU run, and what
 asks for them (autograd, saved-tensor hooks, memo's own engine) cannot tell the difference. What asks for the bytes can:
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from memo.allocator.record_step import asked_for_shapes, runs_itself
 from memo.errors import RecordError
 
-__all__ = ["Hollow", "hollow_storage"]
+__all__ = ["BytelessMode", "hollow_storage"]
 
 # mmap's name for it is missing before Python 3.12.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -90,7 +90,7 @@ class _Answer(NamedTuple):
     """The operator's own structure with _Made and _Given for its tensors."""
 
 
-class Hollow(TorchDispatchMode):
+class BytelessMode(TorchDispatchMode):
     """While entered, every operator on CPU tensors computes shapes only."""
 
     def __init__(self) -> None:

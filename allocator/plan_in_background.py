@@ -18,10 +18,10 @@ from typing import IO
 
 import memo
 from memo.errors import MemoError, SolverFailed
-from memo.mip.address.check import require_valid
+from memo.mip.address.checker import require_valid
 from memo.mip.address.files import plan_to_json, problem_to_json, read_plan, read_problem
 from memo.mip.address.problem import Plan, Problem
-from memo.mip.address.solve import Method, solve
+from memo.mip.address.solver import Method, solve
 from memo.mip.strict_json import STDIN
 
 __all__ = ["Planning"]

@@ -22,9 +22,9 @@ from memo.allocator.native import FREE, MALLOC, Native
 from memo.allocator.plan_from_events import layout_of, problem_of, recording_of
 from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
-from memo.mip.address.solve import Method, solve
+from memo.mip.address.solver import Method, solve
 from memo.mip.compile_cpp import build
-from memo.record.record_step import gpt_step, record_step
+from memo.record.recording import gpt_step, record_step
 
 ROOT = Path(__file__).resolve().parent
 PAIRS = 1_000_000

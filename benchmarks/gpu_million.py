@@ -103,9 +103,9 @@ def plan_for(request: Request, config: GPTConfig) -> ActivationPlan:
     from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
     from memo.mip.activation.mlp_tiles import solve_tiles
     from memo.mip.activation.plan import ActivationProblem, Budgets
-    from memo.mip.inputs.hardware import hardware
+    from memo.mip.inputs.hardware import hardware_preset
 
-    machine = dataclasses.replace(hardware(request.gpu), device_bytes=request.device_bytes)
+    machine = dataclasses.replace(hardware_preset(request.gpu), device_bytes=request.device_bytes)
     budgets = Budgets(device_bytes=request.device_bytes, host_bytes=request.host_bytes)
 
     def problem(tiles: int) -> ActivationProblem:

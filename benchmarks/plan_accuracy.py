@@ -25,9 +25,9 @@ from torch import nn
 
 import memo
 from benchmarks.results import write_result
-from memo.autoplan.actuator import Carrier
+from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceMemory
+from memo.autoplan.device_budget import DeviceBudget
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
@@ -202,8 +202,8 @@ def run(case: Case, rounds: int) -> Row:
     model = Stack()
     ids = torch.randn(1, case.tokens, HIDDEN)
     automatic, engine, tokenwise = manager(model, case)
-    memory = DeviceMemory(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Carrier(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
+    memory = DeviceBudget(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
     planning = AutoPlan(carrier, checked_plan)
     automatic.plan_with(planning)
     while planning.use().phase != "settled":

@@ -42,8 +42,8 @@ from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
 from memo.mip.address.files import write_file
 from memo.mip.inputs.hardware import Hardware, hardware_of
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.prove import prove
-from memo.record.record_step import gpt_step, record_step
+from memo.mip.simulate.proof import prove
+from memo.record.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again

@@ -21,11 +21,11 @@ from memo.errors import MemoError
 
 if TYPE_CHECKING:
     from memo.allocator.pluggable import memory_stats, use_planned_allocator
-    from memo.loss.linear_cross_entropy import linear_cross_entropy
+    from memo.loss.projection_loss import linear_cross_entropy
     from memo.loss.without_logits import loss_without_logits
     from memo.manager.manager import Manager, offload
     from memo.parallel.hugging_face import parallelize
-    from memo.profiling.measure_profile import measure_profile as profile
+    from memo.profiling.measure import measure_profile as profile
     from memo.swap.recompute.record.memoized import memoize
 
 # In a checkout the subpackages swap, allocator, mip and kernels lie beside this folder, installed they lie in it. So a tree
@@ -52,12 +52,12 @@ __all__ = [
 _HOME = {
     "offload": "memo.manager.manager:offload",
     "Manager": "memo.manager.manager:Manager",
-    "linear_cross_entropy": "memo.loss.linear_cross_entropy:linear_cross_entropy",
+    "linear_cross_entropy": "memo.loss.projection_loss:linear_cross_entropy",
     "loss_without_logits": "memo.loss.without_logits:loss_without_logits",
     "memoize": "memo.swap.recompute.record.memoized:memoize",
     "memory_stats": "memo.allocator.pluggable:memory_stats",
     "parallelize": "memo.parallel.hugging_face:parallelize",
-    "profile": "memo.profiling.measure_profile:measure_profile",
+    "profile": "memo.profiling.measure:measure_profile",
     "use_planned_allocator": "memo.allocator.pluggable:use_planned_allocator",
 }
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 from typing import Generic, TypeVar
 
-__all__ = ["Recent"]
+__all__ = ["LRU"]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class Recent(Generic[_Key, _Value]):
+class LRU(Generic[_Key, _Value]):
     """Of more than `most` entries the one not used for longest goes."""
 
     def __init__(self, most: int) -> None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Identities"]
+__all__ = ["StorageMap"]
 
 
-class Identities:
+class StorageMap:
     """Storage -> anything.
 
     A `brief` one lasts no longer than a layer's forward and its recompute. What it knows of dead storages goes with it, not

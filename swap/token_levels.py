@@ -5,9 +5,9 @@ of a layer are cut into consecutive ranges in the order of the levels, so that w
 prefix of its tokens.
 
     tokens      0            k1              k2            s
-                |    ALL     |    MATMULS    |  ATTENTION  |
-    saved       everything    matrix products  attention      (the layer's input and attention's results always)
-    repeated    nothing       element-wise     all but attention
+                |  SAVE_ALL  |  SAVE_MATMULS   |  SAVE_ATTENTION   |
+    saved         everything   matrix products   attention          (the layer's input and attention's results always)
+    repeated      nothing      element-wise      all but attention
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _SLACK = 1e-6
 class Level(enum.Enum):
     """What is saved of a token's activations; the rest is computed again in backward."""
 
-    ALL = "everything is saved, nothing is repeated"
-    MATMULS = (
+    SAVE_ALL = "everything is saved, nothing is repeated"
+    SAVE_MATMULS = (
         "results of attention and of matrix products (ranks' sums of them) are saved, element-wise work is repeated"
     )
-    ATTENTION = "results of attention are saved, everything else is repeated"
-    NOTHING = "the layer runs again from its input, attention too; for whole layers only"
+    SAVE_ATTENTION = "results of attention are saved, everything else is repeated"
+    SAVE_INPUT = "the layer runs again from its input, attention too; for whole layers only"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ def setting_of(value: object) -> TokenLevels | Level:
     Raises:
         UsageError: it is none of these, or its fractions do not sum to 1.
     """
-    if isinstance(value, TokenLevels) or value is Level.NOTHING:
+    if isinstance(value, TokenLevels) or value is Level.SAVE_INPUT:
         return value
     if isinstance(value, Level):
-        return TokenLevels(**{value.name.lower(): 1.0})
+        return TokenLevels(**{value.name.removeprefix("SAVE_").lower(): 1.0})
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return TokenLevels.of_alpha(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
@@ -136,21 +136,21 @@ class LayerCosts:
     tokens: int
     """Of one sequence; bytes per token are those of all sequences of the batch."""
     input_bytes: int
-    """All that is moved at level NOTHING."""
+    """All that is moved at level SAVE_INPUT."""
     always_bytes: int
     """Moved at every other level: the layer's input, attention's results, and what no token owns."""
     bytes_per_token: dict[Level, float]
     """Moved besides, for each token at that level; a mask of dropout takes one bit an element. A layer that is not proven
-    to treat tokens apart has level ALL only."""
+    to treat tokens apart has level SAVE_ALL only."""
     beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
     """Of these, what autograd does not save and a recompute at that level is given."""
     recompute_s_per_token: dict[Level, float]
-    """Shortest time seen of repeating at that level; only levels that have run, and ALL, which repeats nothing."""
+    """Shortest time seen of repeating at that level; only levels that have run, and SAVE_ALL, which repeats nothing."""
 
     def nbytes(self, levels: TokenLevels) -> int:
         """Bytes that the layer moves when its tokens are divided so."""
         first, second = levels.ends(self.tokens)
-        counts = {Level.ALL: first, Level.MATMULS: second - first, Level.ATTENTION: self.tokens - second}
+        counts = {Level.SAVE_ALL: first, Level.SAVE_MATMULS: second - first, Level.SAVE_ATTENTION: self.tokens - second}
         return self.always_bytes + round(sum(count * self.bytes_per_token[level] for level, count in counts.items()))
 
 

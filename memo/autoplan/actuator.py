@@ -12,7 +12,7 @@ import torch
 from torch.autograd.variable import Variable
 
 from memo.autoplan.actuator_protocol import Limits, Setting
-from memo.autoplan.device_peaks import DeviceUse, Place
+from memo.autoplan.device_peaks import DevicePeaks, Place
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation.plan import chunk_layers
@@ -23,7 +23,7 @@ from memo.swap.token_levels import Level, TokenLevels
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from memo.autoplan.device_budget import DeviceMemory
+    from memo.autoplan.device_budget import DeviceBudget
     from memo.events import Tracer
     from memo.mip.activation.plan import ActivationPlan, LayerPlan
     from memo.swap.engine.engine import Engine
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.token_wise import TokenWise
     from memo.swap.token_levels import LayerCosts
 
-__all__ = ["Carrier", "settings_of"]
+__all__ = ["Actuator", "settings_of"]
 
 MOST_MIXED = 0.5
 """Of the tokens: both levels of recompute are timed, with few bytes more than at the safest setting."""
@@ -42,15 +42,15 @@ UNBOUNDED_DISK = 1 << 60
 """What a scratch file may take that grows as needed: its end is found by running into it, and spilled then."""
 
 
-class Carrier:
-    """Satisfies `memo.autoplan.actuator_protocol.Managed`."""
+class Actuator:
+    """Satisfies `memo.autoplan.actuator_protocol.ActuatorProtocol`."""
 
     def __init__(
         self,
         engine: Engine,
         tokenwise: TokenWise,
         layers: Sequence[Layer],
-        memory: DeviceMemory,
+        memory: DeviceBudget,
         *,
         tracer: Tracer | None,
         link: Callable[[], tuple[float, float, float] | None] = lambda: None,
@@ -63,7 +63,7 @@ class Carrier:
         self._tracer = tracer
         self._link = link
         self._gradients_to_come = gradients_to_come
-        self._used = DeviceUse(memory, engine.stats)
+        self._used = DevicePeaks(memory, engine.stats)
         self._others: Mapping[str | Place, int] = {}  # beside saved tensors, in the last step
         self._idle_bytes = self._gradient_bytes = 0  # in use between steps, and what then comes to stay
         self._trials = 0
@@ -126,7 +126,7 @@ class Carrier:
         """
         products = [
             known.tokens
-            * (known.bytes_per_token.get(Level.MATMULS, 0.0) + known.beside_per_token.get(Level.MATMULS, 0.0))
+            * (known.bytes_per_token.get(Level.SAVE_MATMULS, 0.0) + known.beside_per_token.get(Level.SAVE_MATMULS, 0.0))
             for known in self.costs().values()
         ]
         wanted = calls * sum(products)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan
     from memo.swap.token_levels import LayerCosts
 
-__all__ = ["MEASURING", "SAFEST", "Limits", "Managed", "Setting"]
+__all__ = ["MEASURING", "SAFEST", "ActuatorProtocol", "Limits", "Setting"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Limits:
     disk_bytes: int
 
 
-class Managed(Protocol):
+class ActuatorProtocol(Protocol):
     """What a plan is carried out on."""
 
     @property

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.autoplan.actuator_protocol import MEASURING, SAFEST, Setting
-from memo.autoplan.plan_cache import Phase, Regime, Regimes, growth, joint
-from memo.autoplan.plan_outcome import PlanUse
+from memo.autoplan.plan_cache import CachedPlan, Phase, PlanCache, growth, joint
+from memo.autoplan.plan_outcome import PlanOutcome
 from memo.autoplan.profile_from_step import (
     beside_layers,
     measured_hardware,
@@ -38,10 +38,10 @@ from memo.autoplan.profile_from_step import (
     scaled_profile,
     seconds_of,
 )
-from memo.autoplan.step_evidence import Findings, alone, least, worst
-from memo.autoplan.step_timeline import StepFigures
+from memo.autoplan.step_evidence import StepEvidence, alone, least, worst
+from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
-from memo.lru import Recent
+from memo.lru import LRU
 from memo.mip.activation.cost import predict
 from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
 from memo.mip.inputs.profile import Signature
@@ -51,7 +51,7 @@ from memo.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from memo.autoplan.actuator_protocol import Managed
+    from memo.autoplan.actuator_protocol import ActuatorProtocol
     from memo.autoplan.step_evidence import Everyones
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
@@ -76,7 +76,7 @@ class AutoPlan:
 
     def __init__(
         self,
-        managed: Managed,
+        managed: ActuatorProtocol,
         make_plan: Callable[[ActivationProblem], ActivationPlan],
         *,
         everyones: Everyones = alone,
@@ -90,9 +90,9 @@ class AutoPlan:
         self._everyones = everyones
         self._held = held
         self._turns = turns
-        self._figures = StepFigures(beyond)
+        self._figures = StepTimeline(beyond)
         self._model = model
-        self._regimes = Regimes()
+        self._regimes = PlanCache()
         self._shape: Signature | None = None  # of the step under way
         self._watches = False  # its shape is not that of the step before: does it keep the budget?
         self._measured: Signature | None = None  # of the one whose device memory was looked at last
@@ -104,7 +104,7 @@ class AutoPlan:
         self._others_bytes = 0
         self._hardware: Hardware | None = None
         self._why_not: str | None = None
-        self._warned: Recent[str, bool] = Recent(MOST_WARNED)
+        self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         managed.use(MEASURING)
 
     @property
@@ -113,10 +113,10 @@ class AutoPlan:
         regime = self._regimes.current
         return None if regime is None else regime.plan
 
-    def use(self) -> PlanUse:
+    def use(self) -> PlanOutcome:
         """For a report."""
-        regime = self._regimes.current or Regime()
-        return PlanUse(
+        regime = self._regimes.current or CachedPlan()
+        return PlanOutcome(
             phase=regime.phase.name.lower().replace("_", " "),
             signature=self._regimes.signature,
             plan=regime.plan,
@@ -175,7 +175,7 @@ class AutoPlan:
         regime = self._regimes.current
         return self._watches or regime is None or regime.phase is not Phase.SETTLED
 
-    def _conclude(self, regime: Regime, *, excess: int) -> None:
+    def _conclude(self, regime: CachedPlan, *, excess: int) -> None:
         if not self._judges:
             return
         grown = self._growth(self._shape)
@@ -204,20 +204,20 @@ class AutoPlan:
                 self._compare(regime, found)
         self._enter(regime)
 
-    def _found(self, peak: int, *, trials: int, looks_at_links: bool) -> Findings:
+    def _found(self, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
         """Of the step that is over, on this rank."""
         assert self._shape is not None
         self._managed.finish()
         times = self._figures.times()
         if times is None:
-            return Findings(problem="no layer ran forward and backward in the step that was measured")
+            return StepEvidence(problem="no layer ran forward and backward in the step that was measured")
         if len(times.layers) < self._managed.n_layers:
-            return Findings(problem="some layers did not run in the step that was measured")
+            return StepEvidence(problem="some layers did not run in the step that was measured")
         try:
             profile = measured_profile(times, self._managed.costs(), self._shape, mlp_tiles=self._managed.mlp_tiles)
         except MemoError as error:
-            return Findings(problem=str(error))
-        return Findings(
+            return StepEvidence(problem=str(error))
+        return StepEvidence(
             profile=profile,
             hardware=self._machine(times) if looks_at_links else None,
             calls=max(layer.calls for layer in times.layers.values()),
@@ -235,7 +235,7 @@ class AutoPlan:
             link=self._managed.link(),
         )
 
-    def _enter(self, regime: Regime) -> None:
+    def _enter(self, regime: CachedPlan) -> None:
         """The regime's setting comes into force; one that is a bound and no plan, anew at each length."""
         grown = self._growth(self._shape)
         if regime.setting is not self._in_force or (isinstance(regime.setting, Setting) and grown != 1.0):
@@ -248,7 +248,7 @@ class AutoPlan:
             self._listening = regime.phase.measures
             self._managed.listen(self._figures if self._listening else None)
 
-    def _profile(self, regime: Regime, found: Findings) -> None:
+    def _profile(self, regime: CachedPlan, found: StepEvidence) -> None:
         try:
             if found.profile is None:
                 raise PlanError(str(found.problem))
@@ -261,13 +261,13 @@ class AutoPlan:
             beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
             self._give_up(regime, f"{error}{beside}")
 
-    def _give_up(self, regime: Regime, why: str) -> None:
+    def _give_up(self, regime: CachedPlan, why: str) -> None:
         """No plan: the device's budget is worth more than speed."""
         regime.phase, regime.setting = Phase.SETTLED, SAFEST
         self._why_not = why
         self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
 
-    def _plan(self, regime: Regime) -> None:
+    def _plan(self, regime: CachedPlan) -> None:
         """Makes the plan of what is known, and has it tried.
 
         Raises:
@@ -314,19 +314,19 @@ class AutoPlan:
         """How many times as many tokens this shape has as the step whose device memory is known."""
         return 1.0 if shape is None or self._measured is None else growth(self._measured, shape)
 
-    def _new(self, signature: Signature) -> Regime:
+    def _new(self, signature: Signature) -> CachedPlan:
         """Another batch or length: planned at once from what is known of another one, else measured first."""
         known = self._regimes.nearest(signature)
         if known is not None and known.profile is not None:
             try:
-                regime = Regime(profile=scaled_profile(known.profile, signature), calls=known.calls)
+                regime = CachedPlan(profile=scaled_profile(known.profile, signature), calls=known.calls)
                 self._plan(regime)
                 return regime
             except MemoError:
                 pass  # measured like the first one
-        return Regime()
+        return CachedPlan()
 
-    def _compare(self, regime: Regime, found: Findings) -> None:
+    def _compare(self, regime: CachedPlan, found: StepEvidence) -> None:
         """Predicted against measured; what is off is measured into the profile, and the plan made again."""
         assert regime.plan is not None
         assert regime.profile is not None
@@ -350,7 +350,7 @@ class AutoPlan:
         else:
             self._correct(regime, _corrected(regime.profile, profile) if is_timed else regime.profile)
 
-    def _keep_less(self, regime: Regime, peak: int) -> None:
+    def _keep_less(self, regime: CachedPlan, peak: int) -> None:
         """After a step that took more than the budget; `peak` is that of its saved tensors, on the worst of the ranks.
 
         What it took besides is known by now, and left free by the next plan.
@@ -367,7 +367,7 @@ class AutoPlan:
         except MemoError as error:
             self._give_up(regime, str(error))
 
-    def _correct(self, regime: Regime, profile: Profile) -> None:
+    def _correct(self, regime: CachedPlan, profile: Profile) -> None:
         """Plans again, of what is known now."""
         regime.corrections += 1
         try:
@@ -377,7 +377,7 @@ class AutoPlan:
             regime.phase = Phase.SETTLED
             self._warn("no-plan", f"the plan stays as it is: {error}")
 
-    def _warn_off(self, predicted: StagePrediction, regime: Regime) -> None:
+    def _warn_off(self, predicted: StagePrediction, regime: CachedPlan) -> None:
         signature = self._regimes.signature
         assert signature is not None
         measured = "" if regime.measured_s is None else f"{format_duration(regime.measured_s)} and "

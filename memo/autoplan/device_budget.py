@@ -16,7 +16,7 @@ from memo.machine.process_memory import peak_rss_bytes, rss_bytes
 from memo.swap.memory.host_memory import available_host_bytes
 from memo.swap.tensor_kinds import local_part
 
-__all__ = ["DeviceMemory", "device_memory", "gradients_to_come"]
+__all__ = ["DeviceBudget", "device_memory", "gradients_to_come"]
 
 USABLE = 0.94
 """Of a GPU's memory: the context, libraries' workspaces and what an allocator cannot fill take the rest."""
@@ -25,7 +25,7 @@ USABLE_RSS = 0.8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
+class DeviceBudget:
     """Of one process."""
 
     total_bytes: int
@@ -39,18 +39,18 @@ class DeviceMemory:
     """What is let go of counts no more, so that each part of a step has a peak of its own."""
 
 
-def device_memory(device: torch.device, budget: int | None) -> DeviceMemory:
+def device_memory(device: torch.device, budget: int | None) -> DeviceBudget:
     """With `budget`, or all that there is."""
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory * USABLE)
-        return DeviceMemory(
+        return DeviceBudget(
             total_bytes=total if budget is None else min(total, budget),
             # torch.cuda's own functions raise where another allocator than torch's serves the device.
             peak_bytes=lambda: peak_allocated_bytes(device),
             restart=lambda: restart_peaks(device),
             now_bytes=lambda: allocated_bytes(device),
         )
-    return DeviceMemory(
+    return DeviceBudget(
         total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
         peak_bytes=peak_rss_bytes,
         restart=_forget_peak_rss,

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from memo.autoplan.device_budget import DeviceMemory
+    from memo.autoplan.device_budget import DeviceBudget
     from memo.swap.stats import Stats
 
-__all__ = ["DeviceUse", "Place", "StepUse"]
+__all__ = ["DevicePeaks", "Place", "StepUse"]
 
 
 class Place(enum.Enum):
@@ -45,10 +45,10 @@ class StepUse:
     """Beside them, while each layer ran and around them."""
 
 
-class DeviceUse:
+class DevicePeaks:
     """Of one device, and the engine's ledger of it."""
 
-    def __init__(self, memory: DeviceMemory, stats: Stats) -> None:
+    def __init__(self, memory: DeviceBudget, stats: Stats) -> None:
         self.has_edges = False
         """A step without is one interval, and the device's peak the program's to restart."""
         self._memory = memory

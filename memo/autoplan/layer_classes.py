@@ -1,7 +1,7 @@
 """From what was measured of each layer to the classes of a profile: the one place where measured layers become alike.
 
 Two measurements end here: the step that a manager runs before it plans (memo.autoplan.profile_from_step), and `memo
-profile`'s (memo.profiling.measure_profile). Layers of one name that save the same at each level are one class and
+profile`'s (memo.profiling.measure). Layers of one name that save the same at each level are one class and
 share their median times, so that noise makes no two of them differ.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["classes_of", "levels_of", "mlp_tiles_of"]
 
-_LEVELS = {Level.ALL: SwapLevel.ALL, Level.MATMULS: SwapLevel.MATMULS, Level.ATTENTION: SwapLevel.ATTENTION}
+_LEVELS = {level: SwapLevel[level.name] for level in Level}
 _TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
@@ -41,9 +41,9 @@ def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:
         if name not in costs.bytes_per_token:
             continue
         nbytes = round(costs.bytes_per_token[name] * costs.tokens)
-        if level is not Level.ALL and nbytes >= found[-1].saved_bytes:
+        if level is not Level.SAVE_ALL and nbytes >= found[-1].saved_bytes:
             continue
-        per_token = 0.0 if level is Level.ALL else costs.recompute_s_per_token.get(name)
+        per_token = 0.0 if level is Level.SAVE_ALL else costs.recompute_s_per_token.get(name)
         if per_token is not None:
             beside = round(costs.beside_per_token.get(name, 0.0) * costs.tokens)
             found.append(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan
     from memo.mip.inputs.profile import Profile
 
-__all__ = ["Phase", "Regime", "Regimes", "growth", "joint"]
+__all__ = ["CachedPlan", "Phase", "PlanCache", "growth", "joint"]
 
 MAX_PLANS = 32
 """Signatures whose plans are kept; the one not used for longest goes."""
@@ -54,7 +54,7 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class Regime:
+class CachedPlan:
     """One signature's state."""
 
     phase: Phase = Phase.WARM_UP
@@ -82,16 +82,16 @@ class Regime:
         self.phase = Phase.PLANNED if plan.declined is None else Phase.SETTLED
 
 
-class Regimes:
+class PlanCache:
     """By signature; the one in force was used last."""
 
     def __init__(self) -> None:
-        self._known: collections.OrderedDict[Signature, Regime] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Signature, CachedPlan] = collections.OrderedDict()
         self.signature: Signature | None = None
         """That the regime in force is for; the step's own, or a larger one."""
 
     @property
-    def current(self) -> Regime | None:
+    def current(self) -> CachedPlan | None:
         return None if self.signature is None else self._known[self.signature]
 
     @property
@@ -99,7 +99,7 @@ class Regimes:
         """How many there are."""
         return sum(regime.plan is not None for regime in self._known.values())
 
-    def find(self, shape: Signature) -> Regime | None:
+    def find(self, shape: Signature) -> CachedPlan | None:
         """Brings the regime for a step's shape into force; None where there is none."""
         found = shape if shape in self._known else self._covering(shape)
         if found is None:
@@ -110,18 +110,18 @@ class Regimes:
         self._known.move_to_end(found)
         return self._known[found]
 
-    def add(self, signature: Signature, regime: Regime) -> None:
+    def add(self, signature: Signature, regime: CachedPlan) -> None:
         """Brings a new one into force."""
         self._known[signature] = regime
         self.signature = signature
         if len(self._known) > MAX_PLANS:
             self._known.popitem(last=False)
 
-    def nearest(self, shape: Signature) -> Regime | None:
+    def nearest(self, shape: Signature) -> CachedPlan | None:
         """The profiled one to foretell a shape from: measured if there is any, and the nearest in size."""
         profiled = [(known, regime) for known, regime in self._known.items() if regime.profile is not None]
 
-        def distance(known: Signature, regime: Regime) -> tuple[bool, float]:
+        def distance(known: Signature, regime: CachedPlan) -> tuple[bool, float]:
             assert regime.profile is not None
             return regime.profile.role is not Role.MEASURED, abs(math.log(growth(known, shape)))
 

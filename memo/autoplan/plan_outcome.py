@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan
     from memo.mip.inputs.profile import Signature
 
-__all__ = ["PlanUse"]
+__all__ = ["PlanOutcome"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlanUse:
+class PlanOutcome:
     """One manager's planning, at one time."""
 
     phase: str

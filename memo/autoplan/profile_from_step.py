@@ -60,8 +60,8 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
     always_bytes = 0
-    levels: tuple[LevelProfile, ...] = (LevelProfile(level=Level.ALL, saved_bytes=times.saved_bytes // calls),)
-    if costs is not None and len(costs.recompute_s_per_token) > 1:  # beside ALL, so a recompute was accepted
+    levels: tuple[LevelProfile, ...] = (LevelProfile(level=Level.SAVE_ALL, saved_bytes=times.saved_bytes // calls),)
+    if costs is not None and len(costs.recompute_s_per_token) > 1:  # beside SAVE_ALL, so a recompute was accepted
         always_bytes, levels = costs.always_bytes, levels_of(costs)
     return LayerProfile(
         name="layer",
@@ -116,7 +116,9 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
     square = linear * signature.tokens / before.tokens
 
     def layer(known: LayerProfile) -> LayerProfile:
-        again = next((level.recompute_s for level in known.levels if level.level is Level.ATTENTION), known.forward_s)
+        again = next(
+            (level.recompute_s for level in known.levels if level.level is Level.SAVE_ATTENTION), known.forward_s
+        )
         token_wise = min(again, known.forward_s) / known.forward_s if known.forward_s else 1.0
         factor = token_wise * linear + (1 - token_wise) * square
         return dataclasses.replace(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs.hardware import Hardware
 
-__all__ = ["Everyones", "Findings", "alone", "least", "worst"]
+__all__ = ["Everyones", "StepEvidence", "alone", "least", "worst"]
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ def alone(value: _T, /) -> list[_T]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class StepEvidence:
     """Of one step, and one rank or the worst of several."""
 
     profile: Profile | None = None
@@ -64,12 +64,12 @@ class Findings:
     problem: str | None = None
 
 
-def worst(found: Sequence[Findings]) -> Findings:
+def worst(found: Sequence[StepEvidence]) -> StepEvidence:
     """What holds for every rank."""
     problem = next((one.problem for one in found if one.problem is not None), None)
     if problem is not None:
-        return Findings(problem=problem)
-    return Findings(
+        return StepEvidence(problem=problem)
+    return StepEvidence(
         profile=_slowest([one.profile for one in found if one.profile is not None]),
         hardware=_narrowest([one.hardware for one in found if one.hardware is not None]),
         calls=max(one.calls for one in found),

@@ -15,7 +15,7 @@ from memo.events import Lane, Span, Stall, StallCause, StateChange
 if TYPE_CHECKING:
     from memo.events import Event, Tracer
 
-__all__ = ["LaneUse", "LayerTimes", "StepFigures", "StepTimes"]
+__all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class StepTimes:
         return self.end_ns - self.begin_ns
 
 
-class StepFigures:
+class StepTimeline:
     """Satisfies `memo.events.Tracer`. `beyond` is the trace being written, or None."""
 
     def __init__(self, beyond: Tracer | None = None) -> None:

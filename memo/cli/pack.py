@@ -21,7 +21,7 @@ from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
 from memo.mip.address.files import Notes, plan_to_csv, plan_to_json, read_annotated, write_file
 from memo.mip.address.problem import DEVICE, Plan, Problem
-from memo.mip.address.solve import Method, Progress, solve
+from memo.mip.address.solver import Method, Progress, solve
 from memo.mip.address.svg import write_picture
 from memo.mip.strict_json import STDIN
 from memo.units import format_bytes, parse_bytes, parse_duration_s

@@ -22,9 +22,9 @@ from memo.mip.activation.files import plan_to_json, read_hardware, read_profile
 from memo.mip.activation.mlp_tiles import TILES, solve_tiles
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
 from memo.mip.inputs.doctor_rates import with_measured
-from memo.mip.inputs.hardware import PRESETS, Hardware, hardware
+from memo.mip.inputs.hardware import PRESETS, Hardware, hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.prove import prove
+from memo.mip.simulate.proof import prove
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ class Request:
         Raises:
             UsageError, PlanError: an argument or a file that cannot be understood.
         """
-        machine = read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware(args.gpu)
+        machine = (
+            read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
+        )
         if args.doctor is not None:
             machine = with_measured(machine, args.doctor)
         if (args.profile is None) == (args.model is None):

@@ -17,7 +17,7 @@ from memo.mip.activation.cost import predict
 from memo.mip.activation.free_swap_length import crossover_tokens
 from memo.mip.activation.memory_peaks import device_positions
 from memo.mip.activation.plan import ActivationPlan, LayerPlan
-from memo.mip.simulate.prove import prove
+from memo.mip.simulate.proof import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """`memo profile`: what each layer saves, computes and repeats, measured in a real step; the input of `memo plan --profile`.
 
-The work, and torch with it, is in memo.profiling.measure_profile.
+The work, and torch with it, is in memo.profiling.measure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memo.mip.inputs.profile import LayerProfile, Profile
-    from memo.record.record_step import Step
+    from memo.record.recording import Step
 
 __all__ = ["configure", "run"]
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     build = _step_maker(args, tokens)
-    from memo.profiling.measure_profile import measure_profile
+    from memo.profiling.measure import measure_profile
 
     profile = measure_profile(
         build, name=args.model, batch=args.batch, tokens=tokens, repeats=args.repeats, disk=args.disk_dir
@@ -89,13 +89,13 @@ def _step_maker(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
     if ":" in args.model:
         if args.layers is not None or args.variant != "gpt":
             raise UsageError("--layers and --variant are for the named models")
-        from memo.record.record_step import load_step
+        from memo.record.recording import load_step
 
         return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
     config = preset(args.model, variant=args.variant, layers=args.layers)
     if config.positions == "learned" and tokens > config.max_seq:
         config = preset(args.model, variant=args.variant, layers=args.layers, max_seq=tokens)
-    from memo.record.record_step import gpt_step
+    from memo.record.recording import gpt_step
 
     return functools.partial(gpt_step, config, batch=args.batch, tokens=tokens, precision=Precision(args.precision))
 

@@ -18,9 +18,9 @@ from memo.errors import ExitCode, UsageError
 from memo.events import Tier
 from memo.mip.activation.files import read_activation_plan, read_hardware, read_profile
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
-from memo.mip.inputs.hardware import PRESETS, Hardware, hardware
+from memo.mip.inputs.hardware import PRESETS, Hardware, hardware_preset
 from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulate import simulate
+from memo.mip.simulate.simulator import simulate
 from memo.mip.simulate.trace_events import stage_events
 from memo.trace.recorder import TraceRecorder
 
@@ -76,7 +76,7 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
 
 
 def _hardware(name: str) -> Hardware:
-    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware(name)
+    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware_preset(name)
 
 
 def _write(

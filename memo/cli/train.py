@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt.config import PRESETS
-from memo.gpt.optim.loss_guard import HealthConfig, OnNan, OnSpike
+from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan, OnSpike
 from memo.gpt.optim.lr_schedule import Schedule
 from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
 from memo.gpt.train_config import Precision, TrainConfig
@@ -228,7 +228,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     training = TrainConfig(
         schedule=schedule,
         clip=flags.pop("clip") or None,
-        health=HealthConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
+        health=LossGuardConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")

@@ -30,10 +30,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from memo.errors import UsageError
-from memo.loss.logit_transform_shape import PLAIN, LogitShape
+from memo.loss.logit_transform_shape import PLAIN, LogitTransformShape
 from memo.loss.output_rows import Vocabulary, WholeVocabulary
 
-__all__ = ["IGNORE", "Reduction", "chunk_tokens", "linear_cross_entropy"]
+__all__ = ["IGNORE", "Reduction", "chunk_tokens", "chunked_linear_cross_entropy"]
 
 Reduction = Literal["mean", "sum"]
 
@@ -53,13 +53,13 @@ def chunk_tokens(vocab_size: int) -> int:
     return min(MAX_CHUNK_TOKENS, 1 << (fitting.bit_length() - 1))
 
 
-def linear_cross_entropy(
+def chunked_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    shape: LogitShape = PLAIN,
+    shape: LogitTransformShape = PLAIN,
     reduction: Reduction = "mean",
     ignore_index: int = IGNORE,
     chunk: int | None = None,
@@ -113,7 +113,7 @@ class _How:
     wide: torch.dtype
     """Of everything behind them."""
     vocabulary: Vocabulary
-    shape: LogitShape
+    shape: LogitTransformShape
     mean: bool
     ignore_index: int
 

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from memo.errors import UsageError
-from memo.loss.linear_cross_entropy import linear_cross_entropy
 from memo.loss.logit_rules import WITHOUT_ELEMENTS, by_rule
 from memo.loss.logit_transform import Steps
+from memo.loss.projection_loss import linear_cross_entropy
 
 __all__ = ["DeferredLogits", "Product", "deferred"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memo.loss.logit_transform_shape import LogitShape
+from memo.loss.logit_transform_shape import LogitTransformShape
 
 __all__ = ["DIVISIONS", "Steps"]
 
@@ -36,7 +36,7 @@ class Steps:
         return logits
 
     @property
-    def formula(self) -> tuple[Tensor | None, LogitShape] | None:
+    def formula(self) -> tuple[Tensor | None, LogitTransformShape] | None:
         """The bias that was added first, and scale and cap; None if it is another formula."""
         bias: Tensor | None = None
         before, behind, bent = 1.0, 1.0, False
@@ -52,5 +52,5 @@ class Steps:
                 factor = 1.0 / arguments[0] if name in DIVISIONS else float(arguments[0])
                 before, behind = (before, behind * factor) if bent else (before * factor, behind)
         if not bent:
-            return bias, LogitShape(scale=before)
-        return (bias, LogitShape(scale=before * behind, soft_cap=behind)) if behind > 0 else None
+            return bias, LogitTransformShape(scale=before)
+        return (bias, LogitTransformShape(scale=before * behind, soft_cap=behind)) if behind > 0 else None

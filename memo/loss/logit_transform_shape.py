@@ -15,11 +15,11 @@ import torch
 
 from memo.errors import UsageError
 
-__all__ = ["PLAIN", "LogitShape"]
+__all__ = ["PLAIN", "LogitTransformShape"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LogitShape:
+class LogitTransformShape:
     """Scaled first, then capped."""
 
     scale: float = 1.0
@@ -46,4 +46,4 @@ class LogitShape:
         return slope if self.scale == 1.0 else slope.mul_(self.scale)
 
 
-PLAIN = LogitShape()
+PLAIN = LogitTransformShape()

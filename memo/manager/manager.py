@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator.pluggable import model_steps
-from memo.autoplan.actuator import Carrier
+from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import device_memory, gradients_to_come
 from memo.autoplan.step_evidence import alone
@@ -29,7 +29,7 @@ from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.manager.validate import require_kinds
 from memo.mip.activation.stage_plans import needs
-from memo.parallel.pipeline_order import Course
+from memo.parallel.pipeline_order import PipelineOrder
 from memo.parallel.rank_agreement import everyones
 from memo.parallel.tensor_parallel_group import group_of
 from memo.swap.engine.engine import Engine
@@ -96,7 +96,7 @@ def offload(
             tensors; the report says which, and why. Three fractions, or TokenLevels, divide the tokens among three levels:
             everything moves, the results of matrix products move and element-wise work is repeated, all but attention is
             repeated.
-        levels: the same for single layers, by position or name; `Level.NOTHING` moves a layer's input alone and runs the
+        levels: the same for single layers, by position or name; `Level.SAVE_INPUT` moves a layer's input alone and runs the
             layer again whole, attention too. `Manager.choose_levels` changes them between steps.
         fallback: "swap" moves whole tensors of a layer that is not proven to treat tokens apart; "recompute" runs it again
             whole, attention too.
@@ -146,7 +146,7 @@ def offload(
     where = device_of(model)
     memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
-    course = None if schedule is None else Course.of(schedule, [layer.module for layer in found])
+    course = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
     fixed = None if fixed is None else own_part(fixed, course)
     room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, course))
     recorder = None if trace is None else open_recorder(trace, model, room)
@@ -164,7 +164,7 @@ def offload(
     tokenwise = TokenWise(
         engine,
         setting,
-        fallback=Level.NOTHING if fallback == "recompute" else Level.ALL,
+        fallback=Level.SAVE_INPUT if fallback == "recompute" else Level.SAVE_ALL,
         repeats_when_full=on_full == "recompute",
         exact=exact,
     )
@@ -173,7 +173,7 @@ def offload(
         undo.callback(manager.close)  # what the model's layers cannot follow leaves no file and no buffer behind
         if levels is not None:
             manager.choose_levels(levels)
-        carrier = Carrier(
+        carrier = Actuator(
             engine,
             tokenwise,
             found,
@@ -415,7 +415,7 @@ class Manager:
                 self._recorder.close()
 
 
-def _weights(plan: ActivationPlan | None, course: Course | None) -> tuple[int, int]:
+def _weights(plan: ActivationPlan | None, course: PipelineOrder | None) -> tuple[int, int]:
     """This rank's needs of host and disk: what its plan says, else in proportion to the activations that it holds."""
     if plan is not None:
         host, disk = needs(plan)

@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.autoplan.plan_outcome import PlanUse
+from memo.autoplan.plan_outcome import PlanOutcome
 from memo.errors import PlanError
-from memo.mip.activation.check import require_valid
+from memo.mip.activation.checker import require_valid
 from memo.mip.activation.files import read_activation_plan
 from memo.mip.activation.in_flight import holds_no_more
 from memo.mip.activation.plan import ActivationPlan, chunk_layers
 from memo.mip.activation.stage_plans import stage_plan
-from memo.mip.simulate.prove import prove
+from memo.mip.simulate.proof import prove
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memo.autoplan.actuator import Carrier
+    from memo.autoplan.actuator import Actuator
     from memo.mip.activation.plan import ActivationProblem
-    from memo.parallel.pipeline_order import Course
+    from memo.parallel.pipeline_order import PipelineOrder
 
 __all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "own_part", "read_plan"]
 
@@ -42,7 +42,7 @@ class Planning(Protocol):
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A layer is about to run."""
 
-    def use(self) -> PlanUse | None:
+    def use(self) -> PlanOutcome | None:
         """For a report."""
 
 
@@ -53,7 +53,7 @@ def checked_plan(problem: ActivationProblem) -> ActivationPlan:
         Infeasible: no plan fits; the message says what would.
         PlanInvalid: the simulation leaves a budget or the prediction: a bug of ours, found before the plan is used.
     """
-    from memo.mip.activation.solve import solve_problem  # runs that plan nothing need no solver
+    from memo.mip.activation.solver import solve_problem  # runs that plan nothing need no solver
 
     plan = solve_problem(problem)
     prove(plan)
@@ -72,7 +72,7 @@ def read_plan(plan: ActivationPlan | str | os.PathLike[str]) -> ActivationPlan:
     return plan
 
 
-def own_part(plan: ActivationPlan, course: Course | None) -> ActivationPlan:
+def own_part(plan: ActivationPlan, course: PipelineOrder | None) -> ActivationPlan:
     """What this rank carries out of a plan: all of it, or the stage that its pipeline's schedule gives it.
 
     Raises:
@@ -97,7 +97,7 @@ def own_part(plan: ActivationPlan, course: Course | None) -> ActivationPlan:
     )
 
 
-def _require_room(plan: ActivationPlan, stage: int, course: Course) -> None:
+def _require_room(plan: ActivationPlan, stage: int, course: PipelineOrder) -> None:
     """The schedule holds no more at any time than the plan was made for."""
     pipeline = plan.problem.pipeline
     if pipeline.chunks == 1:
@@ -125,7 +125,7 @@ class FixedPlan:
         PlanError: the plan has more or fewer layers than the model, or computes their MLPs in other tiles.
     """
 
-    def __init__(self, carrier: Carrier, plan: ActivationPlan) -> None:
+    def __init__(self, carrier: Actuator, plan: ActivationPlan) -> None:
         if len(plan.layers) != carrier.n_layers:
             raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {carrier.n_layers}")
         tiles = plan.problem.profile.mlp_tiles
@@ -148,9 +148,9 @@ class FixedPlan:
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Nothing changes."""
 
-    def use(self) -> PlanUse | None:
+    def use(self) -> PlanOutcome | None:
         """As it was made."""
-        return PlanUse(
+        return PlanOutcome(
             phase="given",
             signature=self._plan.problem.profile.signature,
             plan=self._plan,
@@ -166,8 +166,8 @@ class FixedPlan:
 class FixedSetting:
     """No plan. What the device budget leaves beside everything else may be filled with reloads ahead of backward."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, carrier: Actuator) -> None:
+        self._actuator = carrier
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -176,12 +176,12 @@ class FixedSetting:
 
     def before_forward(self) -> None:
         """After each step it is known what the rest of training takes."""
-        if self._carrier.idle:
-            self._carrier.reload_ahead()
+        if self._actuator.idle:
+            self._actuator.reload_ahead()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Nothing changes."""
 
-    def use(self) -> PlanUse | None:
+    def use(self) -> PlanOutcome | None:
         """There is nothing to tell."""
         return None

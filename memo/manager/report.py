@@ -9,7 +9,7 @@ from memo.events import StallCause, Tier, UseKind
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memo.autoplan.plan_outcome import PlanUse
+    from memo.autoplan.plan_outcome import PlanOutcome
     from memo.swap.engine.engine import Engine
     from memo.swap.recompute.token_wise import TokenWise
 
@@ -142,7 +142,7 @@ class Report:
     live_entries: int
     tokenwise: TokenWiseUse | None = None
     disk: DiskUse | None
-    plan: PlanUse | None = None
+    plan: PlanOutcome | None = None
 
     @classmethod
     def of(
@@ -152,7 +152,7 @@ class Report:
         layers: int,
         disk: DiskUse | None = None,
         tokenwise: TokenWise | None = None,
-        plan: PlanUse | None = None,
+        plan: PlanOutcome | None = None,
     ) -> Report:
         """The state of `engine` now."""
         stats = engine.stats

@@ -26,7 +26,7 @@ from memo.parallel.collectives import join, split
 from memo.parallel.rank_agreement import require_same_shape
 from memo.parallel.tensor_parallel import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.tensor_parallel_group import note_group
-from memo.parallel.vocabulary_parallel import RowsOfVocabulary, check_rows
+from memo.parallel.vocabulary_parallel import VocabularyParallel, check_rows
 from memo.swap.tensor_kinds import layer_input
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     divided: dict[torch.Tensor, torch.Tensor] = {}
     for table in _vocabulary_tables(model):
         whole = table.weight
-        RowsOfVocabulary(sequence=False)._apply(table, mesh)
+        VocabularyParallel(sequence=False)._apply(table, mesh)
         table.weight = divided.setdefault(whole, table.weight)
 
 

@@ -18,7 +18,7 @@ from memo.mip.inputs.pipeline_schedules import Kind, Turn
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Course"]
+__all__ = ["PipelineOrder"]
 
 _KINDS = {
     "FORWARD": Kind.FORWARD,
@@ -31,7 +31,7 @@ _NOTHING_SAVED = frozenset({"REDUCE_GRAD", "UNSHARD", "RESHARD"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class PipelineOrder:
     """Of one rank, whose layers may be of more than one stage."""
 
     stages: int
@@ -47,7 +47,7 @@ class Course:
     """Stage by stage, of a rank that has several, one behind the other in the order of its layers."""
 
     @classmethod
-    def of(cls, schedule: Any, layers: Sequence[nn.Module]) -> Course | None:
+    def of(cls, schedule: Any, layers: Sequence[nn.Module]) -> PipelineOrder | None:
         """Of one of torch's schedules, for the `layers` of this rank; None for one that does not show its order."""
         stages = {stage.stage_index: stage for stage in getattr(schedule, "_stages", None) or [schedule._stage]}
         order = getattr(schedule, "pipeline_order", None)

@@ -5,7 +5,7 @@ DTensors on CUDA alone; its loops take any kernel that gives the logarithms of i
 sent on while the kernel works, one rank's at a time, so no rank ever has them all.
 
 A causal mask leaves the ranks of late tokens with most of the work; so every rank holds an early and a late part of the
-sequence, as TokenPlaces.early_and_late says, and has as much to do as any other.
+sequence, as SequenceShards.early_and_late says, and has as much to do as any other.
 
     rank 0 of 2   tokens [0, 2) and [6, 8)      rank 1   tokens [2, 4) and [4, 6)
 

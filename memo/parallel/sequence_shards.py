@@ -13,23 +13,23 @@ import dataclasses
 
 import torch
 
-__all__ = ["TokenPlaces"]
+__all__ = ["SequenceShards"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenPlaces:
+class SequenceShards:
     """Positions in a sequence, range after range."""
 
     ranges: tuple[range, ...]
 
     @classmethod
-    def whole(cls, seq: int) -> TokenPlaces:
+    def whole(cls, seq: int) -> SequenceShards:
         return cls(ranges=(range(seq),))
 
     def __len__(self) -> int:
         return sum(map(len, self.ranges))
 
-    def shard(self, index: int, count: int) -> TokenPlaces:
+    def shard(self, index: int, count: int) -> SequenceShards:
         """Number `index` of `count` equal parts, in order."""
         part = len(self) // count
         first, last = index * part, (index + 1) * part
@@ -39,12 +39,12 @@ class TokenPlaces:
             if inside:
                 kept.append(inside)
             before += len(one)
-        return TokenPlaces(ranges=tuple(kept))
+        return SequenceShards(ranges=tuple(kept))
 
-    def early_and_late(self, index: int, count: int) -> TokenPlaces:
+    def early_and_late(self, index: int, count: int) -> SequenceShards:
         """Part `index` from the beginning and part `index` from the end, of twice `count` equal parts."""
         parts = (self.shard(index, 2 * count), self.shard(2 * count - 1 - index, 2 * count))
-        return TokenPlaces(ranges=parts[0].ranges + parts[1].ranges)
+        return SequenceShards(ranges=parts[0].ranges + parts[1].ranges)
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """These tokens of `rows` (batch, tokens)."""

@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from memo.errors import UsageError
 from memo.parallel.collectives import all_gathered, copy_in, gather, join, scatter_sum, sum_out
 
-__all__ = ["DividedRows", "RowsOfVocabulary", "check_rows", "own_rows"]
+__all__ = ["DividedRows", "VocabularyParallel", "check_rows", "own_rows"]
 
 
-class RowsOfVocabulary(ParallelStyle):
+class VocabularyParallel(ParallelStyle):
     """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear and its bias, whose
     forward still gives all logits.
 
@@ -71,7 +71,7 @@ def own_rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 class DividedRows(nn.Module):
-    """What RowsOfVocabulary made of a module."""
+    """What VocabularyParallel made of a module."""
 
     weight: torch.Tensor
     _tp_group: torch.distributed.ProcessGroup

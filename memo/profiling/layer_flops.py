@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 from memo.manager.manager import offload
-from memo.record.record_step import Step
+from memo.record.recording import Step
 from memo.swap.layers import Layer
 
 __all__ = ["Flops", "forward_flops", "repeated_flops"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ClockedStep", "LayerClock", "time_step"]
+__all__ = ["ClockedStep", "LayerTimer", "time_step"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ClockedStep:
         )
 
 
-class LayerClock:
+class LayerTimer:
     """Enter it around one forward and backward of a model whose layers each run once."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -50,7 +50,7 @@ class LayerClock:
         self._hooks: list[Any] = []
         self._marks: list[tuple[str, int, float]] = []
 
-    def __enter__(self) -> LayerClock:
+    def __enter__(self) -> LayerTimer:
         for number, layer in enumerate(self._layers):
             self._hooks += [
                 layer.register_forward_pre_hook(self._marker("forward", number)),
@@ -98,7 +98,7 @@ class LayerClock:
 
 def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> ClockedStep:
     """One forward and backward."""
-    with LayerClock(layers, device) as clock:
+    with LayerTimer(layers, device) as clock:
         clock.mark("begin")
         value = loss()
         clock.mark("loss")

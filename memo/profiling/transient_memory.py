@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memo.allocator.trace import Allocation, AllocationTrace
-from memo.record.record_step import Role, Step, record_step
+from memo.record.recording import Role, Step, record_step
 
-__all__ = ["Transients", "transients_of"]
+__all__ = ["TransientMemory", "transients_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Transients:
+class TransientMemory:
     """Bytes of one step."""
 
     forward: dict[str, int]
@@ -26,7 +26,7 @@ class Transients:
     """The most that is made there and given up within the step."""
 
 
-def transients_of(build: Callable[[], Step]) -> Transients:
+def transients_of(build: Callable[[], Step]) -> TransientMemory:
     """From a step that is recorded with hollow tensors, in the sizes that were asked for."""
     recording = record_step(build, exact=True)
     trace = recording.trace
@@ -49,7 +49,7 @@ def transients_of(build: Callable[[], Step]) -> Transients:
             )
     inside = tuple(f"{layer}." for layer in forward)
     turning = (one for one in trace.allocations if not one.group and one.phase == "forward" and one.upper < trace.end)
-    return Transients(
+    return TransientMemory(
         forward=forward,
         backward=backward,
         saved_outside=recording.saved_nbytes.get(Role.OUTSIDE, 0),

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Event, HostSlab
     from memo.swap.layers import Layer
 
-__all__ = ["HollowOffload"]
+__all__ = ["OffloadWithoutBytes"]
 
 MIN_BYTES = parse_bytes("64KiB")  # memo.offload's default
 
 
-class HollowOffload:
+class OffloadWithoutBytes:
     """A manager whose tier is nowhere."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], alpha: float) -> None:

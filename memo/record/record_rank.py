@@ -1,7 +1,7 @@
 """One rank's step of our GPT under tensor and context parallelism, to be recorded without the other ranks.
 
 Owns what such a step is made of; the group, in which nobody else is, is memo.parallel.solo_rank's. Parameters that would be
-sharded over replicas are whole, as they are while they are used. It stands apart from memo.record.record_step, since
+sharded over replicas are whole, as they are while they are used. It stands apart from memo.record.recording, since
 importing it takes as long as recording a step.
 """
 
@@ -16,7 +16,7 @@ from memo.gpt.model.build_rank import divided_stages
 from memo.gpt.train.step import weight_dtype
 from memo.gpt.train_config import Precision
 from memo.parallel.world import World
-from memo.record.record_step import Step
+from memo.record.recording import Step
 
 __all__ = ["rank_step"]
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def read_activation_plan(path: Path_) -> ActivationPlan:
-    """The plan in a file. Only its form is checked; `memo.mip.activation.check` says whether it keeps every rule.
+    """The plan in a file. Only its form is checked; `memo.mip.activation.checker` says whether it keeps every rule.
 
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the key.

@@ -209,7 +209,7 @@ class Model:
         given = [known for known in layer.levels if known.beside_bytes]
         alone = self.problem.pipeline.most_held(stage) == ((1,),)
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
-            self._program += x[Level.ALL] == 1  # it stands whole in any case: nothing of it is gathered
+            self._program += x[Level.SAVE_ALL] == 1  # it stands whole in any case: nothing of it is gathered
             given = []
         budgets, rates = self.problem.budgets, self._rates
         moves = members[-1] < len(mine) - (self.staying or 1)
@@ -403,7 +403,7 @@ class Model:
 
     def _layer_plan(self, group: _Group) -> LayerPlan:
         x = {level: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for level, variable in group.x.items()}
-        rest = 1.0 - x.get(Level.MATMULS, 0.0) - x.get(Level.ATTENTION, 0.0)
+        rest = 1.0 - x.get(Level.SAVE_MATMULS, 0.0) - x.get(Level.SAVE_ATTENTION, 0.0)
         saved = float(pulp.value(group.saved))
         host, disk = (max(float(pulp.value(part) or 0.0), 0.0) for part in (group.host, group.disk))
         host, disk = (part if part > MARGIN else 0.0 for part in (host, disk))
@@ -411,8 +411,8 @@ class Model:
             saved = host + disk
         return LayerPlan(
             all_tokens=max(rest, 0.0),
-            matmul_tokens=x.get(Level.MATMULS, 0.0),
-            attention_tokens=x.get(Level.ATTENTION, 0.0),
+            matmul_tokens=x.get(Level.SAVE_MATMULS, 0.0),
+            attention_tokens=x.get(Level.SAVE_ATTENTION, 0.0),
             kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from memo.errors import Infeasible
 from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 
 __all__ = ["TILES", "solve_tiles"]
 

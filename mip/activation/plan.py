@@ -360,7 +360,7 @@ class StagePrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
-    """A problem and its answer. `memo.mip.activation.check` says whether it keeps every rule."""
+    """A problem and its answer. `memo.mip.activation.checker` says whether it keeps every rule."""
 
     problem: ActivationProblem
     layers: tuple[LayerPlan, ...]

@@ -46,7 +46,7 @@ def in_tiles(
     if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
         return layers, stages
     shrunk = [
-        _rounded(plan, tokens, middle_grows=layer.level(Level.ATTENTION) is None)
+        _rounded(plan, tokens, middle_grows=layer.level(Level.SAVE_ATTENTION) is None)
         for plan, layer in zip(plans, known, strict=True)
     ]
     layers = _moving_as_much(problem, shrunk, plans)

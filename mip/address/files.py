@@ -70,7 +70,7 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
 
 
 def read_plan(path: Path_) -> Plan:
-    """The plan in a JSON file. Only its form is checked; `memo.mip.address.check` says whether it is valid.
+    """The plan in a JSON file. Only its form is checked; `memo.mip.address.checker` says whether it is valid.
 
     Raises:
         PlanError: as `read_problem`.

@@ -1,7 +1,7 @@
 """The nouns of address planning: buffers with lifetimes and sizes, the problem they make, and the plan that places them.
 
 All frozen, all pure data, all checkable without a device. Lifetimes are half-open: a buffer that ends at t and one that
-starts at t may share bytes. Whether offsets are right is for `memo.mip.address.check` alone to say; nothing here looks.
+starts at t may share bytes. Whether offsets are right is for `memo.mip.address.checker` alone to say; nothing here looks.
 
     Problem(buffers, alignment, capacities) ── solve ──▶ Plan(problem, offsets, arenas)
 """

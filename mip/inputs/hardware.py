@@ -11,7 +11,7 @@ import dataclasses
 from memo.errors import PlanError, UsageError
 from memo.mip.inputs.profile import check_amounts
 
-__all__ = ["PRESETS", "Hardware", "LaneRates", "hardware", "hardware_of"]
+__all__ = ["PRESETS", "Hardware", "LaneRates", "hardware_of", "hardware_preset"]
 
 GIB = 1 << 30
 
@@ -198,7 +198,7 @@ PRESETS: dict[str, Hardware] = {
 }
 
 
-def hardware(name: str) -> Hardware:
+def hardware_preset(name: str) -> Hardware:
     """The preset of this name.
 
     Raises:

@@ -4,9 +4,9 @@ Pure data, no torch. Every byte and every second is of one rank and one microbat
 or derived from arithmetic, and says which. Layers of one class are alike: they share one `LayerProfile`.
 
     what a layer saves   [ always: input, attention output, statistics | other: no token dimension | token-wise         ]
-    at Level.ALL           saved                                         saved                       saved
-    at Level.MATMULS       saved                                         saved                       matmul outputs only *
-    at Level.ATTENTION     saved                                         saved                       nothing *
+    SAVE_ALL                      saved                                       saved                      saved
+    SAVE_MATMULS                  saved                                       saved                      matmul outputs *
+    SAVE_ATTENTION                saved                                       saved                      nothing *
     *  and, beside what autograd saves, what a recompute is given: other products' results, masks of dropout
 
 A level is chosen for each token, so of the token-wise part any mix of the three may be saved; `recompute_s` is the time
@@ -59,10 +59,10 @@ def check_amounts(noun: object, where: str) -> None:
 class Level(enum.StrEnum):
     """How much of the token-wise part is saved for a token; the rest is computed again in backward."""
 
-    ALL = "all"
-    MATMULS = "matmuls"
+    SAVE_ALL = "all"
+    SAVE_MATMULS = "matmuls"
     """Outputs of matrix products are saved, what element-wise operations make of them is recomputed."""
-    ATTENTION = "attention"
+    SAVE_ATTENTION = "attention"
     """Nothing of the token-wise part is saved; attention itself never runs again, as its output is always saved."""
 
 
@@ -103,7 +103,7 @@ class LayerProfile:
     other_bytes: int = 0
     """Saved tensors without a token dimension: whole at every level, too."""
     levels: tuple[LevelProfile, ...]
-    """ALL first; a layer that cannot recompute a part of its tokens has no other."""
+    """SAVE_ALL first; a layer that cannot recompute a part of its tokens has no other."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
@@ -130,7 +130,7 @@ class LayerProfile:
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")
         names = [level.level for level in self.levels]
-        if not names or names[0] is not Level.ALL or sorted(names, key=list(Level).index) != names:
+        if not names or names[0] is not Level.SAVE_ALL or sorted(names, key=list(Level).index) != names:
             raise PlanError(
                 f"layer class {self.name[:80]!r}: its levels are {names}; 'all' comes first, each once at most"
             )

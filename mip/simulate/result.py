@@ -1,6 +1,6 @@
 """The nouns of a simulation: the work of each layer that goes in, and what one step did, second by second, that comes out.
 
-Pure data. `memo.mip.simulate.simulate` makes a Simulation, `memo.mip.simulate.trace_events` turns it into traces, and
+Pure data. `memo.mip.simulate.simulator` makes a Simulation, `memo.mip.simulate.trace_events` turns it into traces, and
 nothing here
 judges: a plan that does not fit has peaks above their budgets, and `overflows` names them. All times are seconds since
 the step began, all bytes are of one rank.

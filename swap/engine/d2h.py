@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from memo.swap.backends.protocol import Backend, Event
-    from memo.swap.engine.release import Endings
+    from memo.swap.engine.release import Release
     from memo.swap.engine.saved_storage import Group, SavedStorage
-    from memo.swap.engine.stream_order import Edges
-    from memo.swap.engine.telemetry import Account
-    from memo.swap.engine.tier_choice import Destinations
+    from memo.swap.engine.stream_order import StreamOrder
+    from memo.swap.engine.telemetry import Telemetry
+    from memo.swap.engine.tier_choice import TierChoice
 
-__all__ = ["Outward"]
+__all__ = ["CopyOut"]
 
 _DEVICE = TierName.DEVICE
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
-class Outward:
+class CopyOut:
     """D2H side of an Engine, whose lock is held around every call. `late_bytes` None means the bytes of one layer."""
 
     def __init__(
         self,
         backend: Backend,
-        edges: Edges,
-        destinations: Destinations,
-        endings: Endings,
+        edges: StreamOrder,
+        destinations: TierChoice,
+        endings: Release,
         *,
-        account: Account,
+        account: Telemetry,
         late_bytes: int | None,
     ) -> None:
         self._backend = backend
-        self._edges = edges
-        self._destinations = destinations
-        self._endings = endings
-        self._account = account
+        self._order = edges
+        self._tier_choice = destinations
+        self._release = endings
+        self._telemetry = account
         self._late_bytes = late_bytes
         self._held: Group | None = None  # its copies wait until another layer follows
         self._unretired: collections.deque[Group] = collections.deque()
@@ -72,7 +72,7 @@ class Outward:
             saved.move_to(LEAVING)
             self._drop_source(saved)
             return
-        place = self._destinations.claim(saved, nbytes)
+        place = self._tier_choice.claim(saved, nbytes)
         if place is None:
             return  # it stays, by plan
         saved.place = place
@@ -80,14 +80,14 @@ class Outward:
             self._gather([saved])
             source = part.leaving(source)
         tier = place.tier
-        with self._account.issuing(tier.lane_out, saved.module):
-            saved.out = place.leave(source, after=written or self._edges.written(saved.home))
-        self._account.stats.moved(tier.name, nbytes)
+        with self._telemetry.issuing(tier.lane_out, saved.module):
+            saved.out = place.leave(source, after=written or self._order.written(saved.home))
+        self._telemetry.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
         if tier.name is _DEVICE and not _is_shared(saved):
             self._drop_source(saved)  # the compute stream made the copy, so whatever it does next comes after
-        elif tier.name is not _DEVICE and self._account.journal is not None:
-            self._account.journal.copying(saved.id, nbytes, tier.lane_out, saved.out)
+        elif tier.name is not _DEVICE and self._telemetry.journal is not None:
+            self._telemetry.journal.copying(saved.id, nbytes, tier.lane_out, saved.out)
 
     def send_living(self, group: Group) -> None:
         """Issues the copies of what a group has saved and not yet sent."""
@@ -96,7 +96,7 @@ class Outward:
         for home, there in by_home(waiting).items():
             with self._backend.on(home):
                 self._gather(there)
-                written = self._edges.written(home)  # one event for them all
+                written = self._order.written(home)  # one event for them all
                 for saved in there:
                     self.send(saved, written)
 
@@ -107,7 +107,7 @@ class Outward:
             for saved in waiting
             if saved.part is not None and saved.part.must_gather and saved.source is not None
         ]
-        self._account.stats.came_to_device(gather(parts, self._backend))
+        self._telemetry.stats.came_to_device(gather(parts, self._backend))
 
     def layer_begins(self) -> None:
         """Another layer follows the one whose copies were held back: they are worth making after all."""
@@ -146,8 +146,8 @@ class Outward:
                 self._drop_sources(going, home, group.module, stops_host=stops_host)
             if late > before:
                 self._late.append(group)
-        if self._endings.has_limbo:
-            self._endings.clear_limbo(leave=self._room_for_late(ended) - late)
+        if self._release.has_limbo:
+            self._release.clear_limbo(leave=self._room_for_late(ended) - late)
 
     def _room_for_late(self, ended: Group) -> int:
         """Bytes that may stay longer than the layer after theirs."""
@@ -156,25 +156,25 @@ class Outward:
         return sum(saved.nbytes for saved in ended.living())
 
     def _drop_sources(self, going: Iterable[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
-        began = self._account.begin_wait(home, stops_host=stops_host)
+        began = self._telemetry.begin_wait(home, stops_host=stops_host)
         for saved in going:
             self._drop_source(saved)
-        self._account.waited(began, _DISK_QUEUE if stops_host else _DRAIN, module, stream=home)
+        self._telemetry.waited(began, _DISK_QUEUE if stops_host else _DRAIN, module, stream=home)
 
     def _drop_source(self, saved: SavedStorage) -> None:
         try:
-            self._edges.copied_out(saved)
+            self._order.copied_out(saved)
         except StoreWriteError as error:
             self._rescue(saved, error)
         saved.source = None
         if saved.part is not None:
-            self._account.stats.device_bytes -= saved.part.left()
-        self._account.stats.device_bytes -= saved.nbytes
+            self._telemetry.stats.device_bytes -= saved.part.left()
+        self._telemetry.stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
     def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
         """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
-        stats = self._account.stats
+        stats = self._telemetry.stats
         stats.failed_writes += 1
         failed = saved.place
         assert failed is not None
@@ -183,16 +183,16 @@ class Outward:
         saved.place = saved.out = None
         failed.release()
         nbytes = saved.moving_nbytes
-        place = self._destinations.claim_elsewhere(nbytes, than=failed.tier)
+        place = self._tier_choice.claim_elsewhere(nbytes, than=failed.tier)
         if place is None:
             raise error
-        self._account.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
+        self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         saved.place = place
         source = saved.source if saved.part is None else saved.part.leaving(saved.source)
-        saved.out = place.leave(source, after=self._edges.written(saved.home))
+        saved.out = place.leave(source, after=self._order.written(saved.home))
         stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
-        self._edges.copied_out(saved)
+        self._order.copied_out(saved)
 
 
 def _is_shared(saved: SavedStorage) -> bool:

@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import cast_of_parameter, is_sharded, local_part, never_moves
 
 if TYPE_CHECKING:
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from memo.swap.engine.saved_storage import Group, SavedStorage
 
-__all__ = ["STAYS", "Selection"]
+__all__ = ["STAYS", "Eligibility"]
 
 STAYS = object()  # what is known of a storage that never moves
 
 
-class Selection:
+class Eligibility:
     """Of one engine on `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.known = Identities()
+        self.known = StorageMap()
         """Storage -> a weak reference to the hold on its life, or STAYS."""
         self._device = device
         # How many elements each parameter has, and of which types: a cast of one has as many, of another type.

@@ -20,15 +20,15 @@ from weakref import ref
 
 import torch
 
-from memo.swap.engine.d2h import Outward
-from memo.swap.engine.eligibility import STAYS, Selection
-from memo.swap.engine.h2d import Homeward
-from memo.swap.engine.layer_calls import Groups
-from memo.swap.engine.release import Endings
+from memo.swap.engine.d2h import CopyOut
+from memo.swap.engine.eligibility import STAYS, Eligibility
+from memo.swap.engine.h2d import Reload
+from memo.swap.engine.layer_calls import LayerCalls
+from memo.swap.engine.release import Release
 from memo.swap.engine.saved_storage import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
-from memo.swap.engine.stream_order import Edges
-from memo.swap.engine.telemetry import Account
-from memo.swap.engine.tier_choice import Destinations
+from memo.swap.engine.stream_order import StreamOrder
+from memo.swap.engine.telemetry import Telemetry
+from memo.swap.engine.tier_choice import TierChoice
 from memo.swap.tensor_kinds import argument_storages, has_hidden_state, has_storage, is_sharded, local_part
 from memo.swap.tiers.device import DeviceTier
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.layer_calls import Call
     from memo.swap.engine.saved_storage import Content
-    from memo.swap.engine.token_prefix import Partial
+    from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
     from memo.swap.tiers.host_and_disk import Tier as TierRoom
@@ -79,22 +79,22 @@ class Engine:
         # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
         # waits for the section to end.
         self._lock = lock = threading.Lock()
-        self._account = account = Account(tracer, backend)
+        self._telemetry = account = Telemetry(tracer, backend)
         self._stats = account.stats
-        self._groups = groups = Groups()
-        self._selection = Selection(backend.device)
-        self._find = self._selection.known.find
-        edges = Edges(backend)
-        self._endings = endings = Endings(lock, backend, edges, groups=groups, account=account)
+        self._groups = groups = LayerCalls()
+        self._eligibility = Eligibility(backend.device)
+        self._find = self._eligibility.known.find
+        edges = StreamOrder(backend)
+        self._release = endings = Release(lock, backend, edges, groups=groups, account=account)
         self._dropping = endings.drop  # one bound method, not one for each storage
         self._dropped = endings.dropped
         self._here = backend.here
         self._is_capturing = backend.is_capturing
-        self._destinations = Destinations(
+        self._tier_choice = TierChoice(
             tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
         )
-        self._outward = Outward(backend, edges, self._destinations, endings, account=account, late_bytes=late_bytes)
-        self._homeward = Homeward(
+        self._copy_out = CopyOut(backend, edges, self._tier_choice, endings, account=account, late_bytes=late_bytes)
+        self._reload = Reload(
             lock, backend, edges, endings, groups=groups, account=account, prefetch_bytes=prefetch_bytes
         )
         self._min_bytes = min_bytes
@@ -110,12 +110,12 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters since construction, with the times of what the device is through with."""
-        self._account.settle_times()
+        self._telemetry.settle_times()
         return self._stats
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """Names a model's parameters and buffers, whose storages never move."""
-        self._selection.keep(parameters, buffers)
+        self._eligibility.keep(parameters, buffers)
 
     def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
         """Sets the layers' placements, by layer, from their next calls on; other layers use the tiers in order.
@@ -125,24 +125,24 @@ class Engine:
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
         """
-        self._destinations.place(placements, rest_bytes=rest_bytes)
+        self._tier_choice.place(placements, rest_bytes=rest_bytes)
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sends events to `tracer` from now on, None to nobody. Between steps only: saved storages keep their tracer."""
-        self._account.listen(tracer)
+        self._telemetry.listen(tracer)
 
     def at_edges(self, call: Callable[[str | None], None] | None) -> None:
         """Registers a layer-boundary callback: `call(name)` on entering a layer in forward or backward, `call(None)` on
         leaving its forward. Runs in any thread; must not block or call the engine."""
-        self._account.at_edge = call
+        self._telemetry.at_edge = call
 
     def when_idle(self, call: Callable[[], None]) -> None:
         """Registers a callback for when nothing is saved any more. Runs in any thread; must not block or call the engine."""
-        self._endings.when_idle = call
+        self._release.when_idle = call
 
     def reload_ahead(self, nbytes: int | None) -> None:
         """Sets how many bytes may be reloaded ahead of backward; None for one layer."""
-        self._homeward.prefetch_bytes = nbytes
+        self._reload.prefetch_bytes = nbytes
 
     def expect(self, order: Sequence[Call]) -> None:
         """Sets the order in which backward will reach the layers' calls, until a step has shown it."""
@@ -152,16 +152,16 @@ class Engine:
         """True while the caller's stream is captured into a CUDA graph; nothing moves then. Warns once."""
         captured = self.backend.is_capturing()
         if captured:
-            self._account.warn("capture", CAPTURED)
+            self._telemetry.warn("capture", CAPTURED)
         return captured
 
     def begin_forwards(self) -> None:
         """Before a forward: starts a new order if nothing is alive."""
-        self._endings.drain()
-        self._account.settle_times()
+        self._release.drain()
+        self._telemetry.settle_times()
         if self._stats.live_entries == 0:
             with self._lock:
-                self._endings.clear_limbo()
+                self._release.clear_limbo()
             for tier in self.tiers:
                 tier.end_step()
             self._groups.end_step()
@@ -172,16 +172,16 @@ class Engine:
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
         """A layer's forward begins: what is saved from now on belongs to it."""
-        self._account.comes_to_edge(module)
+        self._telemetry.comes_to_edge(module)
         with self._lock:
-            self._outward.layer_begins()
+            self._copy_out.layer_begins()
             group = self._groups.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
-            group.quota = self._destinations.quota(layer)
+            group.quota = self._tier_choice.quota(layer)
             self._groups.open = group
             if last:
-                self._homeward.look_ahead()
-            journal = self._account.journal
+                self._reload.look_ahead()
+            journal = self._telemetry.journal
             if journal is not None:
                 journal.backward_left()
                 group.began = journal.begin(f"forward {module}")
@@ -196,38 +196,38 @@ class Engine:
         with self._lock:
             group.external = set()
             self._groups.open = group if between else None
-            if self._account.journal is not None and group.began is not None:
-                self._account.journal.forward_ended(group.module, group.began)
-            self._outward.layer_ended(group)
-        self._endings.drain()
-        self._account.comes_to_edge(None)
+            if self._telemetry.journal is not None and group.began is not None:
+                self._telemetry.journal.forward_ended(group.module, group.began)
+            self._copy_out.layer_ended(group)
+        self._release.drain()
+        self._telemetry.comes_to_edge(None)
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """The record of a storage that autograd saved; None where it stays or is unknown."""
-        return self._selection.saved_as(storage)
+        return self._eligibility.saved_as(storage)
 
-    def settle(self, group: Group, parts: Mapping[SavedStorage, Partial]) -> None:
+    def settle(self, group: Group, parts: Mapping[SavedStorage, TokenPrefix]) -> None:
         """Sends a held group's storages: the first tokens of those in `parts`, all of the others."""
         with self._lock:
             group.held = False
             for saved in group.living():
                 saved.part = parts.get(saved)
             if not group.wait_for_next:
-                self._outward.send_living(group)
+                self._copy_out.send_living(group)
 
-    def has_room(self, group: Group, parts: Mapping[SavedStorage, Partial], *, besides: Sequence[int]) -> bool:
+    def has_room(self, group: Group, parts: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]) -> bool:
         """True if all that a held group is to move, and blocks of the sizes in `besides`, fit into the tiers now.
 
         Finds out by claiming room, which it gives back at once.
         """
         with self._lock:
             sizes = [saved.nbytes if saved not in parts else parts[saved].head_nbytes for saved in group.living()]
-            return self._destinations.fit(sizes, group.quota, besides=besides)
+            return self._tier_choice.fit(sizes, group.quota, besides=besides)
 
     def end_forwards(self) -> None:
         """After a forward: nothing that is saved later moves."""
         self._groups.open = None
-        self._endings.drain()
+        self._release.drain()
 
     # What autograd calls.
 
@@ -258,14 +258,14 @@ class Engine:
                     self.backend.compute_uses(tensor, writes=False)
             else:
                 if hold is None and known is not None:
-                    self._endings.clear_limbo_of(storage)
+                    self._release.clear_limbo_of(storage)
                 nbytes = storage.nbytes()
-                if nbytes < self._min_bytes or self._selection.stays(tensor, storage, nbytes, group):
+                if nbytes < self._min_bytes or self._eligibility.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
                 hold = self._take(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
         if self._dropped:
-            self._endings.drain()
+            self._release.drain()
         nothing = self._nothing.get(tensor.dtype)
         if nothing is None:
             nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
@@ -311,12 +311,12 @@ class Engine:
                 with self._lock:
                     part = saved.part
                     if part is None or saved.source is not None or part.filled:
-                        if by_backward and saved.group is not self._groups.reading and not self._homeward.closed:
-                            self._homeward.reach(saved.group)
+                        if by_backward and saved.group is not self._groups.reading and not self._reload.closed:
+                            self._reload.reach(saved.group)
                         if saved.state is not BACK:
-                            self._homeward.bring(saved)
+                            self._reload.bring(saved)
                         elif saved.user != here:
-                            self._homeward.hand_over(saved)
+                            self._reload.hand_over(saved)
                         buffer = saved.source
                         if buffer is None:
                             buffer = saved.returned
@@ -326,10 +326,10 @@ class Engine:
                             self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
-                self._homeward.recompute(saved, part)
+                self._reload.recompute(saved, part)
         finally:  # also after an error: what was dropped meanwhile waits for nobody else
             if self._dropped:
-                self._endings.drain()
+                self._release.drain()
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
@@ -344,12 +344,12 @@ class Engine:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
     ) -> Hold:
         """The life of a storage begins."""
-        account = self._account
+        account = self._telemetry
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
         home = self.backend.saved_here(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._dropping, account.changed)
         hold = Hold(saved)
-        self._selection.known[storage] = weak = saved.hold
+        self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
         account.stats.live_entries += 1
@@ -357,30 +357,30 @@ class Engine:
         if account.journal is not None:
             account.journal.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
-            self._outward.send(saved)
+            self._copy_out.send(saved)
         return hold
 
     # Ends.
 
     def end_step(self) -> None:
         """Ends a training step: sends the trace its events."""
-        self._endings.drain()
-        self._account.settle_times()
-        if self._account.journal is not None:
-            self._account.journal.end_step()
+        self._release.drain()
+        self._telemetry.settle_times()
+        if self._telemetry.journal is not None:
+            self._telemetry.journal.end_step()
 
     def settle_times(self) -> None:
         """Waits for the device where times of waits and recomputes are still to come, so that `stats` has them all."""
-        self._account.settle_times(wait=True)
+        self._telemetry.settle_times(wait=True)
 
     def close(self) -> None:
         """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""
-        if self._homeward.closed:
+        if self._reload.closed:
             return
-        self._endings.drain()
+        self._release.drain()
         with self._lock:
-            self._homeward.closed = True
-            self._endings.clear_limbo()
+            self._reload.closed = True
+            self._release.clear_limbo()
         for tier in self.tiers:
             tier.close()
         self.backend.close()

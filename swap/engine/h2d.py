@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memo.swap.backends.protocol import Backend, Event
-    from memo.swap.engine.layer_calls import Groups
-    from memo.swap.engine.release import Endings
+    from memo.swap.engine.layer_calls import LayerCalls
+    from memo.swap.engine.release import Release
     from memo.swap.engine.saved_storage import Group, SavedStorage
-    from memo.swap.engine.stream_order import Edges
-    from memo.swap.engine.telemetry import Account
-    from memo.swap.engine.token_prefix import Partial, TokenRange, Wanted
+    from memo.swap.engine.stream_order import StreamOrder
+    from memo.swap.engine.telemetry import Telemetry
+    from memo.swap.engine.token_prefix import TokenPrefix, TokenRange, Wanted
 
-__all__ = ["Homeward"]
+__all__ = ["Reload"]
 
 _DEVICE = TierName.DEVICE
 _RELOAD = StallCause.RELOAD
 _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 
 
-class Homeward:
+class Reload:
     """H2D side of an Engine: reload, prefetch, recompute. Callers hold the engine lock, except for `recompute`, which
     acquires it."""
 
@@ -45,11 +45,11 @@ class Homeward:
         self,
         lock: threading.Lock,
         backend: Backend,
-        edges: Edges,
-        endings: Endings,
+        edges: StreamOrder,
+        endings: Release,
         *,
-        groups: Groups,
-        account: Account,
+        groups: LayerCalls,
+        account: Telemetry,
         prefetch_bytes: int | None,
     ) -> None:
         self.prefetch_bytes = prefetch_bytes
@@ -58,10 +58,10 @@ class Homeward:
         """The tiers are closed: what is away stays away."""
         self._lock = lock
         self._backend = backend
-        self._edges = edges
-        self._endings = endings
+        self._order = edges
+        self._release = endings
         self._groups = groups
-        self._account = account
+        self._telemetry = account
 
     def bring(self, saved: SavedStorage) -> None:
         """Makes a storage ready for autograd, when backward first asks for it. Raises SwapError where its reload failed."""
@@ -78,30 +78,30 @@ class Homeward:
         except SwapError:
             saved.returned = saved.returning = None
             if saved.part is not None:
-                self._account.stats.device_bytes -= saved.part.forget()
-            self._account.stats.device_bytes -= saved.nbytes
+                self._telemetry.stats.device_bytes -= saved.part.forget()
+            self._telemetry.stats.device_bytes -= saved.nbytes
             saved.move_to(AWAY)
             raise
         if saved.part is not None:
             assert saved.returned is not None
-            self._account.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
+            self._telemetry.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
         saved.move_to(BACK)
-        self._account.used(saved, how)
+        self._telemetry.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
         """Orders the caller's stream after the reload and after the buffer's last user (E4, E6)."""
-        account = self._account
+        account = self._telemetry
         stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
         began = account.begin_wait(stops_host=stops_host)
         try:
-            self._edges.copied_back(saved)
+            self._order.copied_back(saved)
         finally:
             account.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
-            self._edges.taken_over(saved)
+            self._order.taken_over(saved)
         saved.user = self._backend.here()
 
-    def recompute(self, saved: SavedStorage, part: Partial) -> None:
+    def recompute(self, saved: SavedStorage, part: TokenPrefix) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
         with self._lock:
             self._refuse_if_closed(saved)
@@ -110,22 +110,22 @@ class Homeward:
             if saved.state is AWAY:
                 self._fetch([saved])
         began = self._backend.stamp()
-        with self._account.issuing("recompute", saved.module):
+        with self._telemetry.issuing("recompute", saved.module):
             part.call.recompute(self._fill)
-        self._account.recomputed(began, saved.module)
+        self._telemetry.recomputed(began, saved.module)
         if not part.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
     def reach(self, group: Group) -> None:
         """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
-        self._account.comes_to_edge(group.module)
+        self._telemetry.comes_to_edge(group.module)
         before = self._groups.reading
         self._groups.reached(group)
         if before is not None and self._groups.comes_again(before):
             self._let_go(before)
-        if self._account.journal is not None:
-            self._account.journal.backward_reached(group.module)
-        self._endings.poll_limbo()
+        if self._telemetry.journal is not None:
+            self._telemetry.journal.backward_reached(group.module)
+        self._release.poll_limbo()
         if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
             return
         room = self.prefetch_bytes
@@ -159,12 +159,12 @@ class Homeward:
             if saved.state is BACK and saved.part is None and saved.returned is not None:
                 # Who has used it waited for it, and its home waits for who has used it: E3 and E4 hold anew.
                 saved.returned = saved.returning = None
-                self._account.stats.device_bytes -= saved.nbytes
+                self._telemetry.stats.device_bytes -= saved.nbytes
                 saved.move_to(AWAY)
 
     def _forward(self, saved: SavedStorage) -> None:
         """Hands out a source that is not released yet (R6), and cancels its copy out where that has not begun."""
-        stats = self._account.stats
+        stats = self._telemetry.stats
         if saved.state is LEAVING and saved.out is not None:
             assert saved.place is not None
             if saved.out.cancel():
@@ -174,7 +174,7 @@ class Homeward:
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
         stats.bytes_forwarded += saved.nbytes
-        self._account.used(saved, _LIVE)
+        self._telemetry.used(saved, _LIVE)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Reloads what the group has away; False when the device had no room for all of it.
@@ -189,7 +189,7 @@ class Homeward:
                     # One by one: each gives up its room beside the buffer before the next takes a buffer.
                     self._fetch([saved])
         except torch.OutOfMemoryError:
-            self._account.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
+            self._telemetry.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
         return True
 
@@ -213,25 +213,25 @@ class Homeward:
                 targets.append(buffer if saved.part is None else saved.part.returning(buffer, self._backend))
                 buffers.append(buffer)
                 beside = 0 if saved.part is None else saved.part.incoming_nbytes
-                self._account.stats.came_to_device(saved.nbytes + beside)
+                self._telemetry.stats.came_to_device(saved.nbytes + beside)
         finally:
             if buffers:
-                event = self._edges.allocated(home)
+                event = self._order.allocated(home)
                 for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
                     self._reload(saved, buffer, target, event)
 
     def _reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
-        stats = self._account.stats
+        stats = self._telemetry.stats
         place = saved.place
         if place is not None:  # None where all of it is computed again
             nbytes = saved.nbytes if saved.part is None else saved.part.head_nbytes
             tier = place.tier
-            with self._account.issuing(tier.lane_in, saved.module):
+            with self._telemetry.issuing(tier.lane_in, saved.module):
                 saved.returning = place.enter(target, after=event)
             if tier.name is not _DEVICE:
                 stats.bytes_reloaded += nbytes
-                if self._account.journal is not None:
-                    self._account.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+                if self._telemetry.journal is not None:
+                    self._telemetry.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)
@@ -248,8 +248,8 @@ class Homeward:
             if saved.state is AWAY:
                 self._fetch([saved])
             assert saved.returned is not None
-            self._edges.taken_over(saved)
-            self._account.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self._backend)
+            self._order.taken_over(saved)
+            self._telemetry.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self._backend)
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self.closed and not saved.on_device:

@@ -14,13 +14,13 @@ from memo.swap.engine.saved_storage import Group
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Call", "Groups"]
+__all__ = ["Call", "LayerCalls"]
 
 Call = tuple[int, int]
 """A layer, and how often it was called before in the step."""
 
 
-class Groups:
+class LayerCalls:
     """The groups with living storages, and those whose forward is under way."""
 
     def __init__(self) -> None:

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import torch
 
     from memo.swap.backends.protocol import Backend
-    from memo.swap.engine.layer_calls import Groups
+    from memo.swap.engine.layer_calls import LayerCalls
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.engine.stream_order import Edges
-    from memo.swap.engine.telemetry import Account
+    from memo.swap.engine.stream_order import StreamOrder
+    from memo.swap.engine.telemetry import Telemetry
 
-__all__ = ["Endings"]
+__all__ = ["Release"]
 
 _DRAIN = StallCause.DRAIN
 
 
-class Endings:
+class Release:
     """Releases an Engine's storages. Callers hold the engine lock, except for `drop` and `drain`, which take it if free."""
 
     def __init__(
-        self, lock: threading.Lock, backend: Backend, edges: Edges, *, groups: Groups, account: Account
+        self, lock: threading.Lock, backend: Backend, edges: StreamOrder, *, groups: LayerCalls, account: Telemetry
     ) -> None:
         self.dropped: collections.deque[SavedStorage] = collections.deque()
         """Storages that wait for the lock to be released; look here before calling `drain`."""
@@ -45,9 +45,9 @@ class Endings:
         """Called whenever nothing is saved any more, with the lock held and in any thread."""
         self._lock = lock
         self._backend = backend
-        self._edges = edges
+        self._order = edges
         self._groups = groups
-        self._account = account
+        self._telemetry = account
         self._limbo: collections.deque[SavedStorage] = collections.deque()
 
     def drop(self, saved: SavedStorage) -> None:
@@ -78,19 +78,19 @@ class Endings:
         """
         for _ in range(len(self._limbo)):
             saved = self._limbo.popleft()
-            event = self._edges.in_flight(saved)
+            event = self._order.in_flight(saved)
             if event is not None:
                 if saved.nbytes <= leave and self._backend.host_waits(event):
                     leave -= saved.nbytes
                     self._limbo.append(saved)
                     continue
-                began = self._account.begin_wait(saved.home, stops_host=self._backend.host_waits(event))
+                began = self._telemetry.begin_wait(saved.home, stops_host=self._backend.host_waits(event))
                 try:
-                    self._edges.abandoned(saved, event)
+                    self._order.abandoned(saved, event)
                 except SwapError as error:
                     # Nobody needs these bytes any more; the failure itself must still be seen.
-                    self._account.warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
-                self._account.waited(began, _DRAIN, saved.module, saved.id, stream=saved.home)
+                    self._telemetry.warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
+                self._telemetry.waited(began, _DRAIN, saved.module, saved.id, stream=saved.home)
             self._free(saved)
 
     def clear_limbo_of(self, storage: torch.UntypedStorage) -> None:
@@ -107,7 +107,7 @@ class Endings:
         """Frees what is done already; waits for nothing."""
         for _ in range(len(self._limbo)):
             saved = self._limbo.popleft()
-            if self._edges.in_flight(saved) is None:
+            if self._order.in_flight(saved) is None:
                 self._free(saved)
             else:
                 self._limbo.append(saved)
@@ -117,7 +117,7 @@ class Endings:
             self._end(self.dropped.popleft())
 
     def _end(self, saved: SavedStorage) -> None:
-        stats = self._account.stats
+        stats = self._telemetry.stats
         stats.live_entries -= 1
         if not stats.live_entries and self.when_idle is not None:
             self.when_idle()
@@ -125,9 +125,9 @@ class Endings:
         group.alive -= 1
         if not group.alive and group is not groups.open:
             groups.forget(group)
-            if group is groups.reading and self._account.journal is not None:
-                self._account.journal.backward_left()
-        if self._edges.in_flight(saved) is None:
+            if group is groups.reading and self._telemetry.journal is not None:
+                self._telemetry.journal.backward_left()
+        if self._order.in_flight(saved) is None:
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
@@ -141,10 +141,10 @@ class Endings:
 
     def _free(self, saved: SavedStorage) -> None:
         if saved.source is not None or saved.returned is not None:
-            self._account.stats.device_bytes -= saved.nbytes
+            self._telemetry.stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.part is not None:
-            self._account.stats.device_bytes -= saved.part.left() + saved.part.forget()
+            self._telemetry.stats.device_bytes -= saved.part.left() + saved.part.forget()
         if saved.place is not None:
             saved.place.release()
             saved.place = None

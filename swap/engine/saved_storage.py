@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from memo.swap.backends.protocol import Timed
-    from memo.swap.engine.token_prefix import Partial
+    from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.engine.trace_events import Began
     from memo.swap.placement import Quota
     from memo.swap.tiers.host_and_disk import Place
@@ -172,7 +172,7 @@ class SavedStorage:
         self.source: torch.Tensor | None = source
         self.place: Place | None = None
         self.out: Timed | None = None  # end of the copy out
-        self.part: Partial | None = None  # set where only the first tokens move and the others are computed again
+        self.part: TokenPrefix | None = None  # set where only the first tokens move and the others are computed again
         self.returned: torch.Tensor | None = None
         self.returning: Timed | None = None  # end of the reload
         self.dropped = dropped

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["Edges"]
+__all__ = ["StreamOrder"]
 
 
-class Edges:
+class StreamOrder:
     """Issues events and waits on one backend, for any number of compute streams."""
 
     def __init__(self, backend: Backend) -> None:

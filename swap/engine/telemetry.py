@@ -13,7 +13,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from memo.swap.backends.protocol import HostStamp
-from memo.swap.engine.trace_events import Journal
+from memo.swap.engine.trace_events import TraceEvents
 from memo.swap.stats import Stats
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Stamp
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["Account"]
+__all__ = ["Telemetry"]
 
 _NO_RANGE = contextlib.nullcontext()
 SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 
 
-class Account:
+class Telemetry:
     """Statistics of one engine. Times are the device's where `backend` measures them; the host never waits for them, so
     that those of work that the device has still to do are counted later (`settle_times`)."""
 
@@ -38,7 +38,7 @@ class Account:
 
     def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
-        self.journal: Journal | None
+        self.journal: TraceEvents | None
         self.changed: Callable[[SavedStorage], None] | None
         """Callback for the state transitions of each new storage; None without a tracer."""
         self.at_edge: Callable[[str | None], None] | None = None
@@ -51,7 +51,7 @@ class Account:
 
     def listen(self, tracer: Tracer | None) -> None:
         """Sends events to `tracer` from now on; None for nowhere."""
-        self.journal = None if tracer is None else Journal(tracer, self._backend)
+        self.journal = None if tracer is None else TraceEvents(tracer, self._backend)
         self.changed = None if self.journal is None else self.journal.changed
 
     def comes_to_edge(self, begins: str | None) -> None:

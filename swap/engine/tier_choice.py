@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from memo.swap.tiers.host_and_disk import Place
     from memo.swap.tiers.host_and_disk import Tier as TierRoom
 
-__all__ = ["Destinations"]
+__all__ = ["TierChoice"]
 
 
-class Destinations:
+class TierChoice:
     """The tiers of one engine.
 
     `on_device` takes what is kept of storages that are otherwise computed again; whole ones that are kept just stay.

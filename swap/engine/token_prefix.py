@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.saved_storage import Hold
 
-__all__ = ["Partial", "Recompute", "Rows", "TokenRange", "Wanted", "gather"]
+__all__ = ["Recompute", "Rows", "TokenPrefix", "TokenRange", "Wanted", "gather"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Recompute(Protocol):
         """Computes what is not there yet; `take` gets the storage of each wanted tensor's tokens, as bytes."""
 
 
-class Partial:
+class TokenPrefix:
     """The first `first` of `tokens` tokens of a storage. `call` computes the rest."""
 
     __slots__ = ("_computed_from", "call", "first", "incoming", "outgoing", "rows", "tokens")
@@ -171,7 +171,7 @@ class Partial:
         return nbytes
 
 
-def gather(leaving: Iterable[tuple[Partial, torch.Tensor]], backend: Backend) -> int:
+def gather(leaving: Iterable[tuple[TokenPrefix, torch.Tensor]], backend: Backend) -> int:
     """Brings the heads of storages that are about to leave into one block, of which each part gets its piece.
 
     Returns how many bytes of device memory the pieces take.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend, Stamp, Timed
     from memo.swap.engine.saved_storage import SavedStorage
 
-__all__ = ["Journal"]
+__all__ = ["TraceEvents"]
 
 
 class Began(NamedTuple):
@@ -32,7 +32,7 @@ class Began(NamedTuple):
     range: int
 
 
-class Journal:
+class TraceEvents:
     """The events of one engine, timed by its backend."""
 
     def __init__(self, tracer: Tracer, backend: Backend) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import Infeasible, SolverTimeout
 from memo.mip.address.problem import DEVICE, Buffer, Problem
-from memo.mip.address.solve import Method, solve
+from memo.mip.address.solver import Method, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage
 
 __all__ = ["Checksums"]
@@ -22,7 +22,7 @@ class Checksums:
     """Checksums of the storages of one run. They stay on the device until `differ` reads the verdict back."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = Identities(brief=True)
+        self._sums = StorageMap(brief=True)
         self._changed = torch.zeros((), dtype=torch.bool, device=device)
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from memo.swap.engine.saved_storage import content_of, version_of
 from memo.swap.recompute.axis.operator_rules import Unproven, tensors_in
 from memo.swap.recompute.guards.python_rng import drawn_by_python
 from memo.swap.recompute.guards.rng_and_autocast import ModuleState, Precision, RandomState
-from memo.swap.recompute.guards.side_effects import Belongings
+from memo.swap.recompute.guards.side_effects import SideEffects
 from memo.swap.recompute.record.layer_arguments import Arguments
 from memo.swap.recompute.record.operator_log import Script, Scripted
 from memo.swap.tensor_kinds import local_part
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Content, Group
     from memo.swap.layers import Layer
     from memo.swap.recompute.axis.argument_axes import TokenDims
-    from memo.swap.recompute.prover import Noting
+    from memo.swap.recompute.prover import TokenAxisProver
     from memo.swap.recompute.record.dispatch_mode import SleepingMode
     from memo.swap.recompute.trial_cache import Kind
 
-__all__ = ["Watch"]
+__all__ = ["ForwardRecord"]
 
 
-class Watch:
+class ForwardRecord:
     """Made before a layer's forward, whose input is `given`. `noting` is there where tokens may be divided, `saves` where
     the layer may run again whole; at least one of them is."""
 
@@ -42,7 +42,7 @@ class Watch:
         given: torch.Tensor,
         kind: Kind,
         dims: TokenDims,
-        noting: Noting | None,
+        noting: TokenAxisProver | None,
         script: Script,
         whole: bool,
         device: torch.device,
@@ -62,7 +62,7 @@ class Watch:
         """All that autograd saved, in order."""
         self.random = RandomState(device) if whole else None
         self.state = ModuleState(layer.module)
-        self._belongings = Belongings(layer.module)
+        self._belongings = SideEffects(layer.module)
         self._drawn = drawn_by_python()
         self.precision = Precision.now(hidden.device.type)
         self.arguments = Arguments(args, kwargs, given, dims)
@@ -72,7 +72,7 @@ class Watch:
         """Another managed layer ran within it."""
         self._version = version_of(given)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ForwardRecord:
         self.mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 

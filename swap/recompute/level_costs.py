@@ -29,7 +29,7 @@ class Costs:
         self._always_bytes = 0
         self._bytes_per_token: dict[Level, float] = {}
         self._beside_per_token: dict[Level, float] = {}
-        self._seconds_per_token: dict[Level, float] = {Level.ALL: 0.0}
+        self._seconds_per_token: dict[Level, float] = {Level.SAVE_ALL: 0.0}
 
     def counted(
         self,
@@ -42,7 +42,7 @@ class Costs:
     ) -> None:
         """A forward has ended."""
         if tokens != self._tokens:
-            self._seconds_per_token = {Level.ALL: 0.0}
+            self._seconds_per_token = {Level.SAVE_ALL: 0.0}
         self._tokens = tokens
         self._input_bytes = input_bytes
         self._always_bytes = always_bytes
@@ -53,7 +53,10 @@ class Costs:
         """A forward has ended whose tokens were not divided; says less than what `counted` said of the same length."""
         if tokens != self._tokens or len(self._bytes_per_token) <= 1:
             self.counted(
-                tokens=tokens, input_bytes=input_bytes, always_bytes=0, bytes_per_token={Level.ALL: nbytes / tokens}
+                tokens=tokens,
+                input_bytes=input_bytes,
+                always_bytes=0,
+                bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
             )
 
     def ran(self, level: Level, tokens: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Watches one forward of one layer: what it saves, what must not be computed twice, and whether tokens stay apart.
 
-`Noting` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis through every
-operator (axis.operator_rules) and keeps the results of those that are never repeated: attention, which needs all tokens, and
-random numbers, which would come out different. The first thing it cannot prove ends it; from then on it only passes
-calls on, and `reason` says why.
+`TokenAxisProver` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis
+through every operator (axis.operator_rules) and keeps the results of those that are never repeated: attention, which
+needs all tokens, and random numbers, which would come out different. The first thing it cannot prove ends it; from
+then on it only passes calls on, and `reason` says why.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from memo.swap.recompute.record.memoized import Answer, AttentionAnswer, Functio
 from memo.swap.recompute.record.operator_log import Script
 from memo.swap.recompute.record.provenance import made_by_compiler
 from memo.swap.recompute.record.token_local_functions import Marked
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_hidden_state, local_part
 
-__all__ = ["Noting", "Slot"]
+__all__ = ["Slot", "TokenAxisProver"]
 
 _MEANINGS: dict[tuple[Any, ...], Meaning] = {}
 """An operator, the number of tokens, what the call is given and what is known of that -> what its results mean."""
@@ -52,8 +52,8 @@ class Slot:
     content: Content
 
 
-class Noting(SleepingMode):
-    """One layer call under way. `ends` says where the tokens at level ALL and those at level MATMULS end."""
+class TokenAxisProver(SleepingMode):
+    """One layer call under way. `ends` says where the tokens at level SAVE_ALL and those at level SAVE_MATMULS end."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Noting(SleepingMode):
         # Storages that stay whole though tokens are mixed in them: attention is never repeated, so neither are these.
         self.whole: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._made = Identities(brief=True)
+        self._made = StorageMap(brief=True)
         """Storage -> the Result that it is."""
         self._paused = False
         self.joined: set[int] = set()

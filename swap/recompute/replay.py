@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.errors import SwapError
-from memo.swap.engine.stream_order import Edges
+from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.operator_rules import tensors_in
 from memo.swap.recompute.axis.operators import Given
@@ -161,7 +161,7 @@ class LayerCall:
         """
         span = self.span
         whole = local_part(self.engine.unpack(self._hidden, by_backward=False)).detach()
-        is_whole = span.level is Level.NOTHING  # its one span counts no tokens
+        is_whole = span.level is Level.SAVE_INPUT  # its one span counts no tokens
         hidden = whole if is_whole else cut(whole, Axis(dim=whole.ndim - 2), span.first, span.stop, self.tokens)
         args, kwargs = self._arguments.give(
             hidden.detach().requires_grad_(self._hidden_grad), None if is_whole else (span.first, span.stop)
@@ -188,7 +188,7 @@ class LayerCall:
             try:
                 self._module.forward(*args, **kwargs)
             except BaseException:
-                Edges(backend).broken_off(reading.streams)  # while the layer's frames still hold their memory
+                StreamOrder(backend).broken_off(reading.streams)  # while the layer's frames still hold their memory
                 raise
         collecting.check_complete()
         if begin is not None:
@@ -261,7 +261,7 @@ class _Answering(SleepingMode):
         self._span = span
         self._collecting = collecting
         self._answers = iter(call.answers)
-        results = call.results if span.level is Level.MATMULS else ()
+        results = call.results if span.level is Level.SAVE_MATMULS else ()
         self._results = {result.line: (result, treatment) for result, treatment in results}
         self._reading = reading
         # What stands for omitted results. Nothing may compute with it.

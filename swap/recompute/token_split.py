@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.swap.engine.token_prefix import Partial, Rows
+from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.axis.token_axis import Axis, Mark, layout_of_part, rows_of
 from memo.swap.recompute.record.keep_or_repeat import Treatment, treatments
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.recompute.forward_record import Watch
+    from memo.swap.recompute.forward_record import ForwardRecord
     from memo.swap.recompute.level_costs import Costs
 
 __all__ = ["Division", "divide"]
@@ -36,7 +36,7 @@ class Division:
     """What can compute again what does not move, in the order of running, and which storages move in part."""
 
     calls: tuple[LayerCall, ...]
-    parts: dict[SavedStorage, Partial]
+    parts: dict[SavedStorage, TokenPrefix]
     operators: tuple[Any, ...] = ()
     """That the forward called."""
     treatments: tuple[Treatment, ...] = ()
@@ -78,7 +78,7 @@ class _Divisible:
     is_result: bool
 
 
-def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division | None:
+def divide(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
     """None where nothing can be divided, and everything moves whole.
 
     Raises:
@@ -126,15 +126,15 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
         answers=noting.answers,
         script=watch.script,
     )
-    last = _span(Level.ATTENTION, second, tokens, found, tokens)
-    middle = _span(Level.MATMULS, first, second, [item for item in found if not item.is_result], tokens)
+    last = _span(Level.SAVE_ATTENTION, second, tokens, found, tokens)
+    middle = _span(Level.SAVE_MATMULS, first, second, [item for item in found if not item.is_result], tokens)
     later = make(span=last, before=None) if last.wanted else None
     earlier = make(span=middle, before=later, results=treated) if middle.wanted else later
-    parts: dict[SavedStorage, Partial] = {}
+    parts: dict[SavedStorage, TokenPrefix] = {}
     for item in found:
         call, head = (later, second) if item.is_result else (earlier, first)
         if call is not None and head < tokens:
-            parts[item.saved] = Partial(call, item.rows, tokens=tokens, first=head)
+            parts[item.saved] = TokenPrefix(call, item.rows, tokens=tokens, first=head)
     calls = tuple(call for call in dict.fromkeys((later, earlier)) if call is not None)
     return Division(
         calls=calls,
@@ -144,7 +144,7 @@ def divide(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division 
     )
 
 
-def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible]:
+def _divisible(watch: ForwardRecord, output: Any, engine: Engine) -> Iterator[_Divisible]:
     """Each storage once, at the first place where autograd saved it as it is."""
     noting = watch.noting
     assert noting is not None
@@ -172,7 +172,9 @@ def _divisible(watch: Watch, output: Any, engine: Engine) -> Iterator[_Divisible
             yield _Divisible(position=position, tensor=tensor, axis=axis, rows=rows, saved=saved, is_result=is_result)
 
 
-def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine) -> None:
+def _count(
+    costs: Costs, watch: ForwardRecord, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine
+) -> None:
     """Before anything is saved that only some levels need."""
     noting = watch.noting
     assert noting is not None
@@ -190,14 +192,14 @@ def _count(costs: Costs, watch: Watch, found: Sequence[_Divisible], kept: Sequen
         input_bytes=0 if source is None else source.nbytes,
         always_bytes=every - sum(item.saved.nbytes for item in found),
         bytes_per_token={
-            Level.ALL: sum(item.rows.nbytes(1) for item in found),
-            Level.MATMULS: results + besides + masks,
-            Level.ATTENTION: masks,
+            Level.SAVE_ALL: sum(item.rows.nbytes(1) for item in found),
+            Level.SAVE_MATMULS: results + besides + masks,
+            Level.SAVE_ATTENTION: masks,
         },
         beside_per_token={
-            Level.ALL: sum(item.rows.nbytes(1) for item in in_pieces),
-            Level.MATMULS: gathered_results + besides + masks,
-            Level.ATTENTION: masks,
+            Level.SAVE_ALL: sum(item.rows.nbytes(1) for item in in_pieces),
+            Level.SAVE_MATMULS: gathered_results + besides + masks,
+            Level.SAVE_ATTENTION: masks,
         },
     )
 

@@ -23,20 +23,20 @@ import torch
 from torch.autograd import forward_ad
 
 from memo.errors import SwapError
-from memo.lru import Recent
+from memo.lru import LRU
 from memo.swap.recompute.axis.argument_axes import Shapes, TokenDims
 from memo.swap.recompute.axis.operator_rules import Unproven
-from memo.swap.recompute.forward_record import Watch
+from memo.swap.recompute.forward_record import ForwardRecord
 from memo.swap.recompute.guards.rng_and_autocast import has_others, hooks_within, modules_of, parameters_of
 from memo.swap.recompute.level_costs import Costs
-from memo.swap.recompute.prover import Noting
+from memo.swap.recompute.prover import TokenAxisProver
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.recompute.record.layer_arguments import argument_tensors, check_arguments, token_input
 from memo.swap.recompute.record.operator_log import Script
 from memo.swap.recompute.token_split import Division, divide
 from memo.swap.recompute.trial import OutOfRoom, try_out
-from memo.swap.recompute.trial_cache import Kind, Shown, Trials
+from memo.swap.recompute.trial_cache import Kind, TrialResult, Trials
 from memo.swap.recompute.whole_layer import repeat_whole
 from memo.swap.tensor_kinds import layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
@@ -44,12 +44,12 @@ from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.saved_storage import Group, Handle, Kept, SavedStorage, Sharded
-    from memo.swap.engine.token_prefix import Partial
+    from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.layers import Layer
 
 __all__ = ["TokenWise"]
 
-_Parts = dict["SavedStorage", "Partial"]
+_Parts = dict["SavedStorage", "TokenPrefix"]
 
 MOST_READ_ANEW = 256
 """Kinds of calls."""
@@ -61,8 +61,8 @@ class TokenWise:
     """The layers of one manager.
 
     `default` is for layers that `choose` has not named. `fallback` says what becomes of a layer whose tokens cannot be
-    divided: ALL moves whole tensors, NOTHING runs it again whole. With `repeats_when_full` a layer that no tier has room
-    for runs again whole too. `exact`: a recompute that rounds in another way is refused.
+    divided: SAVE_ALL moves whole tensors, SAVE_INPUT runs it again whole. With `repeats_when_full` a layer that no
+    tier has room for runs again whole too. `exact`: a recompute that rounds in another way is refused.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TokenWise:
         engine: Engine,
         default: Setting,
         *,
-        fallback: Level = Level.ALL,
+        fallback: Level = Level.SAVE_ALL,
         repeats_when_full: bool = False,
         exact: bool = False,
     ) -> None:
@@ -89,17 +89,17 @@ class TokenWise:
         self._fallback = fallback
         self._repeats_when_full = repeats_when_full
         self._exact = exact
-        self._open: Watch | None = None
+        self._open: ForwardRecord | None = None
         self._position: dict[str, int] = {}
         self._unsuited: set[str] = set()
         self._own: dict[str, list[torch.Tensor]] = {}
         """Each layer's parameters when the forwards began."""
-        self._warned: Recent[str, bool] = Recent(MOST_WARNED)
+        self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
         self._trials = Trials(self._ranks)
         self._shapes = Shapes()
-        self._other_reading: Recent[Kind, bool] = Recent(MOST_READ_ANEW)
+        self._other_reading: LRU[Kind, bool] = LRU(MOST_READ_ANEW)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -176,11 +176,13 @@ class TokenWise:
                 group.held = True
                 self._open.__enter__()
 
-    def _watch(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> Watch | None:
+    def _watch(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardRecord | None:
         """None where the layer's tensors move whole without more ado."""
         setting = self._setting(layer.name)
         divides = isinstance(setting, TokenLevels) and not setting.repeats_nothing
-        repeats = self._repeats_when_full or setting is Level.NOTHING or (divides and self._fallback is Level.NOTHING)
+        repeats = (
+            self._repeats_when_full or setting is Level.SAVE_INPUT or (divides and self._fallback is Level.SAVE_INPUT)
+        )
         if not divides and not repeats:
             return None
         if layer.name in self._ranks.disagreed:
@@ -214,7 +216,7 @@ class TokenWise:
         noting = self._noting(layer, kind, setting, args, kwargs, dims=dims, script=script) if divides else None
         if noting is None and not repeats:
             return None
-        return Watch(
+        return ForwardRecord(
             layer,
             group,
             args,
@@ -238,7 +240,7 @@ class TokenWise:
         *,
         dims: TokenDims,
         script: Script,
-    ) -> Noting | None:
+    ) -> TokenAxisProver | None:
         assert isinstance(setting, TokenLevels)
         try:
             hidden = token_input(args, kwargs)
@@ -248,7 +250,7 @@ class TokenWise:
             return None
         tokens = hidden.size(-2)
         ends = setting.ends(tokens)
-        return Noting(hidden, args, kwargs, dims=dims, ends=ends, script=script) if ends[0] < tokens else None
+        return TokenAxisProver(hidden, args, kwargs, dims=dims, ends=ends, script=script) if ends[0] < tokens else None
 
     def end(self, group: Group, output: Any) -> None:
         """The layer's forward has ended; what it saved may move now."""
@@ -289,17 +291,17 @@ class TokenWise:
         if output is not None:
             self._ranks.heard(hearing, self._told(name))
 
-    def _has_room(self, watch: Watch, parts: _Parts) -> bool:
+    def _has_room(self, watch: ForwardRecord, parts: _Parts) -> bool:
         """Whether what the layer is to move has room, on all ranks that it talks to: if it runs again, it does on all."""
         room = self._engine.has_room(watch.group, parts, besides=self._inputs_after(watch))
         return self._ranks.all_have(watch.layer.name, room)
 
-    def _inputs_after(self, watch: Watch) -> list[int]:
+    def _inputs_after(self, watch: ForwardRecord) -> list[int]:
         """Bytes that layers after this one need at the least: their inputs are as large as its own."""
         after = len(self._position) - 1 - self._position[watch.layer.name]
         return [watch.hidden.untyped_storage().nbytes()] * after
 
-    def _decide(self, watch: Watch, output: Any) -> _Parts:
+    def _decide(self, watch: ForwardRecord, output: Any) -> _Parts:
         name = watch.layer.name
         if name in self._ranks.disagreed:
             self._refuse(name, self._ranks.disagreed[name])
@@ -310,7 +312,7 @@ class TokenWise:
             parts = self._repeat(watch, output, "no tier has room for it") or parts
         return parts
 
-    def _divided(self, watch: Watch, output: Any) -> _Parts:
+    def _divided(self, watch: ForwardRecord, output: Any) -> _Parts:
         """As the layer's setting says."""
         name = watch.layer.name
         if watch.noting is not None:
@@ -330,10 +332,10 @@ class TokenWise:
                     return {}  # whole this once
                 self._trials.refuse(watch.kind, str(unproven))
         setting = self._setting(name)
-        why = "as chosen" if setting is Level.NOTHING else self._trials.refusal(watch.kind)
+        why = "as chosen" if setting is Level.SAVE_INPUT else self._trials.refusal(watch.kind)
         if why is None or _moves_all(setting):
             return {}
-        if watch.saves is not None and (setting is Level.NOTHING or self._fallback is Level.NOTHING):
+        if watch.saves is not None and (setting is Level.SAVE_INPUT or self._fallback is Level.SAVE_INPUT):
             parts = self._repeat(watch, output, why)
             if parts is not None:
                 return parts
@@ -341,7 +343,7 @@ class TokenWise:
             self._refuse(name, why)
         return {}
 
-    def _repeat(self, watch: Watch, output: Any, why: str) -> _Parts | None:
+    def _repeat(self, watch: ForwardRecord, output: Any, why: str) -> _Parts | None:
         """Lets the layer run again whole; None where it must not."""
         name, kind = watch.layer.name, watch.kind.repeated
         attempt = functools.partial(repeat_whole, watch, output, self._engine, self._cost(name))
@@ -393,7 +395,7 @@ class TokenWise:
             self.worst_deviation = max(self.worst_deviation, shown.deviation)
         return division.parts
 
-    def _try_out(self, division: Division | None, name: str) -> Shown:
+    def _try_out(self, division: Division | None, name: str) -> TrialResult:
         """Raises Unproven on every rank that the layer talks to, or on none."""
         worst, reason = 0.0, None
         if division is not None:
@@ -405,11 +407,11 @@ class TokenWise:
             except Unproven as unproven:
                 reason = str(unproven)
             self._ranks.require(name, reason)
-        return Shown(deviation=worst, seconds_per_token=self._cost(name).seconds_per_token)
+        return TrialResult(deviation=worst, seconds_per_token=self._cost(name).seconds_per_token)
 
     def _told(self, name: str) -> str:
         """All that this rank was told to do with a layer."""
-        besides = [f"fallback {self._fallback.name.lower()}"] if self._fallback is not Level.ALL else []
+        besides = ["fallback recompute"] if self._fallback is Level.SAVE_INPUT else []
         besides += ["to recompute when full"] if self._repeats_when_full else []
         return ", ".join([str(self._setting(name)), *besides])
 

@@ -82,7 +82,7 @@ def _check_in_place_changes(division: Division, device: torch.device) -> None:
     Not for layers that other ranks take part in: a rank that has failed by now would leave them waiting.
     """
     for call in division.calls:
-        if call.together or call.span.level is Level.NOTHING:
+        if call.together or call.span.level is Level.SAVE_INPUT:
             continue
         checksums = Checksums(device)
         call.run(lambda span, want, part: None, timed=False, checksums=checksums)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memo.lru import Recent
+from memo.lru import LRU
 from memo.swap.recompute.axis.operator_rules import tensors_in
 from memo.swap.recompute.guards.rng_and_autocast import Precision
 from memo.swap.recompute.record.layer_arguments import but_for_sizes, describe
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.token_split import Division
     from memo.swap.token_levels import Level
 
-__all__ = ["Kind", "Shown", "Trials"]
+__all__ = ["Kind", "TrialResult", "Trials"]
 
 MOST_REFUSED = 256
 """Kinds of calls of one layer."""
@@ -89,7 +89,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class TrialResult:
     """Outcome of a trial that passed."""
 
     deviation: float
@@ -102,10 +102,10 @@ class _Class:
     """Layers that run the same kernels where they divide alike."""
 
     def __init__(self) -> None:
-        self.shown: Recent[tuple[Any, ...], Shown] = Recent(MOST_SHOWN)
-        self.calls: Recent[tuple[Any, ...], bool] = Recent(MOST_SHOWN)
+        self.shown: LRU[tuple[Any, ...], TrialResult] = LRU(MOST_SHOWN)
+        self.calls: LRU[tuple[Any, ...], bool] = LRU(MOST_SHOWN)
 
-    def all(self) -> tuple[Recent[Any, Any], ...]:
+    def all(self) -> tuple[LRU[Any, Any], ...]:
         """That is remembered."""
         return self.shown, self.calls
 
@@ -115,17 +115,17 @@ class Trials:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._refused: dict[str, Recent[Kind, str]] = {}
+        self._refused: dict[str, LRU[Kind, str]] = {}
         self._short: collections.Counter[str] = collections.Counter()
         """Of each layer, the trials in a row that found no memory."""
-        self._courses: dict[str, Recent[_Course, bool]] = {}
+        self._courses: dict[str, LRU[_Course, bool]] = {}
         self._first: dict[object, str] = {}
         """Of each class, the layer that was tried first."""
         self._classes: dict[str, _Class] = {}
 
     def refuse(self, kind: Kind, reason: str) -> None:
         """Calls of this kind must not be treated so."""
-        self._refused.setdefault(kind.layer, Recent(MOST_REFUSED))[kind] = reason
+        self._refused.setdefault(kind.layer, LRU(MOST_REFUSED))[kind] = reason
 
     def ran_short(self, kind: Kind, reason: str) -> None:
         """Records a trial that found no memory; `MOST_SHORT` of a layer in a row refuse its kind of call."""
@@ -142,7 +142,7 @@ class Trials:
         known = self._refused.get(kind.layer)
         return None if known is None else known.get(kind)
 
-    def find(self, kind: Kind, division: Division | None) -> Shown | None:
+    def find(self, kind: Kind, division: Division | None) -> TrialResult | None:
         """What is known of a call; None where its layer must be tried."""
         alike = self._classes.get(kind.layer)
         shown = None if alike is None else alike.shown.get(_form(kind, division))
@@ -153,7 +153,7 @@ class Trials:
         alike = self._classes.get(kind.layer)
         return alike is not None and kind.key in alike.calls
 
-    def add(self, kind: Kind, division: Division | None, module: torch.nn.Module, shown: Shown) -> None:
+    def add(self, kind: Kind, division: Division | None, module: torch.nn.Module, shown: TrialResult) -> None:
         """A trial has passed. The first one of a layer is a collective call."""
         if kind.layer not in self._classes:
             self._assign(kind.layer, module)
@@ -170,7 +170,7 @@ class Trials:
         if not self._ranks.say_the_same(layer, first):
             first = layer
         self._classes[layer] = self._classes.setdefault(first, _Class())
-        self._courses[layer] = Recent(MOST_COURSES)
+        self._courses[layer] = LRU(MOST_COURSES)
 
 
 def _form(kind: Kind, division: Division | None) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import MemoError
-from memo.swap.engine.token_prefix import Partial, Rows
+from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.axis.token_axis import Layout
 from memo.swap.recompute.replay import LayerCall, Span, Wanted
@@ -21,13 +21,13 @@ from memo.swap.token_levels import Level
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.recompute.forward_record import Watch
+    from memo.swap.recompute.forward_record import ForwardRecord
     from memo.swap.recompute.level_costs import Costs
 
 __all__ = ["repeat_whole"]
 
 
-def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Division | None:
+def repeat_whole(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
     """None where the layer saved nothing that could be computed again: a checkpointed layer.
 
     Raises:
@@ -58,7 +58,7 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
         arguments=watch.arguments,
         state=watch.state,
         precision=watch.precision,
-        span=Span(first=0, stop=1, level=Level.NOTHING, wanted=tuple(wanted.values())),
+        span=Span(first=0, stop=1, level=Level.SAVE_INPUT, wanted=tuple(wanted.values())),
         before=None,
         tokens=watch.tokens,
         costs=costs,
@@ -68,11 +68,11 @@ def repeat_whole(watch: Watch, output: Any, engine: Engine, costs: Costs) -> Div
     )
     assert watch.saves is not None
     left_out = len(watch.saves) - 1 - max(want.position for want in wanted.values())
-    parts = {saved: Partial(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}
+    parts = {saved: TokenPrefix(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}
     return Division(calls=(call,), parts=parts, left_out=left_out)
 
 
-def _wanted(watch: Watch, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:
+def _wanted(watch: ForwardRecord, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:
     """Each storage once, at the first place where autograd saved it as it is; its bytes are all "one token"."""
     assert watch.saves is not None
     seen = watch.kept_whole(output)

@@ -14,8 +14,8 @@ from memo.allocator.plan_from_events import layout_of, problem_of, recording_of,
 from memo.allocator.step import EventKind, Reason, StepSummary
 from memo.allocator.trace import read_trace
 from memo.errors import AllocatorError
-from memo.mip.address.check import require_valid
-from memo.mip.address.solve import Method, solve
+from memo.mip.address.checker import require_valid
+from memo.mip.address.solver import Method, solve
 
 DATA = Path(__file__).parent.parent / "mip" / "data"
 KIB = 1024

@@ -12,7 +12,7 @@ from memo.allocator.native import Native
 from memo.allocator.planned_allocator import PlannedAllocator, Stage
 from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
-from memo.record.record_step import gpt_step, record_step
+from memo.record.recording import gpt_step, record_step
 
 WAYS = {
     "plain": {},

@@ -19,7 +19,7 @@ from memo.allocator.plan_in_background import Planning
 from memo.allocator.planned_allocator import PlannedAllocator, Stage
 from memo.allocator.step import Event, EventKind, Reason
 from memo.errors import AllocatorError, SolverFailed
-from memo.mip.address.check import check
+from memo.mip.address.checker import check
 from memo.mip.address.problem import Buffer, Problem
 
 KIB = 1024

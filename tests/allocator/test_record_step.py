@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memo.allocator.byteless_tensors import Hollow
+from memo.allocator.byteless_tensors import BytelessMode
 from memo.allocator.record_step import Recorder, Where
 from memo.allocator.trace import Allocation, AllocationTrace, read_trace, trace_to_csv, trace_to_json
 from memo.errors import PlanError, RecordError
@@ -69,7 +69,7 @@ def test_only_what_dies_in_the_pass_that_made_it_belongs_to_that_pass() -> None:
 
 def test_hollow_tensors_are_ordinary_cpu_tensors_without_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with Hollow():
+    with BytelessMode():
         x = torch.randn(1 << 20, 1 << 20, dtype=torch.bfloat16, requires_grad=True)  # 2 TiB
         y = (x.t() @ x).relu_()
         y.sum().backward()
@@ -84,7 +84,7 @@ def test_hollow_tensors_are_ordinary_cpu_tensors_without_memory() -> None:
 def test_a_hollow_storage_dies_with_its_last_reference_and_not_at_a_collection() -> None:
     gc.disable()
     try:
-        with Hollow():
+        with BytelessMode():
             x = torch.randn(300, 300)
             y = x.view(-1)[7:]
             assert y.untyped_storage() is x.untyped_storage()
@@ -98,7 +98,7 @@ def test_a_hollow_storage_dies_with_its_last_reference_and_not_at_a_collection()
 
 
 def test_the_same_operator_on_other_shapes_or_types_is_asked_again() -> None:
-    with Hollow():
+    with BytelessMode():
         a, b = torch.ones(3, 5), torch.ones(5, 7)
         assert (a @ b).shape == (3, 7)
         assert (a[:2] @ b).shape == (2, 7)
@@ -114,7 +114,7 @@ def test_the_same_operator_on_other_shapes_or_types_is_asked_again() -> None:
 
 
 def test_in_place_operators_return_their_argument_and_raise_its_version() -> None:
-    with Hollow():
+    with BytelessMode():
         x = torch.zeros(4)
         version = x._version
         assert x.mul_(2) is x
@@ -127,7 +127,7 @@ def test_in_place_operators_return_their_argument_and_raise_its_version() -> Non
 
 
 def test_what_needs_contents_is_refused_in_one_line() -> None:
-    with Hollow():
+    with BytelessMode():
         x = torch.randn(4)
         for question in (lambda: x.sum().item(), lambda: bool(x[0] > 0), lambda: x.nonzero(), lambda: x[x > 0]):
             with pytest.raises(RecordError, match="needs the contents of a tensor") as caught:
@@ -136,7 +136,7 @@ def test_what_needs_contents_is_refused_in_one_line() -> None:
 
 
 def test_more_than_the_address_space_is_an_error_and_no_crash() -> None:
-    with Hollow(), pytest.raises(RecordError, match="no address space for a tensor of"):
+    with BytelessMode(), pytest.raises(RecordError, match="no address space for a tensor of"):
         torch.empty(1 << 60)
 
 

@@ -20,7 +20,7 @@ from planning_machine import (
 from memo.autoplan.actuator_protocol import MEASURING, SAFEST
 from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
 from memo.mip.activation.plan import ActivationPlan, Pipeline
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 
 
 def test_the_plan_of_a_longer_step_leaves_room_for_what_else_grows() -> None:

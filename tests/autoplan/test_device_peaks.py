@@ -10,10 +10,10 @@ import torch
 from live_bytes import CountedDevice
 from throttled_backend import PacedBackend
 
-from memo.autoplan.actuator import Carrier
+from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceMemory
-from memo.autoplan.device_peaks import DeviceUse, Place
+from memo.autoplan.device_budget import DeviceBudget
+from memo.autoplan.device_peaks import DevicePeaks, Place
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
@@ -34,8 +34,8 @@ class Told:
     def __init__(self) -> None:
         self.peak = 0
         self.stats = Stats()
-        self.use = DeviceUse(
-            DeviceMemory(total_bytes=1000, peak_bytes=lambda: self.peak, restart=self._restart), self.stats
+        self.use = DevicePeaks(
+            DeviceBudget(total_bytes=1000, peak_bytes=lambda: self.peak, restart=self._restart), self.stats
         )
 
     def _restart(self) -> None:
@@ -125,9 +125,9 @@ class Run:
             loss.backward()
         return self.device.top
 
-    def memory(self, budget: int) -> DeviceMemory:
+    def memory(self, budget: int) -> DeviceBudget:
         device = self.device
-        return DeviceMemory(
+        return DeviceBudget(
             total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, now_bytes=lambda: device.live
         )
 
@@ -146,7 +146,7 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     saved = run.plain - run.weights
     budget = run.weights + int(share * saved)
     manager, engine, tokenwise = run.manager(int(host * saved), TokenLevels(all=1.0))
-    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, run.memory(budget), tracer=None), checked_plan)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, run.memory(budget), tracer=None), checked_plan)
     manager.plan_with(planning)
     run.model.zero_grad(set_to_none=True)
     found = []
@@ -168,7 +168,7 @@ def others(batch: int) -> dict[str | Place, int]:
     """Beside saved tensors, where three quarters of the tokens move and the others are computed again."""
     run = Run(batch)
     manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))
-    use = DeviceUse(run.memory(1 << 40), engine.stats)
+    use = DevicePeaks(run.memory(1 << 40), engine.stats)
     engine.at_edges(use.edge)
     for number in range(2):  # in the first one recomputes are tried out
         run.step(number, manager)

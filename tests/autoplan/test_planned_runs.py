@@ -19,9 +19,9 @@ from small_models import assert_equal, ids, stack, train
 from throttled_backend import PacedBackend
 
 import memo
-from memo.autoplan.actuator import Carrier, settings_of
+from memo.autoplan.actuator import Actuator, settings_of
 from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import DeviceMemory
+from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import PlanError, UsageError
 from memo.events import Tier
 from memo.gpt.config import preset
@@ -35,7 +35,7 @@ from memo.mip.activation.stage_plans import stage_plan
 from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
 from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
-from memo.parallel.pipeline_order import Course
+from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
@@ -115,7 +115,7 @@ def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back
     manager.choose_levels(dict.fromkeys(range(4), (0.5, 0.0, 0.5)))
     engine.place({n: Placement(kept=1.0) for n in range(4)})
     train(model, lambda step: forward(model, step), manager, steps=1)
-    aside = cast("DeviceTier", engine._destinations._beginning_with[Tier.DEVICE][0])
+    aside = cast("DeviceTier", engine._tier_choice._beginning_with[Tier.DEVICE][0])
     held: list[int] = []
     take = engine.backend.empty
 
@@ -159,8 +159,8 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
     model, reference = fresh(8), fresh(8)
     manager, engine, tokenwise = paced_manager(model)
     whole = _whole_bytes()
-    memory = DeviceMemory(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    memory = DeviceBudget(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
     planning = AutoPlan(carrier, checked_plan)
     manager.plan_with(planning)
     phases = []
@@ -189,8 +189,8 @@ def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan
     model = fresh(4)
     manager, engine, tokenwise = checked_manager(model, policy="eager")
     peak = 0
-    memory = DeviceMemory(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
-    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
     with manager:
         loss = forward(model, 0)
     peak = ROOM // 2  # in backward
@@ -207,8 +207,8 @@ def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
     model = fresh(4)
     manager, engine, tokenwise = paced_manager(model)
     restarts = itertools.count()
-    memory = DeviceMemory(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: next(restarts) and None)
-    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: next(restarts) and None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
     train(model, lambda step: forward(model, step), manager, steps=5)
     assert planning.use().phase == "settled"
@@ -223,8 +223,8 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
     """The longest of them, too, which come when shorter ones have been measured."""
     model, reference = fresh(8), fresh(8)
     manager, engine, tokenwise = paced_manager(model)
-    memory = DeviceMemory(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
-    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
 
     def cut(module: torch.nn.Module, step: int) -> torch.Tensor:
@@ -254,8 +254,8 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
     model, reference = fresh(8), fresh(8)
     whole = 2 * _whole_bytes()
     manager, engine, tokenwise = paced_manager(model, host=int(host * whole))
-    memory = DeviceMemory(total_bytes=int(device * whole), peak_bytes=lambda: 0, restart=lambda: None)
-    planning = AutoPlan(Carrier(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    memory = DeviceBudget(total_bytes=int(device * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
     for step in range(7):
         assert_equal(
@@ -272,15 +272,15 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
 def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh(3)
     manager, engine, tokenwise = paced_manager(model)
-    memory = DeviceMemory(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Carrier(engine, tokenwise, manager.layers, memory, tracer=None)
+    memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
     costs = LayerCosts(
         layer="layers.0",
         tokens=100,
         input_bytes=0,
         always_bytes=0,
-        bytes_per_token={SwapLevel.ALL: 900.0, SwapLevel.MATMULS: 400.0},
-        beside_per_token={SwapLevel.MATMULS: 100.0},
+        bytes_per_token={SwapLevel.SAVE_ALL: 900.0, SwapLevel.SAVE_MATMULS: 400.0},
+        beside_per_token={SwapLevel.SAVE_MATMULS: 100.0},
         recompute_s_per_token={},
     )
     monkeypatch.setattr(carrier, "costs", lambda: {"layers.0": costs})
@@ -321,9 +321,9 @@ def given_plan(layers: int) -> ActivationPlan:
         name="any",
         always_bytes=1000,
         levels=(
-            LevelProfile(level=Level.ALL, saved_bytes=4000),
-            LevelProfile(level=Level.MATMULS, saved_bytes=2000, recompute_s=0.1),
-            LevelProfile(level=Level.ATTENTION, saved_bytes=0, recompute_s=0.3),
+            LevelProfile(level=Level.SAVE_ALL, saved_bytes=4000),
+            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=2000, recompute_s=0.1),
+            LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=0.3),
         ),
         forward_s=1.0,
         backward_s=2.0,
@@ -364,8 +364,8 @@ def test_a_plan_of_another_model_is_refused() -> None:
         memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
 
 
-def course(*own: int, stages: int = 2, held: int = 2) -> Course:
-    return Course(stages=stages, own=own, held=held, weight=held, backward=())
+def course(*own: int, stages: int = 2, held: int = 2) -> PipelineOrder:
+    return PipelineOrder(stages=stages, own=own, held=held, weight=held, backward=())
 
 
 def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_gives_it() -> None:
@@ -392,7 +392,9 @@ def test_of_a_plan_in_turns_a_rank_carries_out_both_of_its_stages() -> None:
     layers = (*(FIXED,) * 5, LayerPlan(), FIXED, LayerPlan())
     plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
 
-    def told(*own: int, layers: tuple[int, int] = (2, 2), schedule: PipelineSchedule = pipeline.schedule) -> Course:
+    def told(
+        *own: int, layers: tuple[int, int] = (2, 2), schedule: PipelineSchedule = pipeline.schedule
+    ) -> PipelineOrder:
         turns = rank_turns(schedule, ranks=2, rank=own[0], microbatches=4)
         known = OwnTurns(layers=layers, turns=turns)
         return dataclasses.replace(course(*own, stages=4), turns=known)

@@ -20,7 +20,7 @@ from memo.gpt.train_config import Precision
 from memo.manager.plan_source import checked_plan
 from memo.mip.activation.cost import predict
 from memo.mip.activation.plan import PAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan
-from memo.mip.inputs.hardware import hardware
+from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import EndProfile, Profile
 from memo.profiling.saved_storages import saved_storages
 from memo.swap.disk import raw_file
@@ -29,7 +29,7 @@ from memo.swap.tiers import host_and_disk
 
 # Slow enough beside its links that whatever finds room moves.
 MACHINE = dataclasses.replace(
-    hardware("a800"),
+    hardware_preset("a800"),
     peak_flops=40e9,
     hbm_bytes_per_s=5e9,
     disk_write_bytes_per_s=2e9,

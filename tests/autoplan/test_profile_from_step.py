@@ -48,9 +48,9 @@ def costs(name: str, always: int = 1000) -> LayerCosts:
         tokens=100,
         input_bytes=400,
         always_bytes=always,
-        bytes_per_token={SwapLevel.ALL: 30.0, SwapLevel.MATMULS: 12.0, SwapLevel.ATTENTION: 0.0},
-        beside_per_token={SwapLevel.MATMULS: 5.0, SwapLevel.ATTENTION: 0.0},
-        recompute_s_per_token={SwapLevel.ALL: 0.0, SwapLevel.MATMULS: 1e-5, SwapLevel.ATTENTION: 4e-5},
+        bytes_per_token={SwapLevel.SAVE_ALL: 30.0, SwapLevel.SAVE_MATMULS: 12.0, SwapLevel.SAVE_ATTENTION: 0.0},
+        beside_per_token={SwapLevel.SAVE_MATMULS: 5.0, SwapLevel.SAVE_ATTENTION: 0.0},
+        recompute_s_per_token={SwapLevel.SAVE_ALL: 0.0, SwapLevel.SAVE_MATMULS: 1e-5, SwapLevel.SAVE_ATTENTION: 4e-5},
     )
 
 
@@ -64,9 +64,9 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
     assert known.always_bytes == 1000
     assert [(one.level, one.saved_bytes, one.beside_bytes) for one in known.levels] == [
-        (Level.ALL, 3000, 0),
-        (Level.MATMULS, 1200, 500),
-        (Level.ATTENTION, 0, 0),
+        (Level.SAVE_ALL, 3000, 0),
+        (Level.SAVE_MATMULS, 1200, 500),
+        (Level.SAVE_ATTENTION, 0, 0),
     ]
     assert [one.recompute_s for one in known.levels] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
@@ -82,7 +82,7 @@ def test_layers_that_save_other_bytes_are_other_classes() -> None:
 def test_a_layer_without_token_levels_moves_whole() -> None:
     profile = measured_profile(times({"a": layer(20, 40, calls=2)}), {}, SIGNATURE)
     (known,) = profile.classes
-    assert [one.level for one in known.levels] == [Level.ALL]
+    assert [one.level for one in known.levels] == [Level.SAVE_ALL]
     assert known.full_bytes == 4000
     assert known.forward_s == pytest.approx(0.010), "of one call"
 

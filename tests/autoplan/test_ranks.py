@@ -20,7 +20,7 @@ from planning_machine import (
 from memo.autoplan.actuator_protocol import SAFEST, Setting
 from memo.autoplan.controller import AutoPlan
 from memo.mip.activation.plan import ActivationPlan
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 
 
 def test_ranks_measure_with_as_many_tokens_mixed_as_each_of_them_has_room_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo.autoplan.step_timeline import StepFigures
+from memo.autoplan.step_timeline import StepTimeline
 from memo.events import Lane, Span, Stall, StallCause, StateChange, TensorState
 
 
@@ -15,7 +15,7 @@ def copy(lane: Lane, begin: int, end: int, nbytes: int) -> Span:
 
 
 def test_a_step_is_added_up_layer_by_layer() -> None:
-    figures = StepFigures()
+    figures = StepTimeline()
     figures.emit(work("a", "forward", 10, 20))
     figures.emit(work("b", "forward", 25, 40))
     figures.emit(work("b", "backward", 50, 80))
@@ -35,7 +35,7 @@ def test_a_step_is_added_up_layer_by_layer() -> None:
 
 
 def test_a_lane_is_busy_while_any_copy_runs() -> None:
-    figures = StepFigures()
+    figures = StepTimeline()
     for event in (work("a", "forward", 0, 5), work("a", "backward", 5, 90)):
         figures.emit(event)
     for begin, end in ((10, 20), (15, 25), (12, 13), (40, 50)):
@@ -48,7 +48,7 @@ def test_a_lane_is_busy_while_any_copy_runs() -> None:
 
 
 def test_a_step_without_backward_tells_nothing() -> None:
-    figures = StepFigures()
+    figures = StepTimeline()
     figures.emit(work("a", "forward", 0, 5))
     assert figures.times() is None
     figures.emit(work("a", "backward", 5, 9))
@@ -74,7 +74,7 @@ def test_events_go_on_to_the_trace_that_is_written() -> None:
             self.kept.append(event)
 
     trace = Trace()
-    figures = StepFigures(trace)
+    figures = StepTimeline(trace)
     event = work("a", "forward", 0, 5)
     figures.emit(event)
     assert trace.kept == [event]

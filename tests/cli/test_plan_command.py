@@ -11,7 +11,7 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation.check import check_plan
+from memo.mip.activation.checker import check_plan
 from memo.mip.activation.files import hardware_to_json, profile_to_json, read_activation_plan
 from memo.mip.inputs.hardware import PRESETS
 

@@ -43,9 +43,9 @@ IMPORTS = """
 import importlib.util, os
 lacking = [name for name in ("pulp", "highspy", "rich", "pytest", "hypothesis", "typer") if importlib.util.find_spec(name)]
 assert not lacking, lacking
-import memo, memo.swap.engine.engine, memo.allocator, memo.kernels.dispatch, memo.mip.address.solve
+import memo, memo.swap.engine.engine, memo.allocator, memo.kernels.dispatch, memo.mip.address.solver
 assert callable(memo.offload)
-for module in (memo, memo.swap.engine.engine, memo.kernels.dispatch, memo.mip.address.solve):
+for module in (memo, memo.swap.engine.engine, memo.kernels.dispatch, memo.mip.address.solver):
     assert module.__file__.startswith(os.getcwd()), module.__file__
 """
 

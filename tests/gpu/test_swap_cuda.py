@@ -11,7 +11,7 @@ import torch
 from small_models import Step, assert_equal, gradients
 
 import memo
-from memo.autoplan.device_peaks import DeviceUse
+from memo.autoplan.device_peaks import DevicePeaks
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 
@@ -175,7 +175,7 @@ def test_a_layers_edge_reads_torchs_counters_once_and_sorts_none(
     count(torch.cuda.memory, "memory_stats")
     count(torch._C, "_cuda_memoryStats")
     count(torch._C, "_cuda_resetPeakMemoryStats")
-    count(DeviceUse, "edge")
+    count(DevicePeaks, "edge")
     steps(model, device, manager, count=4)
     manager.close()
     edges, beside = calls["edge"], 20  # beside the edges: a few readings a step

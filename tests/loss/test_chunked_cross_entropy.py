@@ -13,9 +13,9 @@ from memo.loss.chunked_cross_entropy import (
     MAX_CHUNK_TOKENS,
     Reduction,
     chunk_tokens,
-    linear_cross_entropy,
+    chunked_linear_cross_entropy,
 )
-from memo.loss.logit_transform_shape import LogitShape
+from memo.loss.logit_transform_shape import LogitTransformShape
 
 
 def _case(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torc
 @pytest.mark.parametrize("chunk", [1, 7, 64, 101, 1000, None])
 def test_value_and_gradients_equal_the_plain_loss(chunk: int | None) -> None:
     x, weight, targets = _case(101, 24, 53, torch.float64)
-    loss = linear_cross_entropy(x, weight, targets, chunk=chunk)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=chunk)
     expected = _plain(x, weight, targets)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     grads = torch.autograd.grad(loss * 0.37, (x, weight))
@@ -43,7 +43,7 @@ def test_value_and_gradients_equal_the_plain_loss(chunk: int | None) -> None:
 
 def test_gradcheck() -> None:
     x, weight, targets = _case(11, 5, 7, torch.float64)
-    assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets, chunk=4), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, b: chunked_linear_cross_entropy(a, b, targets, chunk=4), (x, weight))
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
@@ -51,7 +51,7 @@ def test_gradient_of_one_input_alone(needs: tuple[bool, bool]) -> None:
     x, weight, targets = _case(11, 5, 7, torch.float64)
     expected = torch.autograd.grad(_plain(x, weight, targets), (x, weight))
     x, weight = x.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
-    linear_cross_entropy(x, weight, targets, chunk=4).backward()
+    chunked_linear_cross_entropy(x, weight, targets, chunk=4).backward()
     for leaf, grad, needed in zip((x, weight), expected, needs, strict=True):
         assert (leaf.grad is not None) == needed
         if leaf.grad is not None:
@@ -63,7 +63,7 @@ def test_bfloat16_loss_is_within_a_thousandth_of_float32s() -> None:
     x, weight, targets = _case(4096, 64, 257, torch.bfloat16)
     with torch.no_grad():
         x *= 0.3
-    loss = linear_cross_entropy(x, weight, targets, chunk=32)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=32)
     assert loss.dtype is torch.float32
     exact = _plain(x.float(), weight.float(), targets)
     assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
@@ -73,7 +73,7 @@ def test_bfloat16_weight_gradient_is_summed_in_float32() -> None:
     # Every chunk adds the same small gradient: summed in bfloat16 it would stop growing at 256 chunks of one.
     x = torch.ones(2048, 8, dtype=torch.bfloat16)
     weight = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    linear_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.int64), chunk=1).backward()
+    chunked_linear_cross_entropy(x, weight, torch.zeros(2048, dtype=torch.int64), chunk=1).backward()
     assert weight.grad is not None
     assert weight.grad.dtype is torch.bfloat16
     # softmax - one_hot over four classes; 1/2048 per token is exact in bfloat16.
@@ -84,20 +84,20 @@ def test_bfloat16_weight_gradient_is_summed_in_float32() -> None:
 def test_autocast_computes_in_bfloat16_and_returns_float32_gradients() -> None:
     x, weight, targets = _case(100, 16, 31, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(x, weight, targets, chunk=32)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=32)
     loss.backward()
     assert loss.dtype is torch.float32
     assert x.grad is not None
     assert weight.grad is not None
     assert x.grad.dtype is weight.grad.dtype is torch.float32
-    low = linear_cross_entropy(x.detach().bfloat16(), weight.detach().bfloat16(), targets, chunk=32)
+    low = chunked_linear_cross_entropy(x.detach().bfloat16(), weight.detach().bfloat16(), targets, chunk=32)
     assert torch.equal(loss, low)
     assert abs(loss.item() - _plain(x, weight, targets).item()) < 1e-2 * loss.item()
 
 
 def test_nothing_counted_is_zero_with_zero_gradients() -> None:
     x, weight, targets = _case(10, 4, 6, torch.float32)
-    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), chunk=3)
+    loss = chunked_linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), chunk=3)
     loss.backward()
     assert loss.item() == 0.0
     assert x.grad is not None
@@ -108,7 +108,7 @@ def test_nothing_counted_is_zero_with_zero_gradients() -> None:
 
 def test_ignored_tokens_get_no_gradient() -> None:
     x, weight, targets = _case(30, 4, 6, torch.float32)
-    linear_cross_entropy(x, weight, targets, chunk=7).backward()
+    chunked_linear_cross_entropy(x, weight, targets, chunk=7).backward()
     assert x.grad is not None
     assert not x.grad[targets == IGNORE].any()
     assert x.grad[targets != IGNORE].any(dim=-1).all()
@@ -116,7 +116,7 @@ def test_ignored_tokens_get_no_gradient() -> None:
 
 def test_backward_twice_with_a_retained_graph() -> None:
     x, weight, targets = _case(30, 4, 6, torch.float64)
-    loss = linear_cross_entropy(x, weight, targets, chunk=7)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=7)
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, weight))))
 
@@ -124,8 +124,8 @@ def test_backward_twice_with_a_retained_graph() -> None:
 def test_logits_far_out_do_not_overflow() -> None:
     x = torch.tensor([[[1000.0]]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]])
-    assert linear_cross_entropy(x, weight, torch.tensor([[0]])).item() == 0.0
-    assert linear_cross_entropy(x, weight, torch.tensor([[1]])).item() == 2000.0
+    assert chunked_linear_cross_entropy(x, weight, torch.tensor([[0]])).item() == 0.0
+    assert chunked_linear_cross_entropy(x, weight, torch.tensor([[1]])).item() == 2000.0
 
 
 @pytest.mark.parametrize("vocab", [1, 257, 32000, 50257, 128256, 1 << 26])
@@ -141,7 +141,7 @@ def _peaks(tokens: int, *, hidden: int = 8, vocab: int = 512, chunk: int = 64) -
     """Peak bytes of forward, what stays alive after it, and peak of backward; inputs are not counted."""
     x, weight, targets = _case(tokens, hidden, vocab, torch.float32)
     with LiveBytes() as bytes_:
-        loss = linear_cross_entropy(x, weight, targets, chunk=chunk)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=chunk)
         forward, kept = bytes_.peak, bytes_.live
         assert bytes_.largest == max(chunk * vocab, tokens * hidden) * 4
         loss.backward()
@@ -169,7 +169,7 @@ def test_memory_beyond_gradients_does_not_depend_on_the_length() -> None:
 def test_no_gradient_is_made_without_grad_mode() -> None:
     x, weight, targets = _case(256, 8, 512, torch.float32)
     with LiveBytes() as bytes_, torch.no_grad():
-        loss = linear_cross_entropy(x, weight, targets, chunk=64)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=64)
     assert not loss.requires_grad
     assert bytes_.live == 4
     assert bytes_.peak + (256 * 8 + 512 * 8) * 4 <= _peaks(256)[0]
@@ -178,7 +178,7 @@ def test_no_gradient_is_made_without_grad_mode() -> None:
 def test_gradients_are_freed_by_backward_while_the_loss_lives() -> None:
     x, weight, targets = _case(256, 8, 512, torch.float32)
     with LiveBytes() as bytes_:
-        loss = linear_cross_entropy(x, weight, targets, chunk=64)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=64)
         loss.backward()
     x.grad = weight.grad = None
     assert bytes_.live <= 4 + 4  # the loss, and the one that backward starts from
@@ -199,7 +199,7 @@ def _kept_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("chunk", [1, 7, 64, 101, 1000, None])
 def test_without_kept_gradients_the_result_is_the_same(chunk: int | None) -> None:
     x, weight, targets = _case(101, 24, 53, torch.float64)
-    loss = linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
     expected = _plain(x, weight, targets)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     grads = torch.autograd.grad(loss * 0.37, (x, weight))
@@ -211,7 +211,7 @@ def test_without_kept_gradients_only_the_loss_stays() -> None:
     tokens, hidden, vocab, chunk = 4096, 8, 512, 64
     x, weight, targets = _case(tokens, hidden, vocab, torch.float32)
     with LiveBytes() as bytes_:
-        loss = linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=chunk, keep_gradients=False)
         # The loss; a number a token may be kept beside it, but no gradient and no logits.
         assert bytes_.live <= 16 + tokens * 4
         forward = bytes_.peak
@@ -227,7 +227,7 @@ def test_without_kept_gradients_a_bfloat16_loss_is_as_close() -> None:
     x, weight, targets = _case(4096, 64, 257, torch.bfloat16)
     with torch.no_grad():
         x *= 0.3
-    loss = linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
     assert loss.dtype is torch.float32
     exact = _plain(x.float(), weight.float(), targets)
     assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
@@ -237,9 +237,9 @@ def test_without_kept_gradients_a_bfloat16_loss_is_as_close() -> None:
 def test_without_kept_gradients_autocast_and_nothing_counted() -> None:
     x, weight, targets = _case(100, 16, 31, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
-        kept = linear_cross_entropy(x, weight, targets, chunk=32)
-        none = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), chunk=32, keep_gradients=False)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=32, keep_gradients=False)
+        kept = chunked_linear_cross_entropy(x, weight, targets, chunk=32)
+        none = chunked_linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE), chunk=32, keep_gradients=False)
     assert loss.dtype is torch.float32
     assert abs(loss.item() - kept.item()) < 2**-8 * kept.item()
     assert none.item() == 0.0
@@ -249,14 +249,14 @@ def test_without_kept_gradients_autocast_and_nothing_counted() -> None:
 
 
 SHAPES = {
-    "plain": LogitShape(),
-    "scaled": LogitShape(scale=0.0625),
-    "capped": LogitShape(soft_cap=5.0),
-    "scaled and capped": LogitShape(scale=-1.7, soft_cap=5.0),
+    "plain": LogitTransformShape(),
+    "scaled": LogitTransformShape(scale=0.0625),
+    "capped": LogitTransformShape(soft_cap=5.0),
+    "scaled and capped": LogitTransformShape(scale=-1.7, soft_cap=5.0),
 }
 
 
-def _shaped(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
+def _shaped(logits: torch.Tensor, shape: LogitTransformShape) -> torch.Tensor:
     logits = logits * shape.scale
     return logits if shape.soft_cap is None else torch.tanh(logits / shape.soft_cap) * shape.soft_cap
 
@@ -265,14 +265,16 @@ def _shaped(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "matrix"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_bias_and_shape_give_the_plain_loss_and_gradients(shape: LogitShape, with_bias: bool, keep: bool) -> None:
+def test_bias_and_shape_give_the_plain_loss_and_gradients(
+    shape: LogitTransformShape, with_bias: bool, keep: bool
+) -> None:
     x, weight, targets = _case(101, 24, 53, torch.float64)
     bias = torch.randn(53, dtype=torch.float64, requires_grad=True)
     leaves = (x, weight, bias) if with_bias else (x, weight)
     given = {"bias": bias if with_bias else None, "shape": shape, "keep_gradients": keep}
     logits = _shaped(F.linear(x, weight, given["bias"]), shape)
     for reduction in ("mean", "sum"):
-        loss = linear_cross_entropy(x, weight, targets, chunk=16, reduction=reduction, **given)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=16, reduction=reduction, **given)
         plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
         torch.testing.assert_close(loss, plain, rtol=1e-14, atol=1e-12)
         grads = torch.autograd.grad(loss * 0.37, leaves)
@@ -286,7 +288,9 @@ def test_bias_and_shape_give_the_plain_loss_and_gradients(shape: LogitShape, wit
 def test_what_does_not_count_can_have_another_number(reduction: Reduction, keep: bool) -> None:
     x, weight, targets = _case(60, 8, 13, torch.float64)
     targets[targets == IGNORE] = 3
-    loss = linear_cross_entropy(x, weight, targets, chunk=16, reduction=reduction, ignore_index=3, keep_gradients=keep)
+    loss = chunked_linear_cross_entropy(
+        x, weight, targets, chunk=16, reduction=reduction, ignore_index=3, keep_gradients=keep
+    )
     logits = F.linear(x, weight)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3, reduction=reduction)
     torch.testing.assert_close(loss, plain, rtol=0, atol=1e-12)
@@ -296,8 +300,8 @@ def test_shaped_bfloat16_loss_is_within_a_thousandth_of_float32s() -> None:
     x, weight, targets = _case(4096, 64, 257, torch.bfloat16)
     with torch.no_grad():
         x *= 0.3
-    bias, shape = torch.randn(257).bfloat16(), LogitShape(scale=2.0, soft_cap=8.0)
-    loss = linear_cross_entropy(x, weight, targets, chunk=32, bias=bias, shape=shape)
+    bias, shape = torch.randn(257).bfloat16(), LogitTransformShape(scale=2.0, soft_cap=8.0)
+    loss = chunked_linear_cross_entropy(x, weight, targets, chunk=32, bias=bias, shape=shape)
     logits = _shaped(F.linear(x.float(), weight.float(), bias.float()), shape)
     exact = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
@@ -311,7 +315,9 @@ def test_memory_of_a_shaped_loss_does_not_depend_on_the_length_either() -> None:
         bias = torch.zeros(vocab, requires_grad=True)
         grads = (tokens * hidden + vocab * hidden + vocab) * 4
         with LiveBytes() as alive:
-            loss = linear_cross_entropy(x, weight, targets, chunk=chunk, bias=bias, shape=SHAPES["scaled and capped"])
+            loss = chunked_linear_cross_entropy(
+                x, weight, targets, chunk=chunk, bias=bias, shape=SHAPES["scaled and capped"]
+            )
         assert loss.requires_grad
         assert alive.live == grads + 4
         assert alive.largest == max(chunk * vocab, tokens * hidden) * 4
@@ -331,7 +337,7 @@ def test_torchs_bfloat16_weight_gradient_is_summed_chunk_by_chunk_in_bfloat16() 
     (exact,) = torch.autograd.grad(_plain(x.detach().float(), exact_weight, targets), (exact_weight,))
 
     def error(keep: bool, chunks: int) -> float:
-        loss = linear_cross_entropy(x, weight, targets, chunk=4096 // chunks, keep_gradients=keep)
+        loss = chunked_linear_cross_entropy(x, weight, targets, chunk=4096 // chunks, keep_gradients=keep)
         (grad,) = torch.autograd.grad(loss, (weight,))
         return float((grad.float() - exact).norm() / exact.norm())
 

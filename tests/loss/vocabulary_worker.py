@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from live_bytes import LiveBytes
 
-from memo.loss.chunked_cross_entropy import IGNORE, linear_cross_entropy
-from memo.loss.logit_transform_shape import LogitShape
+from memo.loss.chunked_cross_entropy import IGNORE, chunked_linear_cross_entropy
+from memo.loss.logit_transform_shape import LogitTransformShape
 from memo.loss.output_rows import VocabularyShard
 from memo.parallel.world import join
 
@@ -45,7 +45,7 @@ def equals_the_whole(vocab: int, split: int, chunk: int | None, keep: bool) -> N
     expected = F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     grad_x, grad_weight = torch.autograd.grad(expected * 0.37, (x, weight))
     part, shard = shard_of(weight, split)
-    loss = linear_cross_entropy(x, part, targets, chunk=chunk, vocabulary=shard, keep_gradients=keep)
+    loss = chunked_linear_cross_entropy(x, part, targets, chunk=chunk, vocabulary=shard, keep_gradients=keep)
     grads = torch.autograd.grad(loss * 0.37, (x, part))
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(grads[0], grad_x, rtol=0, atol=1e-12)
@@ -62,7 +62,7 @@ def equals_the_whole_when_tokens_are_divided_too(vocab: int, chunk: int | None, 
     part = weight.detach()[shard.first :][: shard.largest].clone().requires_grad_()
     own = slice(dist.get_rank() * TOKENS, (dist.get_rank() + 1) * TOKENS)
     mine = x.detach()[:, own].clone().requires_grad_()
-    loss = linear_cross_entropy(mine, part, targets[:, own], chunk=chunk, vocabulary=shard, keep_gradients=keep)
+    loss = chunked_linear_cross_entropy(mine, part, targets[:, own], chunk=chunk, vocabulary=shard, keep_gradients=keep)
     grads = torch.autograd.grad(loss * 0.37, (mine, part))
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(grads[0], grad_x[:, own], rtol=0, atol=1e-12)
@@ -79,8 +79,10 @@ def equals_the_whole_with_a_bias_and_a_shape(split: int, chunk: int | None, keep
     part, shard = shard_of(weight, split)
     own = slice(shard.first, shard.first + len(part))
     own_bias = bias.detach()[own].clone().requires_grad_()
-    given = {"bias": own_bias, "shape": LogitShape(scale=1.7, soft_cap=4.0), "reduction": "sum"}
-    loss = linear_cross_entropy(x, part, targets, chunk=chunk, vocabulary=shard, keep_gradients=keep, **given) / 10
+    given = {"bias": own_bias, "shape": LogitTransformShape(scale=1.7, soft_cap=4.0), "reduction": "sum"}
+    loss = (
+        chunked_linear_cross_entropy(x, part, targets, chunk=chunk, vocabulary=shard, keep_gradients=keep, **given) / 10
+    )
     grads = torch.autograd.grad(loss, (x, part, own_bias))
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(grads, (wanted[0], wanted[1][own], wanted[2][own]), rtol=0, atol=1e-12)
@@ -90,7 +92,7 @@ def is_close_in_bfloat16() -> None:
     x, weight, targets = case(257, torch.bfloat16, tokens=2048)
     exact = F.cross_entropy(F.linear(x.float(), weight.float()).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     part, shard = shard_of(weight, 100)
-    loss = linear_cross_entropy(x, part, targets, chunk=32, vocabulary=shard)
+    loss = chunked_linear_cross_entropy(x, part, targets, chunk=32, vocabulary=shard)
     assert loss.dtype is torch.float32
     assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
 
@@ -100,7 +102,7 @@ def logits_far_out_do_not_overflow() -> None:
     part, shard = shard_of(weight, 1)
     for target, loss in ((0, 0.0), (1, 2000.0)):
         given = torch.tensor([[[1000.0]]]), part, torch.tensor([[target]])
-        assert linear_cross_entropy(*given, vocabulary=shard).item() == loss
+        assert chunked_linear_cross_entropy(*given, vocabulary=shard).item() == loss
 
 
 def holds_a_chunk_of_its_own_logits_at_a_time(*, divides_tokens: bool) -> None:
@@ -113,7 +115,7 @@ def holds_a_chunk_of_its_own_logits_at_a_time(*, divides_tokens: bool) -> None:
         # gloo's threads let go of what they sent when they get to it: three numbers a token, and hidden states.
         travelled = tokens * (3 + HIDDEN) * 4 * (4 if divides_tokens else 1)
         with LiveBytes() as alive:
-            loss = linear_cross_entropy(x, part, targets, chunk=64, vocabulary=shard)
+            loss = chunked_linear_cross_entropy(x, part, targets, chunk=64, vocabulary=shard)
             deadline = time.monotonic() + 20
             while alive.live != grads + 4 and time.monotonic() < deadline:
                 time.sleep(0.01)

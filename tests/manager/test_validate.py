@@ -13,7 +13,7 @@ from torch import nn
 
 import memo
 from memo.errors import MemoError, NoRepeatedLayers, UsageError
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 
 
 class Block(nn.Module):

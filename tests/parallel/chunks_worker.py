@@ -21,7 +21,7 @@ from plans_worker import Steps, divided, managed, only_saved_tensors, require_eq
 import memo.manager.manager
 from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.parallel.layout import Layout
 from memo.parallel.rank_agreement import everyones

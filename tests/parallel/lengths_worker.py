@@ -27,7 +27,7 @@ from small_models import Block, Stack
 
 import memo
 import memo.manager.manager
-from memo.autoplan.device_budget import DeviceMemory
+from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
 from memo.parallel.rank_agreement import everyones
 from memo.swap.recompute.record.token_local_functions import marked
@@ -42,9 +42,9 @@ AUTO: dict[str, Any] = {"device": "640KiB", "host": "16MiB", "min_bytes": 256}
 Steps = list[list[torch.Tensor]]
 
 
-def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceMemory:
+def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget:
     """A device that holds nothing but saved tensors: the budget is theirs, whatever this process weighs."""
-    return DeviceMemory(total_bytes=1 << 40 if budget is None else budget, peak_bytes=lambda: 0, restart=lambda: None)
+    return DeviceBudget(total_bytes=1 << 40 if budget is None else budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
 def ids(step: int, part: int) -> torch.Tensor:

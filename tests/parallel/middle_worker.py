@@ -1,4 +1,4 @@
-"""Runs under torchrun: what level MATMULS of a divided layer moves, to the byte, and which collectives it repeats: none
+"""Runs under torchrun: what level SAVE_MATMULS of a divided layer moves, to the byte, and which collectives it repeats: none
 of tensor parallelism, and of the exchanges around attention as many as derived plans count.
 
 Says `middle <layout>` for each.
@@ -98,7 +98,7 @@ def check(name: str) -> None:
         assert again == +expected, f"{name} at {alpha}: {again}, not {expected}"
         assert len(costs) == LAYERS
         if layout.tp == 1 or layout.shards_tokens:
-            told = {cost.bytes_per_token[Level.MATMULS] for cost in costs}
+            told = {cost.bytes_per_token[Level.SAVE_MATMULS] for cost in costs}
             assert told == {ROWS * block.matmuls}, f"{name}: {told} bytes a token, not {ROWS} x {block.matmuls}"
 
 

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "quarter": {"alpha": 0.25},
     "levels": {"alpha": (0.25, 0.5, 0.25)},
     "middle": {"alpha": (0, 1, 0)},
-    "nothing": {"alpha": 0.25, "levels": {0: Level.NOTHING}},
+    "nothing": {"alpha": 0.25, "levels": {0: Level.SAVE_INPUT}},
 }
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import _Action
 
-from memo.parallel.pipeline_order import Course
+from memo.parallel.pipeline_order import PipelineOrder
 from memo.parallel.tensor_parallel_group import group_of, note_group
 
 
@@ -30,7 +30,7 @@ def stage(layers: int) -> nn.ModuleList:
 
 def test_one_stage_comes_to_its_layers_in_reverse_microbatch_by_microbatch() -> None:
     module = stage(2)
-    course = Course.of(schedule(0, "0F0 0F1 - 0B0 0F2 0B1 0B2", {0: module}), list(module))
+    course = PipelineOrder.of(schedule(0, "0F0 0F1 - 0B0 0F2 0B1 0B2", {0: module}), list(module))
     assert course is not None
     assert (course.stages, course.own) == (4, (0,))
     assert (course.held, course.weight) == (2, 4)
@@ -39,7 +39,7 @@ def test_one_stage_comes_to_its_layers_in_reverse_microbatch_by_microbatch() -> 
 
 def test_the_last_stage_of_torchs_1f1b_counts_its_forwards_from_one_and_is_understood() -> None:
     module = stage(1)
-    course = Course.of(schedule(1, "- 1F1 1B0 1F2 1B1", {1: module}), list(module))
+    course = PipelineOrder.of(schedule(1, "- 1F1 1B0 1F2 1B1", {1: module}), list(module))
     assert course is not None
     assert course.held == 1
     assert course.backward == ((0, 0), (0, 1))
@@ -48,7 +48,7 @@ def test_the_last_stage_of_torchs_1f1b_counts_its_forwards_from_one_and_is_under
 def test_a_split_backward_comes_twice_the_second_time_from_the_first_layer_on() -> None:
     first, last = stage(1), stage(2)
     order = "0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1"
-    course = Course.of(schedule(0, order, {0: first, 3: last}), [*first, *last])
+    course = PipelineOrder.of(schedule(0, order, {0: first, 3: last}), [*first, *last])
     assert course is not None
     assert course.held == 2
     assert course.weight == 2 * 1 + 1 * 2
@@ -64,7 +64,7 @@ def test_a_split_backward_comes_twice_the_second_time_from_the_first_layer_on() 
 def test_a_schedule_that_shows_no_order_says_nothing(order: Any) -> None:
     module = stage(1)
     silent = SimpleNamespace(pipeline_order=order, _stage=SimpleNamespace(stage_index=0, submod=module, group_rank=0))
-    assert Course.of(silent, list(module)) is None
+    assert PipelineOrder.of(silent, list(module)) is None
 
 
 def test_a_model_that_was_divided_knows_its_group_inside_another_too() -> None:

@@ -218,7 +218,7 @@ def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> N
     model = stack(layers=4)
     manager = managed(model, dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
     train(model, lambda step: model(ids(step)), manager, steps=2)
-    planned = sum(manager._engine._destinations._saved_nbytes.values()) // 4
+    planned = sum(manager._engine._tier_choice._saved_nbytes.values()) // 4
     manager.close()
     model = stack(layers=4)
     backend = CheckingBackend("lazy")
@@ -277,7 +277,7 @@ def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> Non
     halves = Placement(kept=0.5, host=0.5, nbytes=1000)
     second = Placement(kept=0.5, host=0.5, nbytes=1000, begins=begins)
     manager = managed(stack(), {0: halves, 1: second})
-    destinations = manager._engine._destinations
+    destinations = manager._engine._tier_choice
     first = destinations.quota(0)
     assert first is not None
     assert first.choose(600) is Tier.HOST

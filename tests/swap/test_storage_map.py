@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 import torch
 
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 
 
 def storage() -> torch.UntypedStorage:
@@ -17,7 +17,7 @@ def storage() -> torch.UntypedStorage:
 
 
 def test_an_entry_goes_when_its_storage_dies_and_not_before() -> None:
-    identities = Identities()
+    identities = StorageMap()
     tensor = torch.zeros(64)
     identities[tensor.untyped_storage()] = "known"
     view = tensor[8:].view(7, 8)
@@ -28,7 +28,7 @@ def test_an_entry_goes_when_its_storage_dies_and_not_before() -> None:
 
 
 def test_a_second_entry_replaces_the_first_and_still_goes_with_the_storage() -> None:
-    identities = Identities()
+    identities = StorageMap()
     first = storage()
     identities[first] = 1
     identities[first] = 2
@@ -39,7 +39,7 @@ def test_a_second_entry_replaces_the_first_and_still_goes_with_the_storage() -> 
 
 @pytest.mark.parametrize("brief", [False, True])
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before(brief: bool) -> None:
-    identities = Identities(brief=brief)
+    identities = StorageMap(brief=brief)
     addresses = set()
     for _ in range(50):
         one = torch.empty(1 << 20).untyped_storage()
@@ -55,7 +55,7 @@ def test_brief_ones_go_at_once_with_what_they_know() -> None:
     """Tensors that a forward noted must not wait for the garbage collector."""
     gc.disable()
     try:
-        identities = Identities(brief=True)
+        identities = StorageMap(brief=True)
         held = storage()
         identities[storage()] = known = {"its result": 1.0}
         identities[held] = known

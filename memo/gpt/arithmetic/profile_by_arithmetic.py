@@ -124,19 +124,19 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         always_bytes=round(block.always * tokens),
         levels=(
             LevelProfile(
-                level=Level.ALL,
+                level=Level.SAVE_ALL,
                 saved_bytes=round(block.all * tokens),
                 beside_bytes=round(block.in_pieces * tokens),
             ),
             # What ranks sum is saved; what they gather is read by products alone, whose results are saved.
             LevelProfile(
-                level=Level.MATMULS,
+                level=Level.SAVE_MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
                 beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
             ),
             LevelProfile(
-                level=Level.ATTENTION,
+                level=Level.SAVE_ATTENTION,
                 saved_bytes=0,
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s

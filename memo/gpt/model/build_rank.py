@@ -19,10 +19,10 @@ from memo.gpt.model.model import GPT, Attention
 from memo.gpt.model.pipeline_stage import Stage
 from memo.loss.output_rows import VocabularyShard
 from memo.parallel.ring_attention import Ring
-from memo.parallel.sequence_shards import TokenPlaces
+from memo.parallel.sequence_shards import SequenceShards
 from memo.parallel.tensor_parallel import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.ulysses import Ulysses
-from memo.parallel.vocabulary_parallel import RowsOfVocabulary
+from memo.parallel.vocabulary_parallel import VocabularyParallel
 from memo.parallel.world import World
 
 __all__ = ["build_stages", "divided_stages"]
@@ -52,7 +52,7 @@ def divided_stages(
 ) -> list[Stage]:
     """The same without memory, and with their parameters not yet sharded over replicas."""
     layout = world.layout
-    whole, rings = TokenPlaces.whole(seq), layout.rings(shape)
+    whole, rings = SequenceShards.whole(seq), layout.rings(shape)
     attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
     stages: list[Stage] = []
@@ -103,7 +103,7 @@ def _divide_ends(stage: Stage, world: World) -> None:
     layout = world.layout
     if layout.tp == 1:
         return
-    mesh, rows = world.mesh["tp"], RowsOfVocabulary(sequence=layout.shards_tokens)
+    mesh, rows = world.mesh["tp"], VocabularyParallel(sequence=layout.shards_tokens)
     for table in (stage.tokens, stage.head):
         if table is not None:
             rows._apply(table, mesh)

@@ -19,7 +19,7 @@ from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.packed_documents import Spans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.model.tiled_mlp import tiled_mlp
-from memo.loss.chunked_cross_entropy import linear_cross_entropy
+from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy
 from memo.machine.norm_limit import require_within_norm_limit
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
@@ -170,7 +170,7 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.output_weight)
-        return linear_cross_entropy(x, self.output_weight, targets)
+        return chunked_linear_cross_entropy(x, self.output_weight, targets)
 
     def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config

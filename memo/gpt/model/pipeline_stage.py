@@ -16,10 +16,10 @@ from torch import nn
 from memo.gpt.model.model import GPT
 from memo.gpt.model.packed_documents import Spans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
-from memo.loss.chunked_cross_entropy import linear_cross_entropy
+from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy
 from memo.loss.output_rows import Vocabulary, WholeVocabulary
 from memo.machine.norm_limit import require_within_norm_limit
-from memo.parallel.sequence_shards import TokenPlaces
+from memo.parallel.sequence_shards import SequenceShards
 from memo.parallel.vocabulary_parallel import own_rows
 
 __all__ = ["Stage"]
@@ -33,8 +33,8 @@ class Stage(nn.Module):
         whole: GPT,
         *,
         layers: range,
-        own: TokenPlaces,
-        attended: TokenPlaces,
+        own: SequenceShards,
+        attended: SequenceShards,
         autocast: torch.dtype | None = None,
     ) -> None:
         """`own` are the tokens this rank holds between the layers, `attended` those that its projections see.
@@ -83,7 +83,7 @@ class Stage(nn.Module):
             return x
         assert targets is not None
         weight = own_rows(self._output_weight())
-        return linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
+        return chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
 
     def _spans(self, rows: torch.Tensor | None) -> Spans | None:
         end = self.config.end_of_document

@@ -21,7 +21,7 @@ from typing import Any
 
 from memo.errors import TrainingDiverged, UsageError
 
-__all__ = ["Health", "HealthConfig", "OnNan", "OnSpike", "Verdict"]
+__all__ = ["LossGuard", "LossGuardConfig", "OnNan", "OnSpike", "Verdict"]
 
 SIGMA_OF_MAD = 1.4826
 SMALLEST_RISE = 0.1
@@ -46,7 +46,7 @@ class OnSpike(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HealthConfig:
+class LossGuardConfig:
     """The policy, and what counts as a spike."""
 
     on_nan: OnNan = OnNan.STOP
@@ -75,10 +75,10 @@ class Verdict:
     """Leave the weights as they are."""
 
 
-class Health:
+class LossGuard:
     """Judges one step after another. Its state is a function of the losses it has seen, so a resumed run judges alike."""
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: LossGuardConfig) -> None:
         self.config = config
         self.skipped = 0
         """Steps of the whole run whose update was not made."""

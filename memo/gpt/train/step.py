@@ -19,7 +19,7 @@ from torch import nn
 
 from memo.errors import TrainingDiverged
 from memo.gpt.checkpoint.random_state import random_state, set_random_state
-from memo.gpt.optim.loss_guard import Health
+from memo.gpt.optim.loss_guard import LossGuard
 from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train_config import Precision, TrainConfig
 
@@ -72,7 +72,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
-        self.health = Health(config.health)
+        self.health = LossGuard(config.health)
         self._batches = batches
         self.around_forward = around_forward if around_forward is not None else nullcontext()
         """What every forward runs in."""

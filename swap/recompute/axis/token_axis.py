@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from memo.swap.engine.token_prefix import Rows
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ class TokenMap:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self._known = Identities(brief=True)
+        self._known = StorageMap(brief=True)
         """Storage -> geometry -> meaning."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

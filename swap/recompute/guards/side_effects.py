@@ -26,7 +26,7 @@ from memo.swap.recompute.guards.reachable_names import named_by
 from memo.swap.recompute.guards.rng_and_autocast import modules_of
 from memo.swap.recompute.record.memoized import is_memoized
 
-__all__ = ["Belongings"]
+__all__ = ["SideEffects"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _COMPARED_BY_VALUE = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -39,7 +39,7 @@ _DEPTH = 4
 _MOST_THINGS = 10_000
 
 
-class Belongings:
+class SideEffects:
     """Of a layer, as they were when this was made."""
 
     def __init__(self, module: nn.Module) -> None:

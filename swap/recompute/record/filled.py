@@ -17,7 +17,7 @@ import math
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Filled:
     """Unfilled storages of one layer call: those that an operator allocated without writing, until operators have."""
 
     def __init__(self) -> None:
-        self._written = Identities(brief=True)
+        self._written = StorageMap(brief=True)
         """Storage -> the regions that operators wrote; None once they are all of it."""
         self._has_unfilled = False
 

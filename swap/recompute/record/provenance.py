@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch.nn import Parameter
 
-from memo.swap.storage_map import Identities
+from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Origins:
     """Of one run."""
 
     def __init__(self) -> None:
-        self._known = Identities(brief=True)
+        self._known = StorageMap(brief=True)
 
     def find(self, storage: torch.UntypedStorage) -> Origin | None:
         found: Origin | None = self._known.find(ref(storage))

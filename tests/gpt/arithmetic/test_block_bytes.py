@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from memo.allocator.byteless_tensors import Hollow
+from memo.allocator.byteless_tensors import BytelessMode
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.gpt.arithmetic.block_bytes import ALIGNED, Block, ElementSizes
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.model import GPT, tiled_mlp
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import played_rank
-from memo.record.offload_without_bytes import HollowOffload
+from memo.parallel.solo_rank import solo_rank
+from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.record.record_rank import rank_step
-from memo.record.record_step import Recording, Role, gpt_step, record_step
+from memo.record.recording import Recording, Role, gpt_step, record_step
 from memo.swap.layers import find_layers
 from memo.swap.token_levels import LayerCosts, Level
 
@@ -61,7 +61,7 @@ def recorded(config: GPTConfig, precision: Precision, layout: Layout, batch: int
     if layout == ONE_RANK:
         step = functools.partial(gpt_step, config, batch=batch, tokens=TOKENS, precision=precision)
         return measured(record_step(step, exact=True), precision)
-    with played_rank(layout) as world:
+    with solo_rank(layout) as world:
         one = rank_step(config, world, batch=batch, tokens=TOKENS, precision=precision)
         return measured(record_step(one, exact=True), precision)
 
@@ -115,9 +115,9 @@ def test_the_middle_level_moves_what_it_says(sizes: dict[str, Any], layout: Layo
     config, precision = shape(**sizes), Precision.BF16_AUTOCAST
     block = block_of(config, precision, layout)
     cost = costs_of(config, precision, layout)
-    assert cost.bytes_per_token[Level.MATMULS] == block.matmuls
-    assert cost.beside_per_token[Level.MATMULS] == block.beside + block.products_in_pieces
-    in_pieces = cost.beside_per_token[Level.ALL]
+    assert cost.bytes_per_token[Level.SAVE_MATMULS] == block.matmuls
+    assert cost.beside_per_token[Level.SAVE_MATMULS] == block.beside + block.products_in_pieces
+    in_pieces = cost.beside_per_token[Level.SAVE_ALL]
     small = 0 if config.kv_heads == config.heads else 2 * (config.qkv_width - HIDDEN)  # keys and values: they stay
     assert block.in_pieces - small <= in_pieces <= block.in_pieces
 
@@ -128,8 +128,8 @@ def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) 
     config, layout = shape(**sizes, kv_heads=HEADS), Layout(tp=8)
     block = block_of(config, precision, layout)
     cost = costs_of(config, precision, layout)
-    assert cost.bytes_per_token[Level.MATMULS] == block.matmuls
-    assert cost.beside_per_token[Level.MATMULS] == block.beside + block.products_in_pieces
+    assert cost.bytes_per_token[Level.SAVE_MATMULS] == block.matmuls
+    assert cost.beside_per_token[Level.SAVE_MATMULS] == block.beside + block.products_in_pieces
 
 
 def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCosts:
@@ -138,11 +138,11 @@ def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCo
         if layout == ONE_RANK:
             build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
         else:
-            world = stack.enter_context(played_rank(layout))
+            world = stack.enter_context(solo_rank(layout))
             build = rank_step(config, world, batch=1, tokens=TOKENS, precision=precision)
-        stack.enter_context(Hollow())
+        stack.enter_context(BytelessMode())
         step = build()
-        manager = HollowOffload(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
+        manager = OffloadWithoutBytes(step.model, find_layers(step.model, step.layers), alpha=0.5).manager
         with manager:
             step.loss()
         first, *others = manager.levels_profile()

@@ -18,13 +18,13 @@ from memo.gpt.model.rotary import rotary_tables
 from memo.gpt.train_config import Precision
 from memo.mip.activation.free_swap_length import crossover_tokens
 from memo.mip.activation.plan import Budgets
-from memo.mip.activation.solve import plan_activations
-from memo.mip.inputs.hardware import Hardware, hardware
+from memo.mip.activation.solver import plan_activations
+from memo.mip.inputs.hardware import Hardware, hardware_preset
 from memo.mip.inputs.profile import LayerProfile, Level, Profile
 
 GIB = 1 << 30
 PAPER = Layout(tokens=1 << 20, gpus=8, tp=8)
-A800 = hardware("a800")
+A800 = hardware_preset("a800")
 # Per token, the paper counts whole tensors alone: statistics of attention (one float a head) and of the norms (two
 # bfloat16 each) come on top of its 16 units.
 STATISTICS = 4 * 32 + 2 * 2 * 2
@@ -53,7 +53,7 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
 
     What the eight ranks gather to move stands in none of the paper's formulas, nor here."""
     assert pytest.approx(0.467, abs=5e-4) == (256 / 30 - 2) / 14
-    two_levels = ungathered(only(paper_profile(), Level.ALL, Level.ATTENTION))
+    two_levels = ungathered(only(paper_profile(), Level.SAVE_ALL, Level.SAVE_ATTENTION))
     layer = two_levels.classes[0]
     head = two_levels.head.saved_bytes + two_levels.head.transient_bytes
     room = 2 * layer.full_bytes + max(layer.transient_bytes, head - layer.full_bytes)
@@ -71,7 +71,7 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
 def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
     profile = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8))
     whole = plan_activations(profile, A800, FULL_NODE)
-    two = plan_activations(only(profile, Level.ALL, Level.ATTENTION), A800, FULL_NODE)
+    two = plan_activations(only(profile, Level.SAVE_ALL, Level.SAVE_ATTENTION), A800, FULL_NODE)
     assert whole.stages[0].recompute_s < 0.6 * two.stages[0].recompute_s
     assert two.stages[0].recompute_s > 0.0
 

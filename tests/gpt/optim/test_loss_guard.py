@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memo.errors import TrainingDiverged, UsageError
-from memo.gpt.optim.loss_guard import MAX_SKIPS_IN_A_ROW, Health, HealthConfig, OnNan, OnSpike
+from memo.gpt.optim.loss_guard import MAX_SKIPS_IN_A_ROW, LossGuard, LossGuardConfig, OnNan, OnSpike
 
 
 def noisy(steps: int, *, seed: int = 0) -> list[float]:
@@ -18,8 +18,8 @@ def noisy(steps: int, *, seed: int = 0) -> list[float]:
     return [2 + 8 * math.exp(-step / 50) + float(noise[step]) for step in range(steps)]
 
 
-def after(losses: list[float], config: HealthConfig | None = None) -> Health:
-    health = Health(config or HealthConfig())
+def after(losses: list[float], config: LossGuardConfig | None = None) -> LossGuard:
+    health = LossGuard(config or LossGuardConfig())
     for step, loss in enumerate(losses, start=1):
         health.judge(step, loss, 1.0)
     return health
@@ -27,7 +27,7 @@ def after(losses: list[float], config: HealthConfig | None = None) -> Health:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_ordinary_run_raises_no_alarm(seed: int) -> None:
-    after(noisy(5000, seed=seed), HealthConfig(on_spike=OnSpike.STOP))
+    after(noisy(5000, seed=seed), LossGuardConfig(on_spike=OnSpike.STOP))
 
 
 def test_a_jump_is_named_with_its_step_and_its_limit() -> None:
@@ -36,7 +36,7 @@ def test_a_jump_is_named_with_its_step_and_its_limit() -> None:
     assert "4.0000, a spike" in verdict.alarm
     assert not verdict.skip
     with pytest.raises(TrainingDiverged, match=r"^step 501: the loss is 4.0000, a spike.*step 500 are unchanged"):
-        after(noisy(500), HealthConfig(on_spike=OnSpike.STOP)).judge(501, 4.0, 1.0)
+        after(noisy(500), LossGuardConfig(on_spike=OnSpike.STOP)).judge(501, 4.0, 1.0)
 
 
 def test_one_outlier_does_not_hide_the_next() -> None:
@@ -47,7 +47,7 @@ def test_one_outlier_does_not_hide_the_next() -> None:
 
 
 def test_the_first_steps_are_never_a_spike() -> None:
-    config = HealthConfig(on_spike=OnSpike.STOP, warmup=32)
+    config = LossGuardConfig(on_spike=OnSpike.STOP, warmup=32)
     health = after([1.0] * 31, config)
     assert health.judge(32, 1000.0, 1.0).alarm is None
     with pytest.raises(TrainingDiverged):
@@ -63,8 +63,8 @@ def test_where_losses_are_all_alike_a_small_rise_is_no_spike() -> None:
 @pytest.mark.parametrize(("loss", "norm", "words"), [(math.nan, 1.0, "loss is nan"), (1.0, math.inf, "norm is inf")])
 def test_what_is_not_finite_stops_or_is_skipped_even_at_the_first_step(loss: float, norm: float, words: str) -> None:
     with pytest.raises(TrainingDiverged, match=words):
-        Health(HealthConfig()).judge(1, loss, norm)
-    health = Health(HealthConfig(on_nan=OnNan.SKIP))
+        LossGuard(LossGuardConfig()).judge(1, loss, norm)
+    health = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
     verdict = health.judge(1, loss, norm)
     assert verdict.skip
     assert verdict.alarm is not None
@@ -73,7 +73,7 @@ def test_what_is_not_finite_stops_or_is_skipped_even_at_the_first_step(loss: flo
 
 
 def test_a_model_with_nothing_but_bad_steps_stops_all_the_same() -> None:
-    health = Health(HealthConfig(on_nan=OnNan.SKIP))
+    health = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
     for step in range(MAX_SKIPS_IN_A_ROW):
         health.judge(step, math.nan, 1.0)
     health.judge(20, 1.0, 1.0)  # one good step, and the count begins anew
@@ -84,9 +84,9 @@ def test_a_model_with_nothing_but_bad_steps_stops_all_the_same() -> None:
 
 
 def test_a_resumed_run_judges_as_the_uninterrupted_one() -> None:
-    config = HealthConfig(on_spike=OnSpike.SKIP)
+    config = LossGuardConfig(on_spike=OnSpike.SKIP)
     straight = after(noisy(200), config)
-    resumed = Health(config)
+    resumed = LossGuard(config)
     resumed.restore(json.loads(json.dumps(straight.state())))
     for step, loss in enumerate([2.2, 2.4, 9.0, 2.5, 2.6, 1.9], start=201):
         assert straight.judge(step, loss, 1.0) == resumed.judge(step, loss, 1.0)
@@ -95,6 +95,6 @@ def test_a_resumed_run_judges_as_the_uninterrupted_one() -> None:
 
 def test_a_policy_that_cannot_mean_anything_is_refused() -> None:
     with pytest.raises(UsageError, match="window"):
-        HealthConfig(warmup=200)
+        LossGuardConfig(warmup=200)
     with pytest.raises(UsageError, match="deviations"):
-        HealthConfig(deviations=0)
+        LossGuardConfig(deviations=0)

@@ -11,7 +11,7 @@ from torch import nn
 from memo.errors import TrainingDiverged
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
-from memo.gpt.optim.loss_guard import HealthConfig, OnNan
+from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan
 from memo.gpt.optim.lr_schedule import Schedule
 from memo.gpt.optim.optimizer import adamw
 from memo.gpt.train.step import Trainer, weight_dtype
@@ -134,7 +134,7 @@ def test_a_step_that_diverged_leaves_the_random_generator_of_the_step_before() -
 
 def test_a_skipped_step_changes_no_weight_and_training_goes_on() -> None:
     """Step 2 is poisoned through its input, so that step 3 is sound again."""
-    subject, straight = (trainer(health=HealthConfig(on_nan=OnNan.SKIP)) for _ in range(2))
+    subject, straight = (trainer(health=LossGuardConfig(on_nan=OnNan.SKIP)) for _ in range(2))
     subject.step(1)
     before = weights(subject.model)
     embedding: nn.Module = subject.model.tokens  # type: ignore[assignment]

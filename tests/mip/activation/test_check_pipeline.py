@@ -10,7 +10,7 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.check import Rule, check_plan
+from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.plan import (
@@ -22,7 +22,7 @@ from memo.mip.activation.plan import (
     Pipeline,
     stage_layers,
 )
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]

@@ -12,12 +12,12 @@ from memo.gpt.config import preset
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.mlp_tiles import TILES, solve_tiles
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets
-from memo.mip.activation.solve import solve_problem
-from memo.mip.inputs.hardware import hardware
+from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import Profile
 
 MIB, GIB = 1 << 20, 1 << 30
-H200 = hardware("h200")
+H200 = hardware_preset("h200")
 CONFIG = preset("350m", variant="llama", heads=8, layers=6)
 LENGTH = 1 << 20
 

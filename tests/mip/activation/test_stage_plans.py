@@ -8,12 +8,12 @@ import pytest
 from activation_problems import random_problem
 
 from memo.errors import Infeasible
-from memo.mip.activation.check import check_plan
+from memo.mip.activation.checker import check_plan
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline, stage_layers
-from memo.mip.activation.solve import solve_problem
+from memo.mip.activation.solver import solve_problem
 from memo.mip.activation.stage_plans import needs, stage_plan
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.simulate import require_within_budgets, simulate
+from memo.mip.simulate.simulator import require_within_budgets, simulate
 
 STAGES = 3
 

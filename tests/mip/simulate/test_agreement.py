@@ -15,13 +15,13 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
 from memo.mip.activation.cost import predict
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.solve import plan_activations, solve_problem
-from memo.mip.inputs.hardware import hardware
+from memo.mip.activation.solver import plan_activations, solve_problem
+from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import EndProfile, LayerProfile
-from memo.mip.simulate.prove import AGREEMENT_IN_TURNS
+from memo.mip.simulate.proof import AGREEMENT_IN_TURNS
 from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulate import require_within_budgets, simulate
+from memo.mip.simulate.simulator import require_within_budgets, simulate
 
 GIB, TIB = 1 << 30, 1 << 40
 AGREEMENT = 0.02
@@ -115,7 +115,7 @@ GRID = [
 
 
 def grid_plan(model: str, tokens: int, machine: str, *, disk_bytes: int = 0) -> ActivationPlan:
-    kind = hardware(machine)
+    kind = hardware_preset(machine)
     if disk_bytes:
         kind = dataclasses.replace(kind, disk_write_bytes_per_s=20e9, disk_read_bytes_per_s=40e9)
     gpus = {"7b": 8, "13b": 16, "65b": 64}[model]

@@ -16,7 +16,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.inputs.profile import EndProfile
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
-from memo.mip.simulate.simulate import layer_work, simulate
+from memo.mip.simulate.simulator import layer_work, simulate
 from memo.mip.simulate.stage import Stage
 
 EXACT = 1e-9

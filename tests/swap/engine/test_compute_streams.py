@@ -15,9 +15,9 @@ from torch import nn
 
 from memo.swap.backends.protocol import Event
 from memo.swap.engine import d2h, h2d
-from memo.swap.engine.h2d import Homeward
+from memo.swap.engine.h2d import Reload
 from memo.swap.engine.saved_storage import RETURNING, SavedStorage, by_home
-from memo.swap.engine.stream_order import Edges
+from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.placement import Placement
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import Level
@@ -261,7 +261,7 @@ def test_gradients_are_equal_on_two_streams_and_nothing_races(name: str, policy:
 
 
 def test_what_a_recompute_on_another_stream_reads_is_not_used_again_before_it_has() -> None:
-    made = checked(model := stack(make=InputReadElsewhere), alpha=Level.NOTHING)
+    made = checked(model := stack(make=InputReadElsewhere), alpha=Level.SAVE_INPUT)
     made.engine.place({layer: Placement(kept=1.0) for layer in range(3)})
     Branches.streams = made.backend
     try:
@@ -282,18 +282,18 @@ def by_the_other(storages: Iterable[SavedStorage]) -> dict[int, list[SavedStorag
     return {1 - home: those for home, those in by_home(storages).items()}
 
 
-def before_the_callers(edges: Edges, saved: SavedStorage) -> None:
+def before_the_callers(edges: StreamOrder, saved: SavedStorage) -> None:
     if saved.out is not None:
         edges._backend.compute_wait(saved.out)
 
 
-def limbo_of_the_callers(edges: Edges, saved: SavedStorage, event: Event) -> None:
+def limbo_of_the_callers(edges: StreamOrder, saved: SavedStorage, event: Event) -> None:
     edges._backend.compute_wait(event)
 
 
-def first_user_alone(way: Homeward, saved: SavedStorage) -> None:
+def first_user_alone(way: Reload, saved: SavedStorage) -> None:
     if saved.state is RETURNING:
-        way._edges.copied_back(saved)
+        way._order.copied_back(saved)
 
 
 def told_nobody(
@@ -305,14 +305,14 @@ def told_nobody(
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str, float]] = {
     "E1 of another stream": (d2h, "by_home", by_the_other, "microbatches", 1.0),
-    "E2 of the caller's stream": (Edges, "copied_out", before_the_callers, "half batches", 1.0),
-    "E2 of a stream that does not own the memory": (Edges, "_leaves", nothing, "saved elsewhere", 1.0),
+    "E2 of the caller's stream": (StreamOrder, "copied_out", before_the_callers, "half batches", 1.0),
+    "E2 of a stream that does not own the memory": (StreamOrder, "_leaves", nothing, "saved elsewhere", 1.0),
     "E3 of another stream": (h2d, "by_home", by_the_other, "half batches", 1.0),
-    "E4 for the first stream alone": (Homeward, "hand_over", first_user_alone, "branches", 1.0),
-    "E5 of the caller's stream": (Edges, "abandoned", limbo_of_the_callers, "half batches", 1.0),
-    "E6 left out": (Edges, "taken_over", nothing, "branches", 0.5),
+    "E4 for the first stream alone": (Reload, "hand_over", first_user_alone, "branches", 1.0),
+    "E5 of the caller's stream": (StreamOrder, "abandoned", limbo_of_the_callers, "half batches", 1.0),
+    "E6 left out": (StreamOrder, "taken_over", nothing, "branches", 0.5),
     "E7 left out": (HostTier, "_after_reloads", nothing, "microbatches", 1.0),
-    "E8 left out": (Edges, "broken_off", nothing, "saved last elsewhere", 0.5),
+    "E8 left out": (StreamOrder, "broken_off", nothing, "saved last elsewhere", 0.5),
     "uses that the allocator is not told of": (CheckingBackend, "compute_uses", told_nobody, "branches", 1.0),
 }
 

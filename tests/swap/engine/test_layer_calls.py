@@ -12,7 +12,7 @@ from small_models import Stack, ids, stack
 
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
-from memo.swap.engine.layer_calls import Call, Groups
+from memo.swap.engine.layer_calls import Call, LayerCalls
 from memo.swap.engine.saved_storage import AWAY, Group
 from memo.swap.layers import find_layers
 from memo.swap.recompute.token_wise import TokenWise
@@ -22,7 +22,7 @@ from memo.swap.token_levels import TokenLevels
 LAYERS = 3
 
 
-def begun(groups: Groups, calls: int, layers: int = LAYERS) -> dict[Call, Group]:
+def begun(groups: LayerCalls, calls: int, layers: int = LAYERS) -> dict[Call, Group]:
     """As many forwards, each saving something in every layer."""
     made = {}
     for _ in range(calls):
@@ -37,19 +37,19 @@ def first_in_first_out(calls: int) -> list[Call]:
     return [(layer, call) for call in range(calls) for layer in reversed(range(LAYERS))]
 
 
-def keys(groups: Groups, group: Group) -> list[Call]:
+def keys(groups: LayerCalls, group: Group) -> list[Call]:
     return [after.key for after in groups.after(group)]
 
 
 def test_where_nothing_is_known_backward_goes_back_through_the_forwards() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     made = begun(groups, 2)
     groups.reached(made[1, 1])
     assert keys(groups, made[1, 1]) == [(0, 1), (2, 0), (1, 0), (0, 0)]
 
 
 def test_what_a_schedule_says_holds_from_the_first_step_on() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect(first_in_first_out(2))
     made = begun(groups, 2)
     groups.reached(made[2, 0])
@@ -57,7 +57,7 @@ def test_what_a_schedule_says_holds_from_the_first_step_on() -> None:
 
 
 def test_nothing_is_expected_beyond_a_call_that_is_still_to_be_made() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect(first_in_first_out(2))
     made = begun(groups, 1)
     groups.reached(made[1, 0])
@@ -65,7 +65,7 @@ def test_nothing_is_expected_beyond_a_call_that_is_still_to_be_made() -> None:
 
 
 def test_the_step_before_is_expected_again_and_says_more_than_the_schedule() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect(first_in_first_out(2))
     made = begun(groups, 2)
     for key in reversed(first_in_first_out(2)):
@@ -79,7 +79,7 @@ def test_the_step_before_is_expected_again_and_says_more_than_the_schedule() -> 
 def test_a_call_that_backward_comes_to_twice_is_expected_at_both_its_places() -> None:
     """A backward in two halves: layer inputs of both microbatches, then weights of both."""
     halves = [*first_in_first_out(2), *first_in_first_out(2)]
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect(halves)
     made = begun(groups, 2)
     for at, key in enumerate(halves):
@@ -88,7 +88,7 @@ def test_a_call_that_backward_comes_to_twice_is_expected_at_both_its_places() ->
 
 
 def test_a_step_that_leaves_the_course_finds_back_to_it() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect(first_in_first_out(1))
     made = begun(groups, 1, layers=4)
     groups.reached(made[3, 0])  # nobody expected a fourth layer
@@ -98,7 +98,7 @@ def test_a_step_that_leaves_the_course_finds_back_to_it() -> None:
 
 
 def test_a_group_comes_again_only_where_another_comes_between() -> None:
-    groups = Groups()
+    groups = LayerCalls()
     groups.expect([(2, 0), (1, 0), (2, 0), (1, 0), (0, 0), (1, 0)])
     made = begun(groups, 1)
     came_again = []

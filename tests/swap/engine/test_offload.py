@@ -31,7 +31,7 @@ def test_prefetch_depth_is_bounded_by_bytes(
     engine = manager._engine
     engine.reload_ahead(None if budget is None else parse_bytes(budget))
     deepest = 0
-    reach = engine._homeward.reach
+    reach = engine._reload.reach
 
     def watch(group: Any) -> None:
         nonlocal deepest
@@ -39,7 +39,7 @@ def test_prefetch_depth_is_bounded_by_bytes(
         waiting = {saved.group.index for saved in lives(manager) if saved.state.value in ("returning", "back")}
         deepest = max(deepest, len(waiting - {group.index}))
 
-    engine._homeward.reach = watch  # type: ignore[method-assign]
+    engine._reload.reach = watch  # type: ignore[method-assign]
     got = train(model, lambda step: model(ids(step)), manager, steps=2)
     assert_equal(got, plain(lambda: stack(layers=9), steps=2))
     if budget == "1MiB":

@@ -10,7 +10,7 @@ import torch
 from race_checker import CheckingBackend, Past, Race
 from small_models import Checked, Stack, Step, assert_equal, checked, ids, stack, train
 
-from memo.swap.engine.stream_order import Edges
+from memo.swap.engine.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     pass
@@ -93,7 +93,7 @@ MUTANTS = [(edge, policy) for edge in EDGES for policy in NEVER_MISSED.get(edge,
 
 
 def test_no_edge_is_left_out_of_what_is_proven_necessary() -> None:
-    assert {name for name in vars(Edges) if not name.startswith("_")} == EDGES.keys() | BETWEEN_COMPUTE_STREAMS
+    assert {name for name in vars(StreamOrder) if not name.startswith("_")} == EDGES.keys() | BETWEEN_COMPUTE_STREAMS
 
 
 def caught(model: Stack, made: Checked) -> bool:
@@ -112,7 +112,7 @@ def caught(model: Stack, made: Checked) -> bool:
 def test_each_ordering_edge_removed_is_caught(
     edge: str, policy: str, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Edges, edge, EDGES[edge])
+    monkeypatch.setattr(StreamOrder, edge, EDGES[edge])
     model = stack()
     assert caught(model, checked(model, policy, tier=tier))
     gc.collect()  # the manager closes here, where what it finds is expected

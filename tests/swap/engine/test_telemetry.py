@@ -7,7 +7,7 @@ import time
 
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.backends.protocol import HostStamp
-from memo.swap.engine.telemetry import Account
+from memo.swap.engine.telemetry import Telemetry
 
 EACH = 200
 
@@ -22,7 +22,7 @@ class Asked(HostStamp):
         return super().ns()
 
 
-class Counting(Account):
+class Counting(Telemetry):
     """Counts recomputes."""
 
     counted = 0

@@ -10,7 +10,7 @@ import torch
 from memo.swap.recompute import prover
 from memo.swap.recompute.axis.argument_axes import TokenDims
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis
-from memo.swap.recompute.prover import Noting
+from memo.swap.recompute.prover import TokenAxisProver
 from memo.swap.recompute.record.operator_log import Script
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], Meaning]] = {
 def meanings(names: list[str]) -> dict[str, Meaning]:
     """Of the results of some calls, made one after the other in one forward."""
     dims = TokenDims(HIDDEN.size(1))
-    with Noting(HIDDEN, (HIDDEN,), {}, dims=dims, ends=(3, 3), script=Script([HIDDEN])) as watch:
+    with TokenAxisProver(HIDDEN, (HIDDEN,), {}, dims=dims, ends=(3, 3), script=Script([HIDDEN])) as watch:
         made = {name: CALLS[name][0]() for name in names}
     assert watch.reason is None
     return {name: watch.tokens.of(result) for name, result in made.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RECOMPUTES = [
     {"alpha": 0.25},
     {"alpha": (0.25, 0.5, 0.25)},
-    {"alpha": None, "levels": dict.fromkeys(range(3), Level.NOTHING)},
+    {"alpha": None, "levels": dict.fromkeys(range(3), Level.SAVE_INPUT)},
 ]
 by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["tokens", "matmuls", "whole"])
 

@@ -99,8 +99,8 @@ def test_autocast_that_has_cast_the_weights_already(name: str, tmp_path: Path) -
 
 
 def test_layers_with_levels_of_their_own_and_a_change_between_steps(tmp_path: Path) -> None:
-    first = {0: TokenLevels(all=0.5, attention=0.5), "layers.1": (0, 1, 0), 2: Level.NOTHING}
-    then = {3: 0.25, 2: Level.MATMULS, 0: Level.ALL}
+    first = {0: TokenLevels(all=0.5, attention=0.5), "layers.1": (0, 1, 0), 2: Level.SAVE_INPUT}
+    then = {3: 0.25, 2: Level.SAVE_MATMULS, 0: Level.SAVE_ALL}
     model, reference = gpt("gpt", layers=4), gpt("gpt", layers=4)
     reference.load_state_dict(model.state_dict())
     manager = memo.offload(model, alpha=1.0, levels=first, disk=tmp_path, min_bytes=1024)
@@ -262,11 +262,11 @@ def test_costs_of_all_levels_are_told_and_true(name: str, tmp_path: Path) -> Non
     manager.close()
     assert [cost.layer for cost in costs] == [layer.name for layer in manager.layers]
     for cost in costs:
-        assert set(cost.recompute_s_per_token) == {Level.ALL, Level.MATMULS, Level.ATTENTION}
-        assert cost.recompute_s_per_token[Level.ALL] == 0
-        assert all(cost.recompute_s_per_token[level] > 0 for level in (Level.MATMULS, Level.ATTENTION))
+        assert set(cost.recompute_s_per_token) == {Level.SAVE_ALL, Level.SAVE_MATMULS, Level.SAVE_ATTENTION}
+        assert cost.recompute_s_per_token[Level.SAVE_ALL] == 0
+        assert all(cost.recompute_s_per_token[level] > 0 for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION))
         each = cost.bytes_per_token
-        assert each[Level.ALL] > each[Level.MATMULS] > each[Level.ATTENTION] >= 0
+        assert each[Level.SAVE_ALL] > each[Level.SAVE_MATMULS] > each[Level.SAVE_ATTENTION] >= 0
     for mix in [(0.25, 0.5, 0.25), (0, 1, 0), (0, 0, 1), (0, 0.5, 0.5)]:
         again = moved(make(name), forward, mix, tmp_path)
         told = [cost.nbytes(setting_of(mix)) for cost in costs]  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def test_a_second_backward_recomputes_nothing_and_is_equal() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(reference), strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("alpha", [0.25, (0.25, 0.5, 0.25), (0, 1, 0), Level.NOTHING], ids=str)
+@pytest.mark.parametrize("alpha", [0.25, (0.25, 0.5, 0.25), (0, 1, 0), Level.SAVE_INPUT], ids=str)
 def test_a_graph_frees_everything_when_it_dies(alpha: Any) -> None:
     """At once, by reference counts alone, whether it was backwarded or not: nothing that is saved holds itself."""
     model = stack()
@@ -126,6 +126,6 @@ def test_a_copy_that_outlives_its_graph_keeps_no_other_storage_alive() -> None:
     assert made.manager.stats.live_entries > 0
     del out
     gc.collect()
-    assert made.engine._endings.has_limbo
+    assert made.engine._release.has_limbo
     assert made.manager.stats.live_entries == 0
     made.manager.close()

@@ -214,7 +214,7 @@ def changes_a_modules_attribute(layer: Any) -> None:
     layer.act.approximate = "tanh"
 
 
-@pytest.mark.parametrize("how", [{}, {"fallback": "recompute", "levels": dict.fromkeys(range(3), Level.NOTHING)}])
+@pytest.mark.parametrize("how", [{}, {"fallback": "recompute", "levels": dict.fromkeys(range(3), Level.SAVE_INPUT)}])
 @pytest.mark.parametrize(
     "change", [changes_an_attribute, changes_the_mode, changes_a_module, changes_a_modules_attribute]
 )

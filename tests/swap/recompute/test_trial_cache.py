@@ -14,7 +14,7 @@ from torch import nn
 import memo
 import memo.swap.recompute.token_wise
 import memo.swap.recompute.trial_cache
-from memo.lru import Recent
+from memo.lru import LRU
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def equal_over(
     return manager
 
 
-@pytest.mark.parametrize("options", [{"alpha": 0.25}, {"alpha": (0.25, 0.5, 0.25)}, {"levels": {0: Level.NOTHING}}])
+@pytest.mark.parametrize("options", [{"alpha": 0.25}, {"alpha": (0.25, 0.5, 0.25)}, {"levels": {0: Level.SAVE_INPUT}}])
 def test_at_a_new_length_one_layer_answers_for_all_like_it(
     options: dict[str, Any], tried: list[str], tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_what_is_remembered_of_ever_new_lengths_is_bounded(
     assert "layers.1" not in tried
 
 
-@pytest.mark.parametrize("options", [{}, {"levels": dict.fromkeys(range(LAYERS), Level.NOTHING)}])
+@pytest.mark.parametrize("options", [{}, {"levels": dict.fromkeys(range(LAYERS), Level.SAVE_INPUT)}])
 @pytest.mark.parametrize("short", [1, 3])
 def test_a_trial_that_finds_no_memory_is_made_again_at_the_next_call_but_not_for_ever(
     short: int, options: dict[str, Any], tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +184,7 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_the_next_call_but_not_for
 
 
 def test_what_was_used_last_stays() -> None:
-    recent: Recent[str, int] = Recent(2)
+    recent: LRU[str, int] = LRU(2)
     recent["a"], recent["b"] = 1, 2
     assert recent.get("a") == 1
     recent["c"] = 3

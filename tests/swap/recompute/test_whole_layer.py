@@ -114,7 +114,7 @@ def test_layers_chosen_to_run_again_whole(name: str, tmp_path: Path) -> None:
         lambda: gpt("gpt", dropout=0.1) if is_ours else hugging_face(name),
         ours(2) if is_ours else causal(2),
         tmp_path,
-        Level.NOTHING,
+        Level.SAVE_INPUT,
     )
     assert set(repeated(manager).values()) == {"as chosen"}
 
@@ -125,7 +125,7 @@ def test_autocast(tmp_path: Path) -> None:
             loss: torch.Tensor = ours(2)(model, step)
         return loss
 
-    manager = compare(lambda: gpt("llama"), forward, tmp_path, Level.NOTHING)
+    manager = compare(lambda: gpt("llama"), forward, tmp_path, Level.SAVE_INPUT)
     assert len(repeated(manager)) == 4
 
 
@@ -145,7 +145,7 @@ def test_only_the_input_moves_and_all_products_but_the_last_run_again(tmp_path: 
         forward = layer.forward
         layer.forward = lambda *a, _forward=forward: checkpoint(_forward, *a, use_reentrant=False)
     model = gpt("gpt")
-    manager = memo.offload(model, alpha=Level.NOTHING, disk=tmp_path, min_bytes=1)
+    manager = memo.offload(model, alpha=Level.SAVE_INPUT, disk=tmp_path, min_bytes=1)
     flops(model, manager)  # the first step tries the recompute out
     before = manager.stats.bytes_disk
     assert flops(model, manager) == flops(checkpointed, None)
@@ -156,7 +156,7 @@ def test_only_the_input_moves_and_all_products_but_the_last_run_again(tmp_path: 
 @pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
 def test_nothing_races(policy: str) -> None:
     model, reference = stack(layers=4), stack(layers=4)
-    made = checked(model, policy, alpha=Level.NOTHING, seed=3)
+    made = checked(model, policy, alpha=Level.SAVE_INPUT, seed=3)
     assert_equal(train(model, seeded(model), made.manager), train(reference, seeded(reference)))
     assert made.manager.stats.bytes_recomputed > 0
     made.manager.close()
@@ -166,7 +166,7 @@ def test_nothing_races(policy: str) -> None:
 
 def test_a_graph_backwarded_twice_runs_its_layers_again_once(tmp_path: Path) -> None:
     model, reference = stack(), stack()
-    manager = offload(model, tmp_path, alpha=Level.NOTHING)
+    manager = offload(model, tmp_path, alpha=Level.SAVE_INPUT)
     with manager:
         loss = model(ids())
     loss.backward(retain_graph=True)

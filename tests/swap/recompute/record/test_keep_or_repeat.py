@@ -261,7 +261,7 @@ def test_one_of_both_is_saved(between: Callable[[torch.Tensor], torch.Tensor], k
     manager = memo.offload(model, alpha=(0, 1, 0), disk=tmp_path, min_bytes=1)
     train(model, lambda step: model(ids(step)), manager, steps=1)
     for cost in manager.levels_profile():
-        assert cost.bytes_per_token[Level.MATMULS] == 2 * 64 * 4
+        assert cost.bytes_per_token[Level.SAVE_MATMULS] == 2 * 64 * 4
     manager.close()
 
 

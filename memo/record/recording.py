@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator.byteless_tensors import Hollow
+from memo.allocator.byteless_tensors import BytelessMode
 from memo.allocator.record_step import Life, Recorder
 from memo.allocator.trace import AllocationTrace
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
@@ -34,7 +34,7 @@ from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train.step import weight_dtype
 from memo.gpt.train_config import Precision
 from memo.record.allocation_sites import Places
-from memo.record.offload_without_bytes import HollowOffload
+from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.swap.layers import Layer, find_layers
 from memo.swap.recompute.axis.operators import is_attention
 from memo.swap.tensor_kinds import cast_of_parameter
@@ -165,7 +165,7 @@ def record_step(
         raise UsageError("a step is either offloaded (alpha) or checkpointed, not both")
     if alpha is not None and real:
         raise UsageError("an offloaded step (alpha) is recorded without bytes; it would get none back")
-    with contextlib.nullcontext() if real else Hollow():
+    with contextlib.nullcontext() if real else BytelessMode():
         step = build()
         layers = _layers_of(step, needed=checkpointed or alpha is not None)
         if checkpointed:
@@ -193,7 +193,7 @@ class _Run:
 
     def __init__(self, step: Step, layers: list[Layer], *, adam: torch.optim.AdamW | None, alpha: float | None) -> None:
         self._step, self._layers, self._adam = step, layers, adam
-        self.offload = None if alpha is None else HollowOffload(step.model, layers, alpha)
+        self.offload = None if alpha is None else OffloadWithoutBytes(step.model, layers, alpha)
 
     def warm_up(self) -> None:
         """A step as the first is: layers are tried out, and the order of backward is learned."""

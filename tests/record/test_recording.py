@@ -23,7 +23,7 @@ from memo.gpt.config import preset
 from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train_config import Precision
 from memo.manager.manager import Manager
-from memo.record.record_step import Recording, Role, Step, gpt_step, load_step, record_step
+from memo.record.recording import Recording, Role, Step, gpt_step, load_step, record_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.token_wise import TokenWise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memo.errors import PlanInvalid
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulate import require_within_budgets, simulate
+from memo.mip.simulate.simulator import require_within_budgets, simulate
 
 __all__ = ["AGREEMENT", "prove"]
 

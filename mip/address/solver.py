@@ -1,7 +1,7 @@
 """The face of the planner: `solve(problem)` gives a checked plan or says why there is none.
 
 Owns the way from bytes to units and back, the sharing of time among arenas, and the errors. Every plan has passed
-`memo.mip.address.check` before it is returned. Solvers of integer models are imported where they are first used:
+`memo.mip.address.checker` before it is returned. Solvers of integer models are imported where they are first used:
 `Method.SEARCH`, all that a training run needs, works without them.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from memo.errors import Infeasible, SolverTimeout
-from memo.mip.address.check import require_valid
+from memo.mip.address.checker import require_valid
 from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.portfolio import ArenaSolver

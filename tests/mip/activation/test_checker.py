@@ -9,11 +9,11 @@ from activation_problems import layer, machine, profile_of
 
 from memo.errors import PlanInvalid
 from memo.events import Tier
-from memo.mip.activation.check import Rule, check_plan, require_valid
+from memo.mip.activation.checker import Rule, check_plan, require_valid
 from memo.mip.activation.cost import predict
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.profile import EndProfile
-from memo.mip.simulate.simulate import simulate
+from memo.mip.simulate.simulator import simulate
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
 ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
@@ -98,7 +98,7 @@ def elsewhere(**rates: float) -> ActivationPlan:
     return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
 
 
-# Half of the tokens at MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
+# Half of the tokens at SAVE_MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
 # layers whole are the peak, as the layers of the middle keep nothing.
 GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
 MIDDLE = LayerPlan(all_tokens=0.5, matmul_tokens=0.5, kept=0.0, host=1.0)

@@ -9,9 +9,9 @@ import pytest
 from address_problems import random_problem
 
 from memo.errors import PlanError, PlanInvalid
-from memo.mip.address.check import Rule, check, require_valid
+from memo.mip.address.checker import Rule, check, require_valid
 from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem, Status
-from memo.mip.address.solve import solve
+from memo.mip.address.solver import solve
 
 
 def plan_of(*buffers: tuple[Buffer, int], nbytes: int = 100, alignment: int = 1, capacity: int = 1000) -> Plan:

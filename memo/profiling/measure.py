@@ -22,8 +22,8 @@ from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, Profile, Ro
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import ClockedStep, time_step
 from memo.profiling.saved_storages import saved_storages
-from memo.profiling.transient_memory import Transients, transients_of
-from memo.record.record_step import Step
+from memo.profiling.transient_memory import TransientMemory, transients_of
+from memo.record.recording import Step
 from memo.swap.layers import Layer, find_layers
 from memo.swap.token_levels import LayerCosts, comparing_nbytes
 from memo.swap.token_levels import Level as SwapLevel
@@ -136,7 +136,7 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
         tokens=tokens,
         input_bytes=0,
         always_bytes=0,
-        bytes_per_token={SwapLevel.ALL: nbytes / tokens},
+        bytes_per_token={SwapLevel.SAVE_ALL: nbytes / tokens},
         recompute_s_per_token={},
     )
 
@@ -173,11 +173,11 @@ class _Found:
     storages: Sequence[Sequence[int]]
     times: ClockedStep
     flops: Sequence[Flops]
-    transients: Transients
+    transients: TransientMemory
     state_bytes: float
     """Of weight, gradient and optimizer, for a byte of weight."""
     repeated: float
-    """Of forward's matrix products, the part that level ATTENTION repeats."""
+    """Of forward's matrix products, the part that level SAVE_ATTENTION repeats."""
 
 
 def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
@@ -189,7 +189,7 @@ def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
         name=type(layer.module).__name__,
         always_bytes=costs.always_bytes,
         levels=tuple(
-            dataclasses.replace(known, recompute_flops=repeated) if known.level is Level.ATTENTION else known
+            dataclasses.replace(known, recompute_flops=repeated) if known.level is Level.SAVE_ATTENTION else known
             for known in levels
         ),
         forward_s=forward_s,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from memo.errors import Infeasible
 from memo.mip.activation.bottlenecks import Limit, Resource
-from memo.mip.activation.check import require_valid
+from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import (

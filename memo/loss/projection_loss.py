@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memo.errors import UsageError
-from memo.loss import chunked_cross_entropy
-from memo.loss.logit_transform_shape import LogitShape
+from memo.loss.chunked_cross_entropy import IGNORE, Reduction, chunked_linear_cross_entropy
+from memo.loss.logit_transform_shape import LogitTransformShape
 from memo.loss.output_rows import Vocabulary, VocabularyShard, WholeVocabulary
 from memo.parallel.vocabulary_parallel import DividedRows, own_rows
 
@@ -27,8 +27,8 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
-    reduction: chunked_cross_entropy.Reduction = "mean",
-    ignore_index: int = chunked_cross_entropy.IGNORE,
+    reduction: Reduction = "mean",
+    ignore_index: int = IGNORE,
     chunk: int | None = None,
     keep_gradients: bool = True,
 ) -> Tensor:
@@ -62,12 +62,12 @@ def linear_cross_entropy(
         raise UsageError(f"bias: the {type(projection).__name__} has one of its own")
     if bias is not None and len(bias) != len(rows):
         raise UsageError(f"bias: {len(bias)} numbers for the {len(rows)} rows that are here")
-    return chunked_cross_entropy.linear_cross_entropy(
+    return chunked_linear_cross_entropy(
         hidden,
         rows,
         targets,
         bias=bias if own is None else own_rows(own),
-        shape=LogitShape(scale=scale, soft_cap=soft_cap),
+        shape=LogitTransformShape(scale=scale, soft_cap=soft_cap),
         reduction=reduction,
         ignore_index=ignore_index,
         chunk=chunk,

@@ -14,14 +14,14 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
-from memo.mip.activation.check import check_plan
+from memo.mip.activation.checker import check_plan
 from memo.mip.activation.cost import predict
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.rounding import LEAST_TOKENS
-from memo.mip.activation.solve import plan_activations, solve_problem
-from memo.mip.simulate.prove import prove
+from memo.mip.activation.solver import plan_activations, solve_problem
+from memo.mip.simulate.proof import prove
 
 
 def copy_s(host, disk, link, drive):
@@ -35,7 +35,7 @@ def copy_s(host, disk, link, drive):
 def brute_force(problem: ActivationProblem) -> float:
     """The shortest step of three layers, found on ever finer grids around the best point; the problem is convex.
 
-    Layer 2 is the last and stays as it is. Of layers 0 and 1 the coordinates are the fractions of tokens at ALL and at
+    Layer 2 is the last and stays as it is. Of layers 0 and 1 the coordinates are the fractions of tokens at SAVE_ALL and at
     MATMULS and of the bytes sent to host and to disk. Everything here is written out anew for these three layers.
     """
     first, second, last = problem.profile.layer_profiles()
@@ -399,7 +399,7 @@ class Model:
 
 def step():
     model = Model()
-    import memo.mip.activation.solve, memo.mip.address.milp
+    import memo.mip.activation.solver, memo.mip.address.milp
     return weakref.ref(model)
 
 model = step()

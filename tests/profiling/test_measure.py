@@ -16,13 +16,13 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
-from memo.mip.activation.solve import plan_activations
-from memo.mip.inputs.hardware import hardware
+from memo.mip.activation.solver import plan_activations
+from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import Level, Profile, Role
-from memo.mip.simulate.prove import prove
+from memo.mip.simulate.proof import prove
 from memo.profiling.layer_timer import time_step
-from memo.profiling.measure_profile import measure_profile
-from memo.record.record_step import Step, gpt_step
+from memo.profiling.measure import measure_profile
+from memo.record.recording import Step, gpt_step
 from memo.swap.token_levels import comparing_nbytes
 
 TOKENS, BATCH = 192, 2
@@ -41,7 +41,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 def test_bytes_and_flops_are_those_of_arithmetic_at_every_level(measured: Profile) -> None:
     (found,) = measured.classes
-    (derived,) = derive_profile(config(), hardware("a800"), Layout(tokens=TOKENS, batch=BATCH)).classes
+    (derived,) = derive_profile(config(), hardware_preset("a800"), Layout(tokens=TOKENS, batch=BATCH)).classes
     assert measured.role is Role.MEASURED
     assert measured.layers == ("Block",) * 3
     assert found.always_bytes == derived.always_bytes
@@ -82,7 +82,7 @@ def test_transients_are_less_than_what_a_layer_makes_in_all(measured: Profile) -
 
 
 def test_a_plan_made_from_it_is_valid_and_simulated_as_predicted(measured: Profile) -> None:
-    machine = hardware("a800")
+    machine = hardware_preset("a800")
     static = sum(layer.static_bytes for layer in measured.layer_profiles()) + measured.head.static_bytes
     (layer,) = measured.classes
     buffers = 2 * layer.full_bytes + max(layer.transient_bytes, measured.head.transient_bytes)
@@ -171,7 +171,7 @@ def mixer_step(*, runs: int = 1) -> Step:
 def test_a_layer_that_cannot_recompute_a_part_has_no_other_level(tmp_path: Path) -> None:
     profile = measure_profile(mixer_step, name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
     (found,) = profile.classes
-    assert [known.level for known in found.levels] == [Level.ALL]
+    assert [known.level for known in found.levels] == [Level.SAVE_ALL]
     # Each layer saves its input and tanh's result, of 96 x 64 numbers each.
     assert found.full_bytes == 2 * 96 * 64 * 4
 

@@ -8,8 +8,8 @@ import pytest
 from activation_problems import random_problem
 
 from memo.errors import PlanInvalid
-from memo.mip.activation.solve import solve_problem
-from memo.mip.simulate.prove import prove
+from memo.mip.activation.solver import solve_problem
+from memo.mip.simulate.proof import prove
 
 PLAN = solve_problem(random_problem(2, layers=8))
 
