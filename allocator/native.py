@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memo.allocator.step import Divergence, Event, EventKind, MemoryCounters, Reason, StepSummary
 from memo.errors import AllocatorError
-from memo.mip.compile_cpp import build
+from memo.mip import build
 
 __all__ = ["ALIGNMENT", "FREE", "MALLOC", "RECORD_STREAM", "Begun", "Native", "library_path"]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from memo.allocator.step import Event, EventKind
 from memo.allocator.trace import Allocation, AllocationTrace
-from memo.mip.address.problem import Buffer, Plan, Problem
+from memo.mip.address import Buffer, Plan, Problem
 
 __all__ = [
     "Recording",

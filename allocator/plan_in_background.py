@@ -16,17 +16,24 @@ import weakref
 from pathlib import Path
 from typing import IO
 
-import memo
+import memo.errors
 from memo.errors import MemoError, SolverFailed
-from memo.mip.address.checker import require_valid
-from memo.mip.address.files import plan_to_json, problem_to_json, read_plan, read_problem
-from memo.mip.address.problem import Plan, Problem
-from memo.mip.address.solver import Method, solve
-from memo.mip.strict_json import STDIN
+from memo.mip import STDIN
+from memo.mip.address import (
+    Method,
+    Plan,
+    Problem,
+    plan_to_json,
+    problem_to_json,
+    read_plan,
+    read_problem,
+    require_valid,
+    solve,
+)
 
 __all__ = ["Planning"]
 
-_MEMO = str(Path(memo.__file__).parent.parent)
+_MEMO = str(Path(memo.errors.__file__).parent.parent)
 # Memo's own folder comes last: it is found where it is not installed, and shadows nothing.
 _START = """
 import runpy, sys

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = [
     "MemoryStats",
     "ModelSteps",
+    "active_allocator",
     "allocated_bytes",
     "memory_share",
     "memory_stats",
     "model_steps",
     "peak_allocated_bytes",
-    "planned_allocator",
     "restart_peaks",
     "use_planned_allocator",
 ]
@@ -74,7 +74,7 @@ def use_planned_allocator(*, plan_seconds: float = PLAN_SECONDS) -> PlannedAlloc
     return _installed
 
 
-def planned_allocator() -> PlannedAllocator | None:
+def active_allocator() -> PlannedAllocator | None:
     """The allocator that `use_planned_allocator` installed; None without one."""
     return _installed
 

@@ -15,21 +15,16 @@ from memo.autoplan.actuator_protocol import Limits, Setting
 from memo.autoplan.device_peaks import DevicePeaks, Place
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
-from memo.mip.activation.plan import chunk_layers
-from memo.mip.activation.stage_plans import needs
-from memo.swap.placement import Placement
-from memo.swap.token_levels import Level, TokenLevels
+from memo.mip.activation import chunk_layers, needs
+from memo.swap import Level, Placement, TokenLevels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memo.autoplan.device_budget import DeviceBudget
     from memo.events import Tracer
-    from memo.mip.activation.plan import ActivationPlan, LayerPlan
-    from memo.swap.engine.engine import Engine
-    from memo.swap.layers import Layer
-    from memo.swap.recompute.token_wise import TokenWise
-    from memo.swap.token_levels import LayerCosts
+    from memo.mip.activation import ActivationPlan, LayerPlan
+    from memo.swap import Engine, Layer, LayerCosts, TokenWise
 
 __all__ = ["Actuator", "settings_of"]
 

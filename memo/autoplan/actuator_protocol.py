@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.events import Tracer
-    from memo.mip.activation.plan import ActivationPlan
-    from memo.swap.token_levels import LayerCosts
+    from memo.mip.activation import ActivationPlan
+    from memo.swap import LayerCosts
 
 __all__ = ["MEASURING", "SAFEST", "ActuatorProtocol", "Limits", "Setting"]
 

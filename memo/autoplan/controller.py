@@ -42,10 +42,9 @@ from memo.autoplan.step_evidence import StepEvidence, alone, least, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.lru import LRU
-from memo.mip.activation.cost import predict
-from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
-from memo.mip.inputs.profile import Signature
-from memo.swap.tensor_kinds import layer_input
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict
+from memo.mip.inputs import Signature
+from memo.swap import layer_input
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -55,9 +54,8 @@ if TYPE_CHECKING:
     from memo.autoplan.step_evidence import Everyones
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
-    from memo.mip.activation.plan import ActivationPlan, OwnTurns, StagePrediction
-    from memo.mip.inputs.hardware import Hardware
-    from memo.mip.inputs.profile import Profile
+    from memo.mip.activation import ActivationPlan, OwnTurns, StagePrediction
+    from memo.mip.inputs import Hardware, Profile
 
 __all__ = ["AutoPlan"]
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from memo.allocator.pluggable import allocated_bytes, peak_allocated_bytes, restart_peaks
-from memo.machine.process_memory import peak_rss_bytes, rss_bytes
-from memo.swap.memory.host_memory import available_host_bytes
-from memo.swap.tensor_kinds import local_part
+from memo.allocator import allocated_bytes, peak_allocated_bytes, restart_peaks
+from memo.machine import peak_rss_bytes, rss_bytes
+from memo.swap import available_host_bytes, local_part
 
 __all__ = ["DeviceBudget", "device_memory", "gradients_to_come"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.autoplan.device_budget import DeviceBudget
-    from memo.swap.stats import Stats
+    from memo.swap import Stats
 
 __all__ = ["DevicePeaks", "Place", "StepUse"]
 

@@ -11,15 +11,15 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile
-from memo.swap.token_levels import Level as SwapLevel
+from memo.mip.inputs import LayerProfile, Level, LevelProfile
+from memo.swap import Level as SwapLevel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
 
-    from memo.swap.token_levels import LayerCosts
+    from memo.swap import LayerCosts
 
 __all__ = ["classes_of", "levels_of", "mlp_tiles_of"]
 

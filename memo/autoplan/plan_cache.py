@@ -20,13 +20,13 @@ import math
 from typing import TYPE_CHECKING
 
 from memo.autoplan.actuator_protocol import MEASURING, Setting
-from memo.mip.inputs.profile import Role, Signature
+from memo.mip.inputs import Role, Signature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memo.mip.activation.plan import ActivationPlan
-    from memo.mip.inputs.profile import Profile
+    from memo.mip.activation import ActivationPlan
+    from memo.mip.inputs import Profile
 
 __all__ = ["CachedPlan", "Phase", "PlanCache", "growth", "joint"]
 

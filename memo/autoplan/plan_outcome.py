@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memo.mip.activation.plan import ActivationPlan
-    from memo.mip.inputs.profile import Signature
+    from memo.mip.activation import ActivationPlan
+    from memo.mip.inputs import Signature
 
 __all__ = ["PlanOutcome"]
 

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 from memo.autoplan.layer_classes import classes_of, levels_of
 from memo.errors import PlanError
 from memo.events import Lane
-from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.autoplan.actuator_protocol import Limits
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
-    from memo.swap.token_levels import LayerCosts
+    from memo.swap import LayerCosts
 
 __all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.layer_classes import classes_of
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Profile
+from memo.mip.inputs import EndProfile, LayerProfile, Profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memo.mip.inputs.hardware import Hardware
+    from memo.mip.inputs import Hardware
 
 __all__ = ["Everyones", "StepEvidence", "alone", "least", "worst"]
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memo.cli.address_tables import printable, table
-from memo.mip.activation.free_swap_length import crossover_tokens
-from memo.mip.activation.plan import ActivationPlan, LayerPlan, StagePrediction
+from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, crossover_tokens
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = ["activation_summary", "activation_table", "utilisation"]

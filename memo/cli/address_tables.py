@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memo.mip.address.problem import Buffer, Plan
+from memo.mip.address import Buffer, Plan
 from memo.units import format_bytes
 
 __all__ = ["arena_table", "plan_summary", "printable", "table"]

@@ -7,11 +7,9 @@ import json
 
 from memo.cli.address_tables import printable
 from memo.errors import ExitCode, PlanInvalid
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import read_either_plan
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.address.checker import check
-from memo.mip.simulate.proof import prove
+from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.address import check
+from memo.mip.simulate import prove
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

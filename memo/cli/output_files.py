@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memo.errors import OutputExists, TraceError, UsageError
-from memo.trace.format import printable
+from memo.trace import printable
 from memo.units import format_bytes
 
 __all__ = ["file_name", "file_path", "refuse_existing", "replacing", "say_written", "shown"]

@@ -14,16 +14,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from memo.allocator.caching_model import CachingUse, Segments, simulate_caching
-from memo.allocator.trace import trace_of
+from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.address_tables import arena_table, plan_summary, table
 from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.mip.address.files import Notes, plan_to_csv, plan_to_json, read_annotated, write_file
-from memo.mip.address.problem import DEVICE, Plan, Problem
-from memo.mip.address.solver import Method, Progress, solve
-from memo.mip.address.svg import write_picture
-from memo.mip.strict_json import STDIN
+from memo.mip import STDIN
+from memo.mip.address import (
+    DEVICE,
+    Method,
+    Notes,
+    Plan,
+    Problem,
+    Progress,
+    plan_to_csv,
+    plan_to_json,
+    read_annotated,
+    solve,
+    write_file,
+    write_picture,
+)
 from memo.units import format_bytes, parse_bytes, parse_duration_s
 
 

@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING
 from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import PRESETS as MODELS
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.train_config import Precision
-from memo.mip.activation.files import plan_to_json, read_hardware, read_profile
-from memo.mip.activation.mlp_tiles import TILES, solve_tiles
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.inputs.doctor_rates import with_measured
-from memo.mip.inputs.hardware import PRESETS, Hardware, hardware_preset
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.proof import prove
+from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import (
+    TILES,
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    Pipeline,
+    plan_to_json,
+    read_hardware,
+    read_profile,
+    solve_tiles,
+)
+from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, with_measured
+from memo.mip.simulate import prove
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.inputs.profile import Profile, Signature
+    from memo.mip.inputs import Profile, Signature
 
 __all__ = ["Request", "configure", "run"]
 
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = request.plan()
     simulation = prove(plan)
     if args.output:
-        from memo.mip.address.files import write_file
+        from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:

@@ -13,11 +13,8 @@ from memo.cli.activation_tables import utilisation
 from memo.cli.address_tables import table
 from memo.cli.output_files import replacing, say_written
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation.cost import predict
-from memo.mip.activation.free_swap_length import crossover_tokens
-from memo.mip.activation.memory_peaks import device_positions
-from memo.mip.activation.plan import ActivationPlan, LayerPlan
-from memo.mip.simulate.proof import prove
+from memo.mip.activation import ActivationPlan, LayerPlan, crossover_tokens, device_positions, predict
+from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:

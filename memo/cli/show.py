@@ -8,10 +8,8 @@ import json
 from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.address_tables import arena_table, plan_summary, printable, table
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import read_either_plan
-from memo.mip.activation.plan import ActivationPlan
-from memo.mip.address.checker import check
+from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.address import check
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

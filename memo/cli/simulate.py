@@ -16,13 +16,10 @@ from memo.cli.output_files import file_path, replacing, say_written
 from memo.cli.simulation_tables import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
-from memo.mip.activation.files import read_activation_plan, read_hardware, read_profile
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem
-from memo.mip.inputs.hardware import PRESETS, Hardware, hardware_preset
-from memo.mip.simulate.result import Simulation
-from memo.mip.simulate.simulator import simulate
-from memo.mip.simulate.trace_events import stage_events
-from memo.trace.recorder import TraceRecorder
+from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
+from memo.mip.inputs import PRESETS, Hardware, hardware_preset
+from memo.mip.simulate import Simulation, simulate, stage_events
+from memo.trace import TraceRecorder
 
 __all__ = ["configure", "run"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from memo.cli.address_tables import printable, table
 from memo.events import Lane, StallCause, Tier
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, StagePrediction
-from memo.mip.simulate.result import Peak, Simulation, StageSimulation, Wait
-from memo.trace.format import duration, percent
+from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
+from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait
+from memo.trace import duration, percent
 from memo.units import format_bytes, format_tokens
 
 __all__ = ["AGREEMENT_PERCENT", "print_simulation", "simulation_summary"]

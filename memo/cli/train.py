@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import PRESETS
-from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan, OnSpike
-from memo.gpt.optim.lr_schedule import Schedule
-from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
-from memo.gpt.train_config import Precision, TrainConfig
-from memo.mip.activation.files import read_activation_plan
-from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
+from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
+from memo.gpt.optim import LossGuardConfig, OnNan, OnSpike, Schedule
+from memo.mip.activation import read_activation_plan
+from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["configure", "run"]
@@ -50,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     config = _config(args)
-    from memo.gpt.train.run import train
+    from memo.gpt.train import train
 
     return train(config)
 

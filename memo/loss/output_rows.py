@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from memo.parallel.collectives import all_gathered, reduce_scattered
+from memo.parallel import all_gathered, reduce_scattered
 
 __all__ = ["Vocabulary", "VocabularyShard", "WholeVocabulary"]
 

@@ -14,7 +14,7 @@ from memo.errors import UsageError
 from memo.loss.chunked_cross_entropy import IGNORE, Reduction, chunked_linear_cross_entropy
 from memo.loss.logit_transform_shape import LogitTransformShape
 from memo.loss.output_rows import Vocabulary, VocabularyShard, WholeVocabulary
-from memo.parallel.vocabulary_parallel import DividedRows, own_rows
+from memo.parallel import DividedRows, own_rows
 
 __all__ = ["linear_cross_entropy"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memo.errors import UsageError
 from memo.loss.deferred_logits import Product, deferred
-from memo.parallel.vocabulary_parallel import DividedRows
+from memo.parallel import DividedRows
 
 if TYPE_CHECKING:
     from types import TracebackType

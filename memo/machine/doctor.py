@@ -16,8 +16,7 @@ import torch
 
 from memo.errors import SwapError
 from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_facts, measure_disk, measure_link
-from memo.swap.disk.gds_probe import mount_of, obstacles, try_gds
-from memo.swap.disk.raw_file import RawFile
+from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
 
 __all__ = ["Diagnosis", "Disk", "Gpu", "examine"]
 

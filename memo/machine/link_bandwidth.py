@@ -20,14 +20,12 @@ import torch
 
 from memo.errors import ScratchFull
 from memo.events import Lane
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.disk.operation import DiskExtent
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.host_memory import available_host_bytes
-from memo.swap.memory.page_aligned import aligned_empty
+from memo.swap import aligned_empty, available_host_bytes
+from memo.swap.backends import CpuBackend
+from memo.swap.disk import DiskExtent, DiskStore
 
 if TYPE_CHECKING:
-    from memo.swap.backends.protocol import CopyStream, Timed
+    from memo.swap.backends import CopyStream, Timed
 
 __all__ = ["DiskRates", "HostFacts", "LinkRates", "host_facts", "measure_disk", "measure_lanes", "measure_link"]
 
@@ -189,8 +187,8 @@ def host_facts(*, seconds: float) -> HostFacts:
 
 def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
     """Page-locked copies on the engine's own kind of streams, each direction alone and both at once."""
-    from memo.swap.backends.cuda import copy_stream
-    from memo.swap.memory.pinned import page_locked
+    from memo.swap import page_locked
+    from memo.swap.backends import copy_stream
 
     with torch.cuda.device(device):
         pairs = [

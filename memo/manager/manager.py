@@ -17,27 +17,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memo.allocator.pluggable import model_steps
-from memo.autoplan.actuator import Actuator
-from memo.autoplan.controller import AutoPlan
-from memo.autoplan.device_budget import device_memory, gradients_to_come
-from memo.autoplan.step_evidence import alone
+from memo.allocator import model_steps
+from memo.autoplan import Actuator, AutoPlan, alone, device_memory, gradients_to_come
 from memo.errors import MemoError, UsageError
-from memo.machine.norm_limit import require_layer_within_norm_limit
+from memo.machine import require_layer_within_norm_limit
 from memo.manager.plan_source import FixedPlan, FixedSetting, Planning, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.manager.validate import require_kinds
-from memo.mip.activation.stage_plans import needs
-from memo.parallel.pipeline_order import PipelineOrder
-from memo.parallel.rank_agreement import everyones
-from memo.parallel.tensor_parallel_group import group_of
-from memo.swap.engine.engine import Engine
-from memo.swap.engine.saved_storage import Group
-from memo.swap.layers import Around, Layer, find_layers, stand_around
-from memo.swap.recompute.token_wise import TokenWise
-from memo.swap.tensor_kinds import layer_input
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, setting_of
+from memo.mip.activation import needs
+from memo.parallel import PipelineOrder, everyones, group_of
+from memo.swap import (
+    Around,
+    Engine,
+    Group,
+    Layer,
+    LayerCosts,
+    Level,
+    Setting,
+    TokenLevels,
+    TokenWise,
+    find_layers,
+    layer_input,
+    setting_of,
+    stand_around,
+)
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -46,13 +50,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from memo.autoplan.step_evidence import Everyones
-    from memo.mip.activation.plan import ActivationPlan
-    from memo.swap.backends.protocol import Backend
-    from memo.swap.disk.store import DiskStore
-    from memo.swap.stats import Stats
-    from memo.swap.tiers.host_and_disk import Tier
-    from memo.trace.recorder import TraceRecorder
+    from memo.autoplan import Everyones
+    from memo.mip.activation import ActivationPlan
+    from memo.swap import Stats
+    from memo.swap.backends import Backend
+    from memo.swap.disk import DiskStore
+    from memo.swap.tiers import Tier
+    from memo.trace import TraceRecorder
 
 __all__ = ["Manager", "offload"]
 

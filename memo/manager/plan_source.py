@@ -10,21 +10,24 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memo.autoplan.plan_outcome import PlanOutcome
+from memo.autoplan import PlanOutcome
 from memo.errors import PlanError
-from memo.mip.activation.checker import require_valid
-from memo.mip.activation.files import read_activation_plan
-from memo.mip.activation.in_flight import holds_no_more
-from memo.mip.activation.plan import ActivationPlan, chunk_layers
-from memo.mip.activation.stage_plans import stage_plan
-from memo.mip.simulate.proof import prove
+from memo.mip.activation import (
+    ActivationPlan,
+    chunk_layers,
+    holds_no_more,
+    read_activation_plan,
+    require_valid,
+    stage_plan,
+)
+from memo.mip.simulate import prove
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memo.autoplan.actuator import Actuator
-    from memo.mip.activation.plan import ActivationProblem
-    from memo.parallel.pipeline_order import PipelineOrder
+    from memo.autoplan import Actuator
+    from memo.mip.activation import ActivationProblem
+    from memo.parallel import PipelineOrder
 
 __all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "own_part", "read_plan"]
 
@@ -53,7 +56,7 @@ def checked_plan(problem: ActivationProblem) -> ActivationPlan:
         Infeasible: no plan fits; the message says what would.
         PlanInvalid: the simulation leaves a budget or the prediction: a bug of ours, found before the plan is used.
     """
-    from memo.mip.activation.solver import solve_problem  # runs that plan nothing need no solver
+    from memo.mip.activation import solve_problem  # runs that plan nothing need no solver
 
     plan = solve_problem(problem)
     prove(plan)

@@ -9,9 +9,8 @@ from memo.events import StallCause, Tier, UseKind
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from memo.autoplan.plan_outcome import PlanOutcome
-    from memo.swap.engine.engine import Engine
-    from memo.swap.recompute.token_wise import TokenWise
+    from memo.autoplan import PlanOutcome
+    from memo.swap import Engine, TokenWise
 
 __all__ = ["DiskUse", "Report", "TierUse", "TokenWiseUse"]
 

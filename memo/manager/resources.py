@@ -17,22 +17,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.allocator.pluggable import memory_share
+from memo.allocator import memory_share
 from memo.errors import TraceError, UsageError
-from memo.machine.link_bandwidth import measure_lanes
-from memo.machine.node_share import share_of_node
-from memo.swap.backends.cpu import CpuBackend
-from memo.swap.disk.store import DiskStore
-from memo.swap.memory.host_memory import available_host_bytes
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.trace.recorder import TraceRecorder
+from memo.machine import measure_lanes, share_of_node
+from memo.swap import available_host_bytes
+from memo.swap.backends import CpuBackend
+from memo.swap.disk import DiskStore
+from memo.swap.tiers import DiskTier, HostTier
+from memo.trace import TraceRecorder
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memo.swap.backends.protocol import Backend, Disk
-    from memo.swap.tiers.host_and_disk import Tier
+    from memo.swap.backends import Backend, Disk
+    from memo.swap.tiers import Tier
 
 __all__ = ["Room", "device_of", "link_rates", "open_backend", "open_recorder", "open_tiers"]
 
@@ -122,7 +121,7 @@ def open_backend(device: torch.device, *, timing: bool) -> Backend:
     """The device's streams; with `timing` their events tell when copies ran."""
     if device.type == "cpu":
         return CpuBackend()
-    from memo.swap.backends.cuda import CudaBackend
+    from memo.swap.backends import CudaBackend
 
     return CudaBackend(device, timing=timing)
 
@@ -131,7 +130,7 @@ def link_rates(device: torch.device) -> tuple[float, float, float] | None:
     """Out, in and both ways, in bytes per second; None where host memory is the device."""
     if device.type == "cpu":
         return None
-    from memo.machine.link_bandwidth import measure_link
+    from memo.machine import measure_link
 
     rates = measure_link(device, seconds=LINK_SECONDS)
     both = rates.d2h_together_bytes_per_s + rates.h2d_together_bytes_per_s
@@ -160,11 +159,9 @@ def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
     if device.type == "cpu":
         store = DiskStore(directories, nbytes, verify=verify)
         return store, store
-    from memo.swap.backends.cuda import copy_stream, numa_node
-    from memo.swap.disk.bounce_buffers import StagedDisk
-    from memo.swap.disk.gds import GdsDisk
-    from memo.swap.disk.gds_probe import obstacles, try_gds
-    from memo.swap.memory.pinned import page_locked
+    from memo.swap import page_locked
+    from memo.swap.backends import copy_stream, numa_node
+    from memo.swap.disk import GdsDisk, StagedDisk, obstacles, try_gds
 
     if not verify and not any(obstacles(directory) or try_gds(directory) for directory in directories):
         return GdsDisk(directories, nbytes, new_stream=lambda: copy_stream(device)), None

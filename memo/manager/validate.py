@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from memo.errors import UsageError
-from memo.mip.activation.plan import ActivationPlan
+from memo.mip.activation import ActivationPlan
 
 __all__ = ["require_kinds"]
 

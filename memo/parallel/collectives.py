@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap.recompute.axis.token_axis import Axis
-from memo.swap.recompute.record.token_local_functions import marked
+from memo.swap import Axis, marked
 
 __all__ = [
     "all_gathered",

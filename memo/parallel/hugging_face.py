@@ -27,7 +27,7 @@ from memo.parallel.rank_agreement import require_same_shape
 from memo.parallel.tensor_parallel import ColumnParallel, Entry, Replicated, RowParallel
 from memo.parallel.tensor_parallel_group import note_group
 from memo.parallel.vocabulary_parallel import VocabularyParallel, check_rows
-from memo.swap.tensor_kinds import layer_input
+from memo.swap import layer_input
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,7 +12,7 @@ import enum
 from typing import Protocol
 
 from memo.errors import UsageError
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 
 __all__ = ["ContextAttention", "Layout", "ModelShape", "PipelineSchedule"]
 

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.mip.activation.in_flight import most_held
-from memo.mip.activation.plan import OwnTurns
-from memo.mip.inputs.pipeline_schedules import Kind, Turn
+from memo.mip.activation import OwnTurns, most_held
+from memo.mip.inputs import Kind, Turn
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.swap.recompute.rank_agreement import all_say, everyones
+from memo.swap import all_say, everyones
 
 __all__ = ["agree", "everyones", "require_equal", "require_same_shape"]
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from memo.errors import UsageError
-from memo.swap.recompute.record.memoized import memoize
+from memo.swap import memoize
 
 __all__ = ["Ring"]
 

@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from memo.parallel.layout import Layout
 from memo.parallel.world import World
 
-__all__ = ["solo_rank"]
+__all__ = ["simulated_rank"]
 
 
 @contextlib.contextmanager
-def solo_rank(layout: Layout) -> Iterator[World]:
+def simulated_rank(layout: Layout) -> Iterator[World]:
     """The first of the layout's ranks, as long as the block runs."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     try:

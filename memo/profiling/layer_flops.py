@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
-from memo.manager.manager import offload
-from memo.record.recording import Step
-from memo.swap.layers import Layer
+from memo.manager import offload
+from memo.record import Step
+from memo.swap import Layer
 
 __all__ = ["Flops", "forward_flops", "repeated_flops"]
 

@@ -15,25 +15,23 @@ from pathlib import Path
 
 import torch
 
-from memo.autoplan.layer_classes import classes_of, levels_of, mlp_tiles_of
+from memo.autoplan import classes_of, levels_of, mlp_tiles_of
 from memo.errors import UsageError
-from memo.manager.manager import offload
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, Profile, Role, Signature
+from memo.manager import offload
+from memo.mip.inputs import EndProfile, LayerProfile, Level, Profile, Role, Signature
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import ClockedStep, time_step
 from memo.profiling.saved_storages import saved_storages
 from memo.profiling.transient_memory import TransientMemory, transients_of
-from memo.record.recording import Step
-from memo.swap.layers import Layer, find_layers
-from memo.swap.token_levels import LayerCosts, comparing_nbytes
-from memo.swap.token_levels import Level as SwapLevel
+from memo.record import Step
+from memo.swap import Layer, LayerCosts, Level as SwapLevel, comparing_nbytes, find_layers
 
-__all__ = ["measure_profile"]
+__all__ = ["profile"]
 
 THIRDS = (1 / 3, 1 / 3, 1 / 3)
 
 
-def measure_profile(
+def profile(
     build: Callable[[], Step],
     *,
     name: str,

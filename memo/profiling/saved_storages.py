@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memo.swap.layers import Layer
+from memo.swap import Layer
 
 __all__ = ["saved_storages"]
 

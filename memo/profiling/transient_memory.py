@@ -6,8 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from memo.allocator.trace import Allocation, AllocationTrace
-from memo.record.recording import Role, Step, record_step
+from memo.allocator import Allocation, AllocationTrace
+from memo.record import Role, Step, record_step
 
 __all__ = ["TransientMemory", "transients_of"]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memo.allocator.record_step import Recorder, Where
+from memo.allocator import Recorder, Where
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-    from memo.swap.layers import Layer
+    from memo.swap import Layer
 
 __all__ = ["Places"]
 

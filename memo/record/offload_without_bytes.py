@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memo.events import Lane
-from memo.events import Tier as TierName
-from memo.manager.manager import Manager
-from memo.swap.backends.cpu import Done
-from memo.swap.backends.protocol import OneComputeStream
-from memo.swap.engine.engine import Engine
-from memo.swap.recompute.token_wise import TokenWise
-from memo.swap.token_levels import TokenLevels
+from memo.events import Lane, Tier as TierName
+from memo.manager import Manager
+from memo.swap import Engine, TokenLevels, TokenWise
+from memo.swap.backends import Done, OneComputeStream
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -27,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memo.swap.backends.protocol import Event, HostSlab
-    from memo.swap.layers import Layer
+    from memo.swap import Layer
+    from memo.swap.backends import Event, HostSlab
 
 __all__ = ["OffloadWithoutBytes"]
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from memo.gpt.config import GPTConfig
-from memo.gpt.model.build_rank import divided_stages
-from memo.gpt.train.step import weight_dtype
-from memo.gpt.train_config import Precision
-from memo.parallel.world import World
+from memo.gpt import GPTConfig, Precision
+from memo.gpt.model import divided_stages
+from memo.gpt.train import weight_dtype
+from memo.parallel import World
 from memo.record.recording import Step
 
 __all__ = ["rank_step"]

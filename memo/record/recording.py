@@ -24,20 +24,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator.byteless_tensors import BytelessMode
-from memo.allocator.record_step import Life, Recorder
-from memo.allocator.trace import AllocationTrace
+from memo.allocator import AllocationTrace, BytelessMode, Life, Recorder
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
-from memo.gpt.config import GPTConfig
-from memo.gpt.model.model import GPT
-from memo.gpt.optim.optimizer import adamw, empty_state
-from memo.gpt.train.step import weight_dtype
-from memo.gpt.train_config import Precision
+from memo.gpt import GPTConfig, Precision
+from memo.gpt.model import GPT
+from memo.gpt.optim import adamw, empty_state
+from memo.gpt.train import weight_dtype
 from memo.record.allocation_sites import Places
 from memo.record.offload_without_bytes import OffloadWithoutBytes
-from memo.swap.layers import Layer, find_layers
-from memo.swap.recompute.axis.operators import is_attention
-from memo.swap.tensor_kinds import cast_of_parameter
+from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 
 __all__ = ["Recording", "Role", "Step", "gpt_step", "load_step", "record_step"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memo.mip.address.problem import Plan
+from memo.mip.address import Plan
 
 __all__ = ["MAX_RECTANGLES", "packing_of"]
 

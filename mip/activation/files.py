@@ -11,8 +11,7 @@ import os
 from typing import Any, TypeVar
 
 from memo.mip.activation.plan import ActivationPlan
-from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT
-from memo.mip.address.files import address_plan_of
+from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_plan_of
 from memo.mip.address.problem import Plan
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile

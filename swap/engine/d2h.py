@@ -19,8 +19,7 @@ import collections
 from typing import TYPE_CHECKING
 
 from memo.errors import StoreWriteError
-from memo.events import StallCause
-from memo.events import Tier as TierName
+from memo.events import StallCause, Tier as TierName
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.token_prefix import gather
 

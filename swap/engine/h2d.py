@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.errors import SwapError
-from memo.events import StallCause, UseKind
-from memo.events import Tier as TierName
+from memo.events import StallCause, Tier as TierName, UseKind
 from memo.swap.engine.saved_storage import AWAY, BACK, LEAVING, LIVE, RETURNING, by_home
 
 if TYPE_CHECKING:

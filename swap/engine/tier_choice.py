@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
     from memo.swap.tiers.device import DeviceTier
-    from memo.swap.tiers.host_and_disk import Place
-    from memo.swap.tiers.host_and_disk import Tier as TierRoom
+    from memo.swap.tiers.host_and_disk import Place, Tier as TierRoom
 
 __all__ = ["TierChoice"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from memo.kernels.staging import pack_views, places, staging_nbytes, unpack_views
+from memo.kernels import pack_views, places, staging_nbytes, unpack_views
 
 if TYPE_CHECKING:
     import weakref

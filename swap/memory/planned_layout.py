@@ -13,8 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memo.errors import Infeasible, SolverTimeout
-from memo.mip.address.problem import DEVICE, Buffer, Problem
-from memo.mip.address.solver import Method, solve
+from memo.mip.address import DEVICE, Buffer, Method, Problem, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

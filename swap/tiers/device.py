@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memo.events import Lane
-from memo.events import Tier as TierName
+from memo.events import Lane, Tier as TierName
 
 if TYPE_CHECKING:
     import torch

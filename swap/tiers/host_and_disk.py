@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from memo.events import Lane
-from memo.events import Tier as TierName
+from memo.events import Lane, Tier as TierName
 from memo.swap.memory.free_list import FreeList
 from memo.swap.memory.page_aligned import PAGE_BYTES, whole_pages
 from memo.swap.memory.planned_layout import StepRecorder

@@ -94,7 +94,7 @@ def test_torchs_own_refusal_is_one_line(installed: SimpleNamespace, monkeypatch:
     monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", refuse)
     with pytest.raises(AllocatorError, match="already initialized"):
         use_planned_allocator()
-    assert pluggable.planned_allocator() is None
+    assert pluggable.active_allocator() is None
 
 
 def test_a_torch_that_keeps_streams_to_itself_is_refused(
@@ -386,7 +386,7 @@ def test_train_brackets_its_steps_and_evaluations(
     signatures = began(planned, monkeypatch)
     asked = []
     monkeypatch.setattr("memo.gpt.train.run.use_planned_allocator", lambda: asked.append("before CUDA"))
-    monkeypatch.setattr("memo.gpt.train.run.planned_allocator", lambda: planned)
+    monkeypatch.setattr("memo.gpt.train.run.active_allocator", lambda: planned)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     data = tmp_path / "text.txt"
     data.write_text("all work and no play " * 2000)

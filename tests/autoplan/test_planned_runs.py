@@ -42,8 +42,7 @@ from memo.swap.placement import Placement
 from memo.swap.recompute.token_wise import TokenWise
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import LayerCosts, TokenLevels
-from memo.swap.token_levels import Level as SwapLevel
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, TokenLevels
 
 ROOM = 1 << 28
 FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)

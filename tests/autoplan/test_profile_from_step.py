@@ -10,8 +10,7 @@ from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
 from memo.mip.inputs.profile import Level, Profile, Role, Signature
-from memo.swap.token_levels import LayerCosts
-from memo.swap.token_levels import Level as SwapLevel
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")

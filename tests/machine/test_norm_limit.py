@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import memo
 from memo.errors import UsageError
 from memo.gpt.config import preset
-from memo.gpt.model import model as gpt_model
-from memo.gpt.model import pipeline_stage as gpt_stage
+from memo.gpt.model import model as gpt_model, pipeline_stage as gpt_stage
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.model import GPT
 from memo.machine import norm_limit

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import memo
 from memo.errors import UsageError
 from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import GPTConfig, preset
@@ -21,7 +22,6 @@ from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import Level, Profile, Role
 from memo.mip.simulate.proof import prove
 from memo.profiling.layer_timer import time_step
-from memo.profiling.measure import measure_profile
 from memo.record.recording import Step, gpt_step
 from memo.swap.token_levels import comparing_nbytes
 
@@ -36,7 +36,7 @@ def config() -> GPTConfig:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     build = functools.partial(gpt_step, config(), batch=BATCH, tokens=TOKENS, precision=Precision.BF16)
     disk: Path = tmp_path_factory.mktemp("scratch")
-    return measure_profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=2, disk=disk)
+    return memo.profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=2, disk=disk)
 
 
 def test_bytes_and_flops_are_those_of_arithmetic_at_every_level(measured: Profile) -> None:
@@ -169,7 +169,7 @@ def mixer_step(*, runs: int = 1) -> Step:
 
 
 def test_a_layer_that_cannot_recompute_a_part_has_no_other_level(tmp_path: Path) -> None:
-    profile = measure_profile(mixer_step, name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
+    profile = memo.profile(mixer_step, name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
     (found,) = profile.classes
     assert [known.level for known in found.levels] == [Level.SAVE_ALL]
     # Each layer saves its input and tanh's result, of 96 x 64 numbers each.
@@ -178,10 +178,10 @@ def test_a_layer_that_cannot_recompute_a_part_has_no_other_level(tmp_path: Path)
 
 def test_layers_that_never_run_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="profile: "):
-        measure_profile(lambda: mixer_step(runs=0), name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
+        memo.profile(lambda: mixer_step(runs=0), name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
 
 
 def test_a_tiled_mlp_is_said_so_that_a_plan_made_of_it_can_be_carried_out_again(tmp_path: Path) -> None:
     tiled = dataclasses.replace(config(), mlp_tiles=4)
     build = functools.partial(gpt_step, tiled, batch=BATCH, tokens=TOKENS, precision=Precision.BF16)
-    assert measure_profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=1, disk=tmp_path).mlp_tiles == 4
+    assert memo.profile(build, name="tiny", batch=BATCH, tokens=TOKENS, repeats=1, disk=tmp_path).mlp_tiles == 4

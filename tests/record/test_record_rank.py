@@ -11,7 +11,7 @@ from memo.gpt.arithmetic.flops import layer_parameter_count
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import solo_rank
+from memo.parallel.solo_rank import simulated_rank
 from memo.record.record_rank import rank_step
 from memo.record.recording import Recording, Role, record_step
 
@@ -28,7 +28,7 @@ def recorded(
     layout: Layout, config: GPTConfig | None = None, *, precision: Precision = Precision.BF16, **options: Any
 ) -> Recording:
     config = config or shape()
-    with solo_rank(layout) as world:
+    with simulated_rank(layout) as world:
         step = rank_step(config, world, batch=BATCH, tokens=TOKENS, precision=precision)
         return record_step(step, exact=True, **options)
 
@@ -82,7 +82,7 @@ def test_under_offload_the_rank_moves_what_it_saves() -> None:
 
 def test_the_group_is_gone_afterwards() -> None:
     def fail() -> None:
-        with solo_rank(Layout(tp=2)):
+        with simulated_rank(Layout(tp=2)):
             assert dist.is_initialized()
             raise ZeroDivisionError
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from race_checker import CheckingBackend, CheckingDisk
 from small_models import Stack, assert_equal, ids, stack, train
 

@@ -18,9 +18,8 @@ from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
-from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
-from memo.swap.token_levels import comparing_nbytes
+from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.swap import comparing_nbytes
 
 __all__ = ["Layout", "derive_profile"]
 

@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, require_scores_fit
 from memo.gpt.model.packed_documents import Spans
-from memo.swap.recompute.record.memoized import memoize
+from memo.swap import memoize
 
 __all__ = ["attend", "attend_within"]
 

@@ -24,9 +24,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memo.allocator.pluggable import memory_stats
+from memo.allocator import memory_stats
 from memo.errors import DeviceOutOfMemory, MemoError
-from memo.machine.process_memory import total_bytes
+from memo.machine import total_bytes
 from memo.units import format_bytes
 
 __all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]

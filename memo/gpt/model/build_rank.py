@@ -17,13 +17,18 @@ from memo.gpt.config import GPTConfig
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
 from memo.gpt.model.pipeline_stage import Stage
-from memo.loss.output_rows import VocabularyShard
-from memo.parallel.ring_attention import Ring
-from memo.parallel.sequence_shards import SequenceShards
-from memo.parallel.tensor_parallel import ColumnParallel, Entry, Replicated, RowParallel
-from memo.parallel.ulysses import Ulysses
-from memo.parallel.vocabulary_parallel import VocabularyParallel
-from memo.parallel.world import World
+from memo.loss import VocabularyShard
+from memo.parallel import (
+    ColumnParallel,
+    Entry,
+    Replicated,
+    Ring,
+    RowParallel,
+    SequenceShards,
+    Ulysses,
+    VocabularyParallel,
+    World,
+)
 
 __all__ = ["build_stages", "divided_stages"]
 

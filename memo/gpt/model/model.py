@@ -19,8 +19,8 @@ from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.packed_documents import Spans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.model.tiled_mlp import tiled_mlp
-from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy
-from memo.machine.norm_limit import require_within_norm_limit
+from memo.loss import chunked_linear_cross_entropy
+from memo.machine import require_within_norm_limit
 
 __all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
 

@@ -16,11 +16,9 @@ from torch import nn
 from memo.gpt.model.model import GPT
 from memo.gpt.model.packed_documents import Spans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
-from memo.loss.chunked_cross_entropy import chunked_linear_cross_entropy
-from memo.loss.output_rows import Vocabulary, WholeVocabulary
-from memo.machine.norm_limit import require_within_norm_limit
-from memo.parallel.sequence_shards import SequenceShards
-from memo.parallel.vocabulary_parallel import own_rows
+from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
+from memo.machine import require_within_norm_limit
+from memo.parallel import SequenceShards, own_rows
 
 __all__ = ["Stage"]
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from memo.swap.recompute.record.token_local_functions import marked
+from memo.swap import marked
 
 __all__ = ["tiled_mlp"]
 
@@ -46,7 +46,7 @@ def tiled_mlp(
         UsageError: the weights are divided over ranks by something else than memo's tensor parallelism.
     """
     if hasattr(down.weight, "device_mesh"):  # a DTensor; its module is slow to import
-        from memo.parallel.tensor_parallel import kept_for, own_parts, row_sum
+        from memo.parallel import kept_for, own_parts, row_sum
 
         partial = _tiled(x, *kept_for(x), tiles, activation, [own_parts(linear) for linear in (down, *wide)])
         return row_sum(down, partial)

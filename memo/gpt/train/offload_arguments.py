@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from memo.errors import UsageError
 from memo.gpt.run_config import OffloadConfig, OffloadMode
-from memo.manager.manager import Manager, offload
+from memo.manager import Manager, offload
 
 __all__ = ["open_manager"]
 

@@ -18,8 +18,8 @@ from memo.gpt.train.offload_arguments import open_manager
 from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.gpt.train.step import BatchSource, weight_dtype
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.manager.manager import Manager
-from memo.parallel.world import World
+from memo.manager import Manager
+from memo.parallel import World
 
 __all__ = ["local_rank_first", "open_trainer"]
 

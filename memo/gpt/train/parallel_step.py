@@ -21,9 +21,7 @@ from memo.gpt.model.pipeline_stage import Stage
 from memo.gpt.optim.optimizer import empty_state
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
-from memo.parallel.grad_norm import clip_gradients, gradient_norm
-from memo.parallel.pipeline import make_schedule, pass_through
-from memo.parallel.world import World
+from memo.parallel import World, clip_gradients, gradient_norm, make_schedule, pass_through
 
 __all__ = ["ParallelTrainer", "RankBatches"]
 

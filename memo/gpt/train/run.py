@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memo.allocator.pluggable import planned_allocator, use_planned_allocator
+from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.checkpoint.background import AsyncCheckpointDir
@@ -35,15 +35,15 @@ from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
 from memo.gpt.train.step_metrics import Observer
 from memo.gpt.train.tensorboard import TensorBoard
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.machine.process_memory import return_freed_memory
-from memo.parallel.layout import Layout
+from memo.machine import return_freed_memory
+from memo.parallel import Layout
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
     from memo.gpt.checkpoint.distributed import SharedCheckpointDir
-    from memo.manager.manager import Manager
-    from memo.mip.activation.plan import ActivationPlan
-    from memo.parallel.world import World
+    from memo.manager import Manager
+    from memo.mip.activation import ActivationPlan
+    from memo.parallel import World
 
 __all__ = ["train"]
 
@@ -247,7 +247,7 @@ def _prepare(config: RunConfig) -> torch.device:
 
 def _planned_step(kind: str) -> AbstractContextManager[None]:
     """Around a step whose memory the planned allocator, if it is in use, plans with those of its kind."""
-    allocator = planned_allocator()
+    allocator = active_allocator()
     return nullcontext() if allocator is None else allocator.step(kind, device=torch.cuda.current_device())
 
 
@@ -265,7 +265,7 @@ def _check_layout(config: RunConfig) -> int:
             within_documents=config.mask_documents,
         )
     if layout.pp > 1:
-        from memo.parallel.pipeline import check_torch
+        from memo.parallel import check_torch
 
         check_torch(layout.schedule)
     return ranks
@@ -273,8 +273,7 @@ def _check_layout(config: RunConfig) -> int:
 
 def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
     """The other ranks. Whatever ends this one from now on ends all, soon and with the first cause named."""
-    from memo.parallel.failure import ended_by_signal, first_cause
-    from memo.parallel.world import World, join
+    from memo.parallel import World, ended_by_signal, first_cause, join
 
     stack.enter_context(first_cause(int(os.environ["RANK"])))
     stack.enter_context(ended_by_signal())

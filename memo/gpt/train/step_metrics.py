@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from memo.allocator.pluggable import memory_stats
+from memo.allocator import memory_stats
 from memo.gpt.arithmetic.flops import hfu, mfu_causal, mfu_full, recompute_flops_per_token
 from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig
 from memo.gpt.train.metrics import StepMetrics, StepUsage
 from memo.gpt.train.step import StepResult
 from memo.gpt.train_config import Precision
-from memo.machine.process_memory import peak_rss_bytes, total_bytes
-from memo.manager.manager import Manager
+from memo.machine import peak_rss_bytes, total_bytes
+from memo.manager import Manager
 
 __all__ = ["Observer"]
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memo.kernels.masks import pack_mask, unpack_mask
+from memo.kernels import pack_mask, unpack_mask
 from memo.swap.recompute.axis.operator_rules import Call, Unproven
 from memo.swap.recompute.axis.token_axis import Axis, cut
 

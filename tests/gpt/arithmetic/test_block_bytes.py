@@ -19,7 +19,7 @@ from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.model import GPT, tiled_mlp
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
-from memo.parallel.solo_rank import solo_rank
+from memo.parallel.solo_rank import simulated_rank
 from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.record.record_rank import rank_step
 from memo.record.recording import Recording, Role, gpt_step, record_step
@@ -61,7 +61,7 @@ def recorded(config: GPTConfig, precision: Precision, layout: Layout, batch: int
     if layout == ONE_RANK:
         step = functools.partial(gpt_step, config, batch=batch, tokens=TOKENS, precision=precision)
         return measured(record_step(step, exact=True), precision)
-    with solo_rank(layout) as world:
+    with simulated_rank(layout) as world:
         one = rank_step(config, world, batch=batch, tokens=TOKENS, precision=precision)
         return measured(record_step(one, exact=True), precision)
 
@@ -138,7 +138,7 @@ def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCo
         if layout == ONE_RANK:
             build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
         else:
-            world = stack.enter_context(solo_rank(layout))
+            world = stack.enter_context(simulated_rank(layout))
             build = rank_step(config, world, batch=1, tokens=TOKENS, precision=precision)
         stack.enter_context(BytelessMode())
         step = build()

@@ -23,8 +23,7 @@ from memo.mip.activation.files import (
 )
 from memo.mip.activation.plan import Pipeline
 from memo.mip.activation.solver import solve_problem
-from memo.mip.address.files import plan_to_json as address_plan_to_json
-from memo.mip.address.files import read_plan
+from memo.mip.address.files import plan_to_json as address_plan_to_json, read_plan
 from memo.mip.address.problem import Plan, Problem
 from memo.mip.inputs.hardware import PRESETS
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from address_problems import random_problem, smallest_arena
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memo.errors import Infeasible, PlanInvalid, SolverFailed, SolverTimeout
 from memo.mip import solvers

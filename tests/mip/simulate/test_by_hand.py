@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from activation_problems import layer as profile_layer
-from activation_problems import machine, profile_of
+from activation_problems import layer as profile_layer, machine, profile_of
 from simulated_steps import layer, rates, step
 
 from memo.errors import PlanInvalid

@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 import math
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from simulated_steps import rates, step
 
 from memo.events import Lane, TensorState, Tier

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from faulty_file import Faults, ManualEvent
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from memo.errors import StoreReadError, SwapError
 from memo.swap.disk.store import DiskStore
