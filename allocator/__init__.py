@@ -1,1 +1,45 @@
 """Records the allocations of one step and serves them from a static arena."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.allocator.byteless_tensors import BytelessMode as BytelessMode
+    from memo.allocator.caching_model import (
+        CachingUse as CachingUse,
+        Segments as Segments,
+        simulate_caching as simulate_caching,
+    )
+    from memo.allocator.pluggable import (
+        active_allocator as active_allocator,
+        allocated_bytes as allocated_bytes,
+        memory_share as memory_share,
+        memory_stats as memory_stats,
+        model_steps as model_steps,
+        peak_allocated_bytes as peak_allocated_bytes,
+        restart_peaks as restart_peaks,
+        use_planned_allocator as use_planned_allocator,
+    )
+    from memo.allocator.record_step import Life as Life, Recorder as Recorder, Where as Where
+    from memo.allocator.trace import (
+        Allocation as Allocation,
+        AllocationTrace as AllocationTrace,
+        trace_of as trace_of,
+        trace_to_csv as trace_to_csv,
+        trace_to_json as trace_to_json,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "byteless_tensors": "BytelessMode",
+            "caching_model": "CachingUse Segments simulate_caching",
+            "pluggable": "allocated_bytes memory_share memory_stats model_steps "
+            "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
+            "record_step": "Life Recorder Where",
+            "trace": "Allocation AllocationTrace trace_of trace_to_csv trace_to_json",
+        },
+    )

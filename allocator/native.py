@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from memo.allocator.steps import Divergence, Event, EventKind, MemoryCounters, Reason, StepSummary
+from memo.allocator.step import Divergence, Event, EventKind, MemoryCounters, Reason, StepSummary
 from memo.errors import AllocatorError
-from memo.mip.compiled import build
+from memo.mip import build
 
 __all__ = ["ALIGNMENT", "FREE", "MALLOC", "RECORD_STREAM", "Begun", "Native", "library_path"]
 

@@ -18,8 +18,7 @@ import os
 from collections.abc import Iterator
 
 from memo.errors import PlanError
-from memo.mip.buffers import Buffer, Problem
-from memo.mip.files import PROBLEM_FORMAT, VERSION, Notes, read_annotated
+from memo.mip.address import PROBLEM_FORMAT, VERSION, Buffer, Notes, Problem, read_annotated
 
 __all__ = ["Allocation", "AllocationTrace", "read_trace", "trace_of", "trace_to_csv", "trace_to_json"]
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks.results import write_result
 from memo.allocator.native import FREE, MALLOC, Native
-from memo.allocator.replay import layout_of, problem_of, recording_of
+from memo.allocator.plan_from_events import layout_of, problem_of, recording_of
 from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
-from memo.mip.compiled import build
-from memo.mip.solve import Method, solve
-from memo.recording import gpt_step, record_step
+from memo.mip.address.solver import Method, solve
+from memo.mip.compile_cpp import build
+from memo.record.recording import gpt_step, record_step
 
 ROOT = Path(__file__).resolve().parent
 PAIRS = 1_000_000

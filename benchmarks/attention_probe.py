@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.comparison import synchronize
-from memo.gpt.attention import attend
-from memo.gpt.attention_kernel import Kernel, Kind, choose, is_refusal, refuse
+from memo.gpt.model.attention import attend
+from memo.gpt.model.attention_kernel import Kernel, Kind, choose, is_refusal, refuse
 
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig

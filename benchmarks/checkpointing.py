@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from benchmarks.moved import Moved
 
 if TYPE_CHECKING:
-    from memo.gpt.model import GPT
+    from memo.gpt.model.model import GPT
 
 __all__ = ["OffloadedInputs", "checkpointed", "selectively_checkpointed"]
 

@@ -24,12 +24,12 @@ import torch
 import memo
 from benchmarks.table import Row, Table
 from benchmarks.ways import Running, Way
-from memo.device_memory import device_memory
+from memo.autoplan.device_budget import device_memory
+from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig
-from memo.gpt.model import GPT
-from memo.gpt.optimizer import adamw
-from memo.gpt.peak_flops import peak_flops
-from memo.swap.probe import LinkRates, measure_link
+from memo.gpt.model.model import GPT
+from memo.gpt.optim.optimizer import adamw
+from memo.machine.link_bandwidth import LinkRates, measure_link
 
 __all__ = [
     "Comparison",

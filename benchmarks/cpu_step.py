@@ -17,7 +17,7 @@ import torch
 import memo
 from benchmarks.results import write_result
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 from memo.units import format_bytes, parse_tokens
 
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from benchmarks.results import write_result
-from memo.swap.aligned import aligned_empty
-from memo.swap.disk import DiskStore
+from memo.swap.disk.store import DiskStore
+from memo.swap.memory.page_aligned import aligned_empty
 from memo.units import format_bytes, parse_bytes
 
 GOAL = 0.9

@@ -37,7 +37,7 @@ def train(arm: str, *, model_name: str, seq: int, steps: int, host: str) -> dict
 
     allocator = memo.use_planned_allocator() if arm == "planned" else None
     from memo.gpt.config import preset
-    from memo.gpt.model import GPT
+    from memo.gpt.model.model import GPT
 
     torch.use_deterministic_algorithms(True)  # with warn_only attention would still add by atomics
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ PARTS: dict[str, Part] = {
     "smoke": Part(limit_s=70, module=("benchmarks.gpu_smoke",)),
     "swap": Part(
         limit_s=110,
-        tests=("tests/gpu", "tests/gpt/test_attention.py"),
+        tests=("tests/gpu", "tests/gpt/model/test_attention.py"),
         ignored=("tests/gpu/test_arena_cuda.py",),
     ),
     "table": Part(limit_s=80, module=("benchmarks.gpu_bench", "short")),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from memo.gpt.config import GPTConfig
-    from memo.mip.activation import ActivationPlan, ActivationProblem
+    from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 
 __all__ = ["OURS", "Request", "available", "choose_depth", "measure", "plan_within"]
 
@@ -68,8 +68,8 @@ def available(
     *, seq: int, depths: Sequence[int], seconds: float, host: int | None, gpu: str | None, model: str
 ) -> Request:
     """The request for this machine's GPU, within its free device and host memory."""
-    from memo.mip.hardware import hardware_of
-    from memo.swap.host_memory import available_host_bytes
+    from memo.mip.inputs.hardware import hardware_of
+    from memo.swap.memory.host_memory import available_host_bytes
 
     return Request(
         seq=seq,
@@ -100,12 +100,12 @@ def choose_depth(request: Request, attention_s: float) -> int:
 
 def plan_for(request: Request, config: GPTConfig) -> ActivationPlan:
     """The shortest step within the budgets, of the number of MLP tiles that gives it. Raises Infeasible."""
-    from memo.gpt.derive import Layout, derive_profile
-    from memo.mip.activation import ActivationProblem, Budgets
-    from memo.mip.activation_tiles import solve_tiles
-    from memo.mip.hardware import hardware
+    from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+    from memo.mip.activation.mlp_tiles import solve_tiles
+    from memo.mip.activation.plan import ActivationProblem, Budgets
+    from memo.mip.inputs.hardware import hardware_preset
 
-    machine = dataclasses.replace(hardware(request.gpu), device_bytes=request.device_bytes)
+    machine = dataclasses.replace(hardware_preset(request.gpu), device_bytes=request.device_bytes)
     budgets = Budgets(device_bytes=request.device_bytes, host_bytes=request.host_bytes)
 
     def problem(tiles: int) -> ActivationProblem:

@@ -77,7 +77,7 @@ def _read(path: str) -> str:
 
 def locking(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Seconds to lock fresh pages in one call, to give them back, and to lock a slab whose pages threads make first."""
-    from memo.swap.pinned import PinnedSlab, page_locked
+    from memo.swap.memory.pinned import PinnedSlab, page_locked
 
     found = {}
     for nbytes in sizes.locked_bytes:
@@ -101,8 +101,8 @@ def link(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Rates of copies, and whether the host goes on while they run."""
     import torch
 
-    from memo.swap.cuda import CudaBackend
-    from memo.swap.pinned import page_locked
+    from memo.swap.backends.cuda import CudaBackend
+    from memo.swap.memory.pinned import page_locked
 
     backend, nbytes = CudaBackend(device), sizes.copied_bytes
     memory = page_locked(2 * nbytes)
@@ -134,8 +134,8 @@ def issue(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Host seconds of one call, while the device is not behind."""
     import torch
 
-    from memo.swap.cuda import CudaBackend
-    from memo.swap.pinned import page_locked
+    from memo.swap.backends.cuda import CudaBackend
+    from memo.swap.memory.pinned import page_locked
 
     backend = CudaBackend(device)
     memory, small = page_locked(1 << 16), torch.empty(1 << 16, dtype=torch.uint8, device=device)
@@ -178,7 +178,7 @@ def attention(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """The kernel chosen for heads of 128 in bfloat16."""
     import torch
 
-    from memo.gpt.attention_kernel import Kind, choose
+    from memo.gpt.model.attention_kernel import Kind, choose
 
     kind = Kind.of(device=device, dtype=torch.bfloat16, heads=8, kv_heads=8, head_dim=128)
     before = torch.are_deterministic_algorithms_enabled()

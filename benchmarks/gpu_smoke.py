@@ -26,8 +26,8 @@ from benchmarks.results import ROOT, write_result
 if TYPE_CHECKING:
     import torch
 
-    from memo.gpt.model import GPT
-    from memo.manager import Manager
+    from memo.gpt.model.model import GPT
+    from memo.manager.manager import Manager
 
 VOCAB, SEQ = 512, 1024
 # A product over part of the rows may run through another kernel: a few roundings of float32. A wrong token is off by 1.
@@ -91,7 +91,7 @@ def kernels(device: torch.device) -> str:
 
 def link(device: torch.device) -> str:
     """Copies between the device and page-locked memory."""
-    from memo.swap.probe import measure_lanes
+    from memo.machine.link_bandwidth import measure_lanes
 
     rates = measure_lanes(device, host=True, directories=[], seconds=0.3)
     return ", ".join(f"{lane.value} {rate / 1e9:.1f} GB/s" for lane, rate in rates.items())
@@ -182,7 +182,7 @@ def _model(device: torch.device, dtype: torch.dtype) -> GPT:
     import torch
 
     from memo.gpt.config import preset
-    from memo.gpt.model import GPT
+    from memo.gpt.model.model import GPT
 
     torch.manual_seed(0)
     return GPT(preset("tiny", vocab_size=VOCAB, max_seq=SEQ)).to(device=device, dtype=dtype)

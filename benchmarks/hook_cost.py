@@ -23,19 +23,18 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.results import write_result
+from memo.events import Lane, Tier as TierName
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
-from memo.manager import Manager
-from memo.swap.cpu import CpuBackend
-from memo.swap.engine import Engine
+from memo.gpt.model.model import GPT
+from memo.manager.manager import Manager
+from memo.swap.backends.cpu import CpuBackend
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.trace.events import Lane
-from memo.trace.events import Tier as TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from memo.swap.backend import Event
+    from memo.swap.backends.protocol import Event
 
 LAYERS = 32
 ROUNDS = 60

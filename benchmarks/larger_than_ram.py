@@ -65,7 +65,7 @@ def in_a_process(
 
 def _arm(request: dict[str, Any]) -> dict[str, Any]:
     """In the process: limits itself, then trains."""
-    from memo.gpt.process_memory import return_freed_memory
+    from memo.machine.process_memory import return_freed_memory
 
     if request["limit"] is not None:
         _limit_data(request["limit"])
@@ -79,7 +79,7 @@ def _arm(request: dict[str, Any]) -> dict[str, Any]:
 
 def _limit_data(nbytes: int) -> None:
     """Leaves this process so much beside what torch and memo have taken once they are loaded."""
-    import memo.gpt.model  # noqa: F401  half a gibibyte more where torch is built for CUDA
+    import memo.gpt.model.model  # noqa: F401  half a gibibyte more where torch is built for CUDA
 
     lines = Path("/proc/self/status").read_text().splitlines()
     taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
@@ -93,8 +93,8 @@ def _train(shape: Shape, alpha: float | None, disk_dir: str) -> dict[str, Any]:
 
     import memo
     from memo.gpt.config import preset
-    from memo.gpt.model import GPT
-    from memo.gpt.process_memory import peak_rss_bytes
+    from memo.gpt.model.model import GPT
+    from memo.machine.process_memory import peak_rss_bytes
 
     torch.manual_seed(0)
     heads = max(1, shape.hidden // 64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import memo
 from benchmarks.comparison import Setup, guarded, link_rates, release_memory, train_step
 from benchmarks.ways import managed
-from memo.trace.events import Lane, Span
+from memo.events import Lane, Span
 from memo.trace.reader import read_trace
 
 if TYPE_CHECKING:

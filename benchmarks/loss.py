@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.results import write_result
-from memo.device_memory import device_memory
-from memo.gpt.loss import chunk_tokens, linear_cross_entropy
-from memo.gpt.process_memory import return_freed_memory
+from memo.autoplan.device_budget import device_memory
+from memo.loss.chunked_cross_entropy import chunk_tokens, chunked_linear_cross_entropy
+from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
 __all__ = ["measure", "ways"]
@@ -41,7 +41,7 @@ def ways(vocab: int) -> dict[str, Loss]:
     own = chunk_tokens(vocab)
 
     def ours(chunk: int) -> Loss:
-        return lambda x, weight, targets: linear_cross_entropy(x, weight, targets, chunk=chunk)
+        return lambda x, weight, targets: chunked_linear_cross_entropy(x, weight, targets, chunk=chunk)
 
     def torchs_mean(options: Any) -> Loss:
         return lambda x, weight, targets: F.linear_cross_entropy(x, weight, targets, options=options)

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memo
 from benchmarks.results import write_result
-from memo.device_memory import device_memory
-from memo.gpt.process_memory import return_freed_memory
+from memo.autoplan.device_budget import device_memory
+from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
 __all__ = ["compare"]

@@ -24,10 +24,10 @@ from typing import Any
 
 from benchmarks.irregular_buffers import Shape, irregular_buffers
 from memo.errors import MemoError
-from memo.mip.buffers import DEVICE, Buffer, Problem
-from memo.mip.check import require_valid
-from memo.mip.files import read_problem
-from memo.mip.solve import solve
+from memo.mip.address.checker import require_valid
+from memo.mip.address.files import read_problem
+from memo.mip.address.problem import DEVICE, Buffer, Problem
+from memo.mip.address.solver import solve
 from memo.units import parse_duration_s
 
 ROOT = Path(__file__).resolve().parent

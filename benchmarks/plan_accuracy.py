@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +24,21 @@ import torch
 from torch import nn
 
 import memo
-from benchmarks.results import write_result
-from memo.autoplan import AutoPlan
-from memo.carrier import Carrier
-from memo.device_memory import DeviceMemory
-from memo.manager import Manager
-from memo.planning import checked_plan
-from memo.swap.engine import Engine
+from benchmarks.results import ROOT, write_result
+from memo.autoplan.actuator import Actuator
+from memo.autoplan.controller import AutoPlan
+from memo.autoplan.device_budget import DeviceBudget
+from memo.manager.manager import Manager
+from memo.manager.plan_source import checked_plan
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import TokenLevels
-from memo.swap.paced import PacedBackend, PacedDisk
-from memo.swap.tiers import DiskTier, HostTier, Tier
-from memo.swap.tokenwise import TokenWise
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier, Tier
+from memo.swap.token_levels import TokenLevels
 from memo.units import format_bytes
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from throttled_backend import PacedBackend, PacedDisk
 
 HIDDEN = 256
 LAYERS = 8
@@ -202,8 +205,8 @@ def run(case: Case, rounds: int) -> Row:
     model = Stack()
     ids = torch.randn(1, case.tokens, HIDDEN)
     automatic, engine, tokenwise = manager(model, case)
-    memory = DeviceMemory(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Carrier(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
+    memory = DeviceBudget(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
     planning = AutoPlan(carrier, checked_plan)
     automatic.plan_with(planning)
     while planning.use().phase != "settled":

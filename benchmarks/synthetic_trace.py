@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from memo.trace.events import (
+from memo.events import (
     FORMAT,
     VERSION,
     CounterEvent,

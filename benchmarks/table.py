@@ -6,7 +6,7 @@ hidden        1 - (step - compute) / copies. Copies: the seconds that the bytes 
               after the other. Compute: the measured step that computes the same and moves nothing, keep-everything's or
               full checkpointing's; where that did not fit, the other's times the ratio of their FLOPs. Blank where
               neither ran, nothing moved, there is no GPU, or the way computes what neither does.
-mfu_causal    as in memo.gpt.counts, without the FLOPs that were done twice
+mfu_causal    as in memo.gpt.arithmetic.flops, without the FLOPs that were done twice
 device, host  peaks; a peer's host memory is what torch page-locked for it, rounded up to powers of two
 gradients     largest relative norm of a parameter's difference to keep-everything's, or to the first way's that ran;
               "bit for bit" where every bit is equal
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.moved import Moved
 from benchmarks.ways import CHECKPOINTING, KEEP, Compute
-from memo.gpt.counts import flops_per_token, mfu_causal, recompute_flops_per_token
+from memo.gpt.arithmetic.flops import flops_per_token, mfu_causal, recompute_flops_per_token
 from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.gpt.config import GPTConfig
-    from memo.swap.probe import LinkRates
+    from memo.machine.link_bandwidth import LinkRates
 
 __all__ = ["Row", "Table"]
 

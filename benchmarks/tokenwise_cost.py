@@ -26,13 +26,13 @@ import torch
 from benchmarks.hook_cost import KeepsTheSource
 from benchmarks.results import write_result
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
-from memo.manager import Manager
-from memo.swap.cpu import CpuBackend
-from memo.swap.engine import Engine
+from memo.gpt.model.model import GPT
+from memo.manager.manager import Manager
+from memo.swap.backends.cpu import CpuBackend
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.tokenwise import TokenWise
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.token_levels import setting_of
 
 LAYERS = 16
 TOKENS = 64

@@ -23,7 +23,7 @@ from benchmarks.results import ROOT
 from memo.errors import UsageError
 
 if TYPE_CHECKING:
-    from memo.gpt.model import GPT
+    from memo.gpt.model.model import GPT
 
 __all__ = ["PLACES", "Offloading", "load"]
 

@@ -27,10 +27,10 @@ import memo
 from benchmarks.checkpointing import OffloadedInputs, checkpointed, selectively_checkpointed
 from benchmarks.moved import Moved
 from benchmarks.trl_offload import Offloading
-from memo.trace.events import Tier
+from memo.events import Tier
 
 if TYPE_CHECKING:
-    from memo.gpt.model import GPT
+    from memo.gpt.model.model import GPT
 
 __all__ = ["CHECKPOINTING", "KEEP", "OFFLOADED", "Compute", "Running", "Way", "managed", "memo_way", "peers"]
 

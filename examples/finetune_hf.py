@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import memo
 from memo.errors import MemoError
-from memo.gpt.batches import Batches
-from memo.gpt.process_memory import peak_rss_bytes, return_freed_memory
-from memo.gpt.tokens import TokenFile, open_tokens
+from memo.gpt.data.batches import Batches
+from memo.gpt.data.token_file import TokenFile, open_tokens
+from memo.machine.process_memory import peak_rss_bytes, return_freed_memory
 from memo.units import format_bytes, parse_tokens
 
 

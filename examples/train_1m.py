@@ -33,17 +33,17 @@ import torch
 from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
 from memo.errors import MemoError
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
-from memo.gpt.derive import Layout, derive_profile
 from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline
-from memo.mip.activation_files import plan_to_json, read_hardware
-from memo.mip.activation_prove import prove
-from memo.mip.activation_tiles import TILES, solve_tiles
-from memo.mip.files import write_file
-from memo.mip.hardware import Hardware, hardware_of
-from memo.mip.schedules import PipelineSchedule
-from memo.recording import gpt_step, record_step
+from memo.mip.activation.files import plan_to_json, read_hardware
+from memo.mip.activation.mlp_tiles import TILES, solve_tiles
+from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
+from memo.mip.address.files import write_file
+from memo.mip.inputs.hardware import Hardware, hardware_of
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.mip.simulate.proof import prove
+from memo.record.recording import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
 LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from memo.errors import UsageError
 from memo.kernels.masks import mask_nbytes
-from memo.kernels.runs import Runs, runs_of
+from memo.kernels.strided_runs import Runs, runs_of
 
 __all__ = ["pack", "unpack"]
 

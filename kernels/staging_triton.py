@@ -16,8 +16,8 @@ import triton.language as tl
 
 from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, GROUP, LARGEST, SMALLEST, Codec
-from memo.kernels.runs import Runs, runs_of
 from memo.kernels.staging import places
+from memo.kernels.strided_runs import Runs, runs_of
 
 __all__ = ["COLUMNS", "pack", "unpack"]
 

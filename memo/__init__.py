@@ -15,18 +15,7 @@ without importing torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from memo.errors import MemoError
-
-if TYPE_CHECKING:
-    from memo.allocation import memory_stats, use_planned_allocator
-    from memo.loss_without_logits import loss_without_logits
-    from memo.manager import Manager, offload
-    from memo.output_loss import linear_cross_entropy
-    from memo.parallel.hugging_face import parallelize
-    from memo.profiling import measure_profile as profile
-    from memo.swap.answers import memoize
+from typing import TYPE_CHECKING
 
 # In a checkout the subpackages swap, allocator, mip and kernels lie beside this folder, installed they lie in it. So a tree
 # that was only unpacked works, and a checkout is never mixed with the subpackages of another that is installed.
@@ -49,25 +38,29 @@ __all__ = [
     "use_planned_allocator",
 ]
 
-_HOME = {
-    "offload": "memo.manager:offload",
-    "Manager": "memo.manager:Manager",
-    "linear_cross_entropy": "memo.output_loss:linear_cross_entropy",
-    "loss_without_logits": "memo.loss_without_logits:loss_without_logits",
-    "memoize": "memo.swap.answers:memoize",
-    "memory_stats": "memo.allocation:memory_stats",
-    "parallelize": "memo.parallel.hugging_face:parallelize",
-    "profile": "memo.profiling:measure_profile",
-    "use_planned_allocator": "memo.allocation:use_planned_allocator",
-}
 
+if TYPE_CHECKING:
+    from memo.allocator.pluggable import memory_stats, use_planned_allocator
+    from memo.errors import MemoError
+    from memo.loss.projection_loss import linear_cross_entropy
+    from memo.loss.without_logits import loss_without_logits
+    from memo.manager.manager import Manager, offload
+    from memo.parallel.hugging_face import parallelize
+    from memo.profiling.measure import profile
+    from memo.swap.recompute.record.memoized import memoize
+else:
+    from memo.lazy import attach
 
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name in _HOME:
-        module, attribute = _HOME[name].split(":")
-        value = getattr(importlib.import_module(module), attribute)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'memo' has no attribute {name!r}")
+    __getattr__, __dir__, _ = attach(
+        __name__,
+        {
+            "allocator.pluggable": "memory_stats use_planned_allocator",
+            "errors": "MemoError",
+            "loss.projection_loss": "linear_cross_entropy",
+            "loss.without_logits": "loss_without_logits",
+            "manager.manager": "Manager offload",
+            "parallel.hugging_face": "parallelize",
+            "profiling.measure": "profile",
+            "swap.recompute.record.memoized": "memoize",
+        },
+    )

@@ -1,1 +1,63 @@
 """Moves what autograd saved, storage by storage, between device, host arena and NVMe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine as Engine
+    from memo.swap.engine.saved_storage import Group as Group
+    from memo.swap.layers import (
+        Around as Around,
+        Layer as Layer,
+        find_layers as find_layers,
+        stand_around as stand_around,
+    )
+    from memo.swap.memory.host_memory import available_host_bytes as available_host_bytes
+    from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
+    from memo.swap.memory.pinned import page_locked as page_locked
+    from memo.swap.placement import Placement as Placement
+    from memo.swap.recompute.axis.operators import is_attention as is_attention
+    from memo.swap.recompute.axis.token_axis import Axis as Axis
+    from memo.swap.recompute.rank_agreement import all_say as all_say, everyones as everyones
+    from memo.swap.recompute.record.memoized import memoize as memoize
+    from memo.swap.recompute.record.token_local_functions import marked as marked
+    from memo.swap.recompute.token_wise import TokenWise as TokenWise
+    from memo.swap.stats import Stats as Stats
+    from memo.swap.tensor_kinds import (
+        cast_of_parameter as cast_of_parameter,
+        layer_input as layer_input,
+        local_part as local_part,
+    )
+    from memo.swap.token_levels import (
+        LayerCosts as LayerCosts,
+        Level as Level,
+        Setting as Setting,
+        TokenLevels as TokenLevels,
+        comparing_nbytes as comparing_nbytes,
+        setting_of as setting_of,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "engine.engine": "Engine",
+            "engine.saved_storage": "Group",
+            "layers": "Around Layer find_layers stand_around",
+            "memory.host_memory": "available_host_bytes",
+            "memory.page_aligned": "aligned_empty",
+            "memory.pinned": "page_locked",
+            "placement": "Placement",
+            "recompute.axis.operators": "is_attention",
+            "recompute.axis.token_axis": "Axis",
+            "recompute.rank_agreement": "all_say everyones",
+            "recompute.record.memoized": "memoize",
+            "recompute.record.token_local_functions": "marked",
+            "recompute.token_wise": "TokenWise",
+            "stats": "Stats",
+            "tensor_kinds": "cast_of_parameter layer_input local_part",
+            "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
+        },
+    )

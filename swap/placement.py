@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
-from memo.trace.events import Tier
+from memo.events import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

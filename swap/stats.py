@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memo.trace.events import StallCause, Tier, UseKind
+from memo.events import StallCause, Tier, UseKind
 
 __all__ = ["Stats"]
 

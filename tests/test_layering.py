@@ -1,75 +1,217 @@
-"""The arrows of the house: memo -> swap -> allocator -> mip, all -> kernels; data needs no torch."""
+"""The arrows of the house: which folder imports which, always by its face, in no circle; and data needs no torch.
+
+Every import counts, at any depth: those for type checkers only and those inside functions, too.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
+import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"swap": "memo.swap", "allocator": "memo.allocator", "mip": "memo.mip", "kernels": "memo.kernels"}
-SHARED = {"memo.errors", "memo.units", "memo.trace.events"}
-MAY_IMPORT = {
-    "memo.swap": {"memo.swap", "memo.allocator", "memo.mip", "memo.kernels"},
-    "memo.allocator": {"memo.allocator", "memo.mip", "memo.kernels"},
-    "memo.mip": {"memo.mip", "memo.kernels"},
-    "memo.kernels": {"memo.kernels"},
+TOPS = ("memo", "swap", "allocator", "mip", "kernels")
+MOST_MODULES = 18  # in one folder
+
+# For each folder all folders that it imports, from the ground up. A folder may only name those above its own line. The
+# faces of `memo` and `swap` stand above their rooms, the modules beside them below.
+IMPORTS = {
+    "memo": "",
+    "kernels": "memo",
+    "mip": "memo",
+    "mip/address": "memo mip",
+    "mip/inputs": "memo mip",
+    "mip/activation": "memo mip mip/address mip/inputs",
+    "mip/simulate": "memo mip/inputs mip/activation",
+    "allocator": "memo mip mip/address",
+    "swap": "memo",
+    "swap/memory": "memo mip/address",
+    "swap/backends": "memo swap/memory",
+    "swap/disk": "memo swap/memory swap/backends",
+    "swap/tiers": "memo swap swap/memory swap/backends",
+    "swap/engine": "memo kernels swap swap/backends swap/tiers",
+    "swap/recompute/axis": "swap swap/engine",
+    "swap/recompute/record": "memo kernels swap swap/engine swap/recompute/axis",
+    "swap/recompute/guards": "memo swap swap/engine swap/recompute/record",
+    "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/record swap/recompute/guards",
+    "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/record swap/recompute",
+    "memo/trace": "memo mip/address",
+    "memo/machine": "memo swap/backends swap/disk swap face",
+    "memo/parallel": "memo mip/inputs mip/activation swap face",
+    "memo/loss": "memo memo/parallel",
+    "memo/autoplan": "memo mip/inputs mip/activation allocator swap face memo/machine",
+    "memo/manager": "memo mip/activation mip/simulate allocator swap/backends swap/disk swap/tiers swap face memo/trace "
+    "memo/machine memo/parallel memo/autoplan",
+    "memo/gpt/optim": "memo",
+    "memo/gpt": "memo memo/parallel memo/gpt/optim",
+    "memo/gpt/data": "memo",
+    "memo/gpt/checkpoint": "memo",
+    "memo/gpt/arithmetic": "memo mip/inputs swap face memo/gpt",
+    "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
+    "memo/gpt/train": "memo mip/activation allocator memo/machine memo/parallel memo/manager memo/gpt/optim memo/gpt "
+    "memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
+    "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
+    "memo/gpt/model memo/gpt/train",
+    "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
+    "memo face": "memo allocator swap/recompute/record memo/parallel memo/loss memo/manager memo/profiling",
+    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate memo/trace memo/machine "
+    "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo face",
 }
+# What stands behind one wall: within it modules are imported as they are, from elsewhere by a face.
+WALLS = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)
 
 
-def imports(source: str) -> set[str]:
-    """Every module named by an import statement, at any depth of nesting."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            found |= {str(node.module)} | {f"{node.module}.{name.name}" for name in node.names}
+def arrows() -> dict[str, set[str]]:
+    """For each folder, the folders that its modules import."""
+    found: dict[str, set[str]] = {}
+    for path in sources():
+        here = folder_of(path)
+        found.setdefault(here, set()).update(folder_of(module) for module in imported(path.read_text()))
+        found[here].discard(here)
     return found
 
 
-def ours(modules: set[str]) -> set[str]:
-    return {module for module in modules if module == "memo" or module.startswith("memo.")}
+def sources() -> list[Path]:
+    return [path for top in TOPS for path in sorted((ROOT / top).rglob("*.py")) if "node_modules" not in path.parts]
 
 
-def allowed(module: str, package: str) -> bool:
-    within = MAY_IMPORT[package] | SHARED
-    return module in {"memo", "memo.trace"} or any(module == name or module.startswith(f"{name}.") for name in within)
+def folder_of(path: Path) -> str:
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return f"{folder} face" if path.name == "__init__.py" and f"{folder} face" in IMPORTS else folder
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_packages_import_only_what_lies_below(folder: str) -> None:
-    for path in (ROOT / folder).rglob("*.py"):
-        for module in ours(imports(path.read_text())):
-            assert allowed(module, FOLDERS[folder]), f"{path.relative_to(ROOT)} imports {module}"
+def imported(source: str) -> list[Path]:
+    """The files of ours that import statements name, at any depth of nesting."""
+    files = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            files += [file_of(name.name) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            files += [file_of(f"{node.module}.{name.name}") or file_of(str(node.module)) for name in node.names]
+    return [path for path in files if path is not None]
 
 
-def test_shared_ground_imports_nothing_of_ours_but_itself() -> None:
-    for name in SHARED:
-        path = ROOT / (name.replace(".", "/") + ".py")
-        for module in ours(imports(path.read_text())):
-            assert any(module == other or module.startswith(f"{other}.") for other in SHARED), f"{name}: {module}"
+def file_of(module: str) -> Path | None:
+    """The file of one of our modules."""
+    head, *rest = module.split(".")
+    if head != "memo":
+        return None
+    stem = ROOT.joinpath(*(rest if rest and rest[0] in TOPS else ("memo", *rest)))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists()), None)
+
+
+def wall_of(path: Path) -> str:
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return next((wall for wall in WALLS if f"{folder}/".startswith(f"{wall}/")), folder)
+
+
+def faces() -> list[str]:
+    return [
+        re.sub(r"^(?!memo)", "memo.", path.parent.relative_to(ROOT).as_posix().replace("/", "."))
+        for path in sources()
+        if path.name == "__init__.py" and "attach(" in path.read_text()
+    ]
+
+
+def test_each_folder_imports_the_folders_that_it_says() -> None:
+    found = arrows()
+    assert found.keys() == IMPORTS.keys()
+    for folder, said in IMPORTS.items():
+        assert found[folder] == set(re.findall(r"\S+ face|\S+", said)), folder
+
+
+def test_no_folder_is_in_a_circle() -> None:
+    """The order of the table is one in which every folder stands above all that it imports."""
+    floors = list(IMPORTS)
+    for folder, below in arrows().items():
+        assert all(floors.index(other) < floors.index(folder) for other in below), folder
+    list(TopologicalSorter(arrows()).static_order())
+
+
+def test_from_outside_a_package_is_imported_by_its_face() -> None:
+    for path in sources():
+        if path == ROOT / "memo" / "__init__.py":
+            continue
+        for other in imported(path.read_text()):
+            outside = wall_of(other) not in ("memo", wall_of(path))
+            assert not outside or other.name == "__init__.py", f"{path.relative_to(ROOT)}: {other.relative_to(ROOT)}"
+
+
+def test_no_folder_holds_more_than_a_reader_can_take_in() -> None:
+    for folder in IMPORTS:
+        modules = [path.name for path in (ROOT / folder.removesuffix(" face")).glob("*.py")]
+        assert len(modules) - ("__init__.py" in modules) <= MOST_MODULES, folder
+
+
+def test_a_wheel_has_every_package() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {path.parent.relative_to(ROOT).as_posix() for path in sources()}
+    assert sorted(packages) == sorted(re.sub(r"^(?!memo)", "memo.", folder.replace("/", ".")) for folder in there)
+
+
+def test_the_design_has_a_row_for_every_folder() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = design[design.index("## The tree") : design.index("## How data flows")]
+    told = {name.split("/")[-1] for name in re.findall(r"`([a-z/]+)`", tree)}
+    for folder in IMPORTS:
+        assert folder.removesuffix(" face").split("/")[-1] in told, folder
+
+
+@pytest.mark.parametrize("name", faces())
+def test_a_face_gives_what_type_checkers_see(name: str) -> None:
+    face = importlib.import_module(name)
+    path = file_of(name)
+    assert path is not None
+    (typed,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If) and node.orelse]
+    homes = {
+        alias.name: statement.module
+        for statement in typed.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert set(dir(face)) | {"__version__"} == homes.keys() | {"__version__"}
+    for public, home in homes.items():
+        assert file_of(f"{name}.{public}") is None, f"the module {name}.{public} would hide {public}"
+        assert getattr(face, public) is getattr(importlib.import_module(str(home)), public)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = face.no_such_name
+
+
+def test_memo_shows_all_its_names_and_gives_them() -> None:
+    import memo
+
+    given: dict[str, object] = {}
+    exec("from memo import *", given)
+    assert given.keys() - {"__builtins__"} == set(memo.__all__) == {*dir(memo), "__version__"}
+    assert "offload" in dir(memo)
 
 
 def test_nothing_names_the_root_folders_as_packages() -> None:
     for path in [*ROOT.glob("*/**/*.py")]:
-        if ".venv" in path.parts or "build" in path.parts:
+        if {".venv", "build", "node_modules"} & set(path.parts):
             continue
-        for module in imports(path.read_text()):
-            assert module.split(".")[0] not in FOLDERS, (
-                f"{path.relative_to(ROOT)} imports {module}; write memo.{module}"
-            )
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(named)]
+            for name in names:
+                assert name.split(".")[0] not in TOPS[1:], f"{path.relative_to(ROOT)}: write memo.{name}"
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "import memo, memo.mip, memo.errors, memo.units",
-        "import memo.trace.events, memo.trace.reader, memo.trace.stats",
+        "import memo, memo.errors, memo.units, memo.events",
+        "import importlib; [importlib.import_module(name) for name in DATA]",
+        "from memo.mip.activation import *; from memo.mip.address import *; from memo.trace import *",
+        "from memo.gpt import GPTConfig, RunConfig",
         "from memo.cli.main import main; main(['--help'])",
         "from memo.cli.main import main; main(['train', '--help'])",
         "from memo.cli.main import main; main(['pack', '--help'])",
@@ -77,7 +219,10 @@ def test_nothing_names_the_root_folders_as_packages() -> None:
     ],
 )
 def test_data_and_help_do_not_import_torch(statement: str) -> None:
-    code = f"import sys\n{statement}\nassert 'torch' not in sys.modules"
+    paths = [path.relative_to(ROOT).with_suffix("") for path in sources()]
+    data = [re.sub(r"^(?!memo)", "memo.", path.as_posix().replace("/", ".")) for path in paths]
+    data = [name for name in data if name.startswith(("memo.mip", "memo.trace"))]
+    code = f"import sys\nDATA = {data}\n{statement}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
 
 
@@ -96,7 +241,8 @@ def test_a_run_that_plans_nothing_loads_no_solver() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
 
 
-def test_the_layer_test_sees_a_forbidden_import() -> None:
-    found = ours(imports("def f():\n    from memo.manager import offload\n"))
-    assert "memo.manager" in found
-    assert not allowed("memo.manager", "memo.swap")
+def test_imports_are_seen_wherever_they_stand() -> None:
+    source = "def f():\n    from memo.manager import offload\n    import memo.mip.strict_json, os\n"
+    assert imported(source) == [ROOT / "memo" / "manager" / "__init__.py", ROOT / "mip" / "strict_json.py"]
+    assert wall_of(ROOT / "swap" / "recompute" / "axis" / "operators.py") == "swap"
+    assert file_of("memo.no_such_module") is None

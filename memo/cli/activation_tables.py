@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from memo.cli.plans import printable, table
-from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction
-from memo.mip.crossover import crossover_tokens
+from memo.cli.address_tables import printable, table
+from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, crossover_tokens
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = ["activation_summary", "activation_table", "utilisation"]

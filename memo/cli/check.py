@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.plans import printable
+from memo.cli.address_tables import printable
 from memo.errors import ExitCode, PlanInvalid
-from memo.mip.activation import ActivationPlan
-from memo.mip.activation_check import check_plan
-from memo.mip.activation_files import read_either_plan
-from memo.mip.activation_prove import prove
-from memo.mip.check import check
+from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.address import check
+from memo.mip.simulate import prove
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from memo.errors import ExitCode, UsageError
-from memo.trace.words import printable, rate
+from memo.trace import printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
 
 if TYPE_CHECKING:
-    from memo.doctor import Diagnosis, Disk, Gpu
-    from memo.swap.probe import DiskRates, HostFacts
+    from memo.machine import Diagnosis, Disk, DiskRates, Gpu, HostFacts
 
 __all__ = ["configure", "run"]
 
@@ -41,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    from memo.doctor import examine
+    from memo.machine import examine
 
     if "" in (args.disk_dir or []):
         raise UsageError("--disk-dir: an empty name is no directory; leave it out for the current one")

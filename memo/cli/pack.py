@@ -2,7 +2,7 @@
 
 Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed, and says what
 PyTorch's caching allocator would reserve for the same requests. Progress goes to stderr when that is a terminal. The limits
-of FAULTS row 18 are `memo.mip.files`'s.
+of FAULTS row 18 are `memo.mip.address.files`'s.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from memo.allocator.caching import CachingUse, Segments, simulate_caching
-from memo.allocator.trace import trace_of
-from memo.cli.output import file_name, refuse_existing, shown
-from memo.cli.plans import arena_table, plan_summary, table
+from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
+from memo.cli.address_tables import arena_table, plan_summary, table
+from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.mip.buffers import DEVICE, Plan, Problem
-from memo.mip.files import Notes, plan_to_csv, plan_to_json, read_annotated, write_file
-from memo.mip.picture import write_picture
-from memo.mip.solve import Method, Progress, solve
-from memo.mip.strict import STDIN
+from memo.mip import STDIN
+from memo.mip.address import (
+    DEVICE,
+    Method,
+    Notes,
+    Plan,
+    Problem,
+    Progress,
+    plan_to_csv,
+    plan_to_json,
+    read_annotated,
+    solve,
+    write_file,
+    write_picture,
+)
 from memo.units import format_bytes, parse_bytes, parse_duration_s
 
 

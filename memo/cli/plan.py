@@ -12,23 +12,27 @@ import json
 from typing import TYPE_CHECKING
 
 from memo.cli.activation_tables import activation_summary, activation_table
-from memo.cli.output import file_name, refuse_existing, shown
+from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import PRESETS as MODELS
-from memo.gpt.config import GPTConfig, preset
-from memo.gpt.derive import Layout, derive_profile
-from memo.gpt.train_config import Precision
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.activation_files import plan_to_json, read_hardware, read_profile
-from memo.mip.activation_prove import prove
-from memo.mip.activation_tiles import TILES, solve_tiles
-from memo.mip.hardware import PRESETS, Hardware, hardware
-from memo.mip.measured import with_measured
-from memo.mip.schedules import PipelineSchedule
+from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import (
+    TILES,
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    Pipeline,
+    plan_to_json,
+    read_hardware,
+    read_profile,
+    solve_tiles,
+)
+from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, with_measured
+from memo.mip.simulate import prove
 from memo.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from memo.mip.profile import Profile, Signature
+    from memo.mip.inputs import Profile, Signature
 
 __all__ = ["Request", "configure", "run"]
 
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = request.plan()
     simulation = prove(plan)
     if args.output:
-        from memo.mip.files import write_file
+        from memo.mip.address import write_file
 
         write_file(args.output, plan_to_json(plan), overwrite=args.force)
     if args.json:
@@ -147,7 +151,9 @@ class Request:
         Raises:
             UsageError, PlanError: an argument or a file that cannot be understood.
         """
-        machine = read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware(args.gpu)
+        machine = (
+            read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
+        )
         if args.doctor is not None:
             machine = with_measured(machine, args.doctor)
         if (args.profile is None) == (args.model is None):

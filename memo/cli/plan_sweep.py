@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memo.cli.activation_tables import utilisation
-from memo.cli.output import replacing, say_written
-from memo.cli.plans import table
+from memo.cli.address_tables import table
+from memo.cli.output_files import replacing, say_written
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation import ActivationPlan, LayerPlan
-from memo.mip.activation_cost import predict
-from memo.mip.activation_positions import device_positions
-from memo.mip.activation_prove import prove
-from memo.mip.crossover import crossover_tokens
+from memo.mip.activation import ActivationPlan, LayerPlan, crossover_tokens, device_positions, predict
+from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:

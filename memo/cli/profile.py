@@ -1,6 +1,6 @@
 """`memo profile`: what each layer saves, computes and repeats, measured in a real step; the input of `memo plan --profile`.
 
-The work, and torch with it, is in memo.profiling.
+The work, and torch with it, is in memo.profiling.measure.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import functools
 import json
 from typing import TYPE_CHECKING
 
-from memo.cli.output import file_name, refuse_existing, shown
-from memo.cli.plans import printable, table
+import memo
+from memo.cli.address_tables import printable, table
+from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import PRESETS, preset
-from memo.gpt.train_config import Precision
-from memo.mip.activation_files import profile_to_json
-from memo.mip.files import write_file
-from memo.mip.strict import encode
+from memo.gpt import PRESETS, Precision, preset
+from memo.mip import encode
+from memo.mip.activation import profile_to_json
+from memo.mip.address import write_file
 from memo.units import format_bytes, format_duration, format_tokens, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memo.mip.profile import LayerProfile, Profile
-    from memo.recording import Step
+    from memo.mip.inputs import LayerProfile, Profile
+    from memo.record import Step
 
 __all__ = ["configure", "run"]
 
@@ -69,9 +69,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     build = _step_maker(args, tokens)
-    from memo.profiling import measure_profile
-
-    profile = measure_profile(
+    profile = memo.profile(
         build, name=args.model, batch=args.batch, tokens=tokens, repeats=args.repeats, disk=args.disk_dir
     )
     if args.output:
@@ -89,13 +87,13 @@ def _step_maker(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
     if ":" in args.model:
         if args.layers is not None or args.variant != "gpt":
             raise UsageError("--layers and --variant are for the named models")
-        from memo.recording import load_step
+        from memo.record import load_step
 
         return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
     config = preset(args.model, variant=args.variant, layers=args.layers)
     if config.positions == "learned" and tokens > config.max_seq:
         config = preset(args.model, variant=args.variant, layers=args.layers, max_seq=tokens)
-    from memo.recording import gpt_step
+    from memo.record import gpt_step
 
     return functools.partial(gpt_step, config, batch=args.batch, tokens=tokens, precision=Precision(args.precision))
 

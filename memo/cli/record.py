@@ -1,7 +1,7 @@
 """`memo record`: what one training step allocates, found out without a GPU and without its memory.
 
 The trace goes to a file, or to standard output where that is a pipe: `memo record ... | memo pack`. The work, and torch with
-it, is in memo.recording.
+it, is in memo.record.recording.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from memo.allocator.trace import AllocationTrace, trace_to_csv, trace_to_json
-from memo.cli.output import file_name, refuse_existing, shown
-from memo.cli.plans import table
+from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
+from memo.cli.address_tables import table
+from memo.cli.output_files import file_name, refuse_existing, shown
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import PRESETS, GPTConfig, preset
-from memo.gpt.train_config import Precision
-from memo.mip.files import write_file
-from memo.parallel.layout import Layout
+from memo.gpt import PRESETS, GPTConfig, Precision, preset
+from memo.mip.address import write_file
+from memo.parallel import Layout
 from memo.units import format_bytes, format_tokens, parse_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memo.recording import Recording, Step
+    from memo.record import Recording, Step
 
 _EPILOG = """\
 examples:
@@ -113,7 +112,7 @@ def _record(args: argparse.Namespace, tokens: int) -> Recording:
     try:
         with contextlib.ExitStack() as stack:
             build = _step_maker(args, tokens, stack)
-            from memo.recording import record_step
+            from memo.record import record_step
 
             return record_step(
                 build,
@@ -134,7 +133,7 @@ def _step_maker(args: argparse.Namespace, tokens: int, stack: contextlib.ExitSta
     if ":" in args.model:
         if args.layers is not None or args.variant != "gpt" or layout.ranks > 1:
             raise UsageError("--layers, --variant, --tp and --cp are for the named models")
-        from memo.recording import load_step
+        from memo.record import load_step
 
         return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
     config = preset(args.model, variant=args.variant, layers=args.layers)
@@ -143,7 +142,7 @@ def _step_maker(args: argparse.Namespace, tokens: int, stack: contextlib.ExitSta
     size: dict[str, Any] = {"batch": args.batch, "tokens": tokens, "precision": Precision(args.precision)}
     if layout.ranks > 1:
         return _rank_step_maker(config, layout, args.real, size, stack)
-    from memo.recording import gpt_step
+    from memo.record import gpt_step
 
     return functools.partial(gpt_step, config, **size)
 
@@ -155,10 +154,10 @@ def _rank_step_maker(
     layout.check(config, seq=size["tokens"], batch=size["batch"], microbatches=1)
     if real:
         raise UsageError("--real computes with numbers, of which the other ranks of --tp and --cp would give none")
-    from memo.parallel.played import played_rank
-    from memo.rank_step import rank_step
+    from memo.parallel import simulated_rank
+    from memo.record import rank_step
 
-    return rank_step(config, stack.enter_context(played_rank(layout)), **size)
+    return rank_step(config, stack.enter_context(simulated_rank(layout)), **size)
 
 
 def _summary(args: argparse.Namespace, tokens: int, recording: Recording) -> dict[str, Any]:

@@ -6,12 +6,10 @@ import argparse
 import json
 
 from memo.cli.activation_tables import activation_summary, activation_table
-from memo.cli.plans import arena_table, plan_summary, printable, table
+from memo.cli.address_tables import arena_table, plan_summary, printable, table
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation import ActivationPlan
-from memo.mip.activation_check import check_plan
-from memo.mip.activation_files import read_either_plan
-from memo.mip.check import check
+from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.address import check
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

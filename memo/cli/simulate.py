@@ -12,17 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import file_path, replacing, say_written
+from memo.cli.output_files import file_path, replacing, say_written
 from memo.cli.simulation_tables import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation import ActivationPlan, ActivationProblem
-from memo.mip.activation_files import read_activation_plan, read_hardware, read_profile
-from memo.mip.hardware import PRESETS, Hardware, hardware
-from memo.mip.simulate import simulate
-from memo.mip.simulation import Simulation
-from memo.mip.simulation_events import stage_events
-from memo.trace.events import Tier
-from memo.trace.recorder import TraceRecorder
+from memo.events import Tier
+from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
+from memo.mip.inputs import PRESETS, Hardware, hardware_preset
+from memo.mip.simulate import Simulation, simulate, stage_events
+from memo.trace import TraceRecorder
 
 __all__ = ["configure", "run"]
 
@@ -76,7 +73,7 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
 
 
 def _hardware(name: str) -> Hardware:
-    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware(name)
+    return read_hardware(name) if name.endswith(".json") or "/" in name else hardware_preset(name)
 
 
 def _write(

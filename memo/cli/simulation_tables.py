@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from memo.cli.plans import printable, table
+from memo.cli.address_tables import printable, table
+from memo.events import Lane, StallCause, Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
-from memo.mip.simulation import Peak, Simulation, StageSimulation, Wait
-from memo.trace.events import Lane, StallCause, Tier
-from memo.trace.words import duration, percent
+from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait
+from memo.trace import duration, percent
 from memo.units import format_bytes, format_tokens
 
 __all__ = ["AGREEMENT_PERCENT", "print_simulation", "simulation_summary"]

@@ -1,6 +1,6 @@
 """`memo trace stats|html|diff|chrome|png`: what a run's trace says, on the terminal and as files.
 
-`memo.cli.output` writes the files.
+`memo.cli.output_files` writes the files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output import file_path, refuse_existing, replacing, say_written
+from memo.cli.output_files import file_path, refuse_existing, replacing, say_written
 from memo.cli.trace_tables import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
-from memo.trace import diff
-from memo.trace.reader import Trace, read_traces
-from memo.trace.report import Report, report_on
-from memo.trace.words import printable
+from memo.trace import Report, Trace, compare_reports, diff_to_json, printable, read_traces, report_on
 
 __all__ = ["configure", "run"]
 
@@ -103,8 +100,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _html(args: argparse.Namespace) -> int:
-    from memo.trace.html import render_page
-    from memo.trace.pagedata import page_data
+    from memo.trace import page_data, render_page
 
     refuse_existing(args.output, force=args.force)
     report = report_on(_read(args))
@@ -121,14 +117,14 @@ def _html(args: argparse.Namespace) -> int:
 
 
 def _packing(path: Path) -> list[dict[str, Any]]:
-    from memo.mip.files import read_plan
-    from memo.trace.packing import packing_of
+    from memo.mip.address import read_plan
+    from memo.trace import packing_of
 
     return packing_of(read_plan(path), title=path.name)
 
 
 def _chrome(args: argparse.Namespace) -> int:
-    from memo.trace.chrome import chrome_trace
+    from memo.trace import chrome_trace
 
     refuse_existing(args.output, force=args.force)
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -140,7 +136,7 @@ def _chrome(args: argparse.Namespace) -> int:
 
 
 def _png(args: argparse.Namespace) -> int:
-    from memo.trace.png import draw
+    from memo.trace import draw
 
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
@@ -155,9 +151,9 @@ def _png(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     reports = [report_on(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
-    rows = diff.compare(*reports)
+    rows = compare_reports(*reports)
     if args.json:
-        print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff.to_json(rows)}, allow_nan=False))
+        print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff_to_json(rows)}, allow_nan=False))
         return ExitCode.OK
     print_diff(args.a, args.b, rows)
     return ExitCode.OK

@@ -14,10 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from memo.trace.diff import Row
-from memo.trace.figures import StepStats
-from memo.trace.report import RankReport
-from memo.trace.words import duration, percent, printable, rate
+from memo.trace import RankReport, Row, StepStats, duration, percent, printable, rate
 from memo.units import format_bytes
 
 __all__ = ["print_diff", "print_stats"]

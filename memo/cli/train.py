@@ -1,4 +1,4 @@
-"""`memo train`: from flags to a RunConfig. The work, and torch with it, is in memo.gpt.run."""
+"""`memo train`: from flags to a RunConfig. The work, and torch with it, is in memo.gpt.train.run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
-from memo.gpt.config import PRESETS
-from memo.gpt.health import HealthConfig, OnNan, OnSpike
-from memo.gpt.run_config import Documents, OffloadConfig, OffloadMode, RunConfig
-from memo.gpt.schedule import Schedule
-from memo.gpt.train_config import Precision, TrainConfig
-from memo.mip.activation_files import read_activation_plan
-from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
+from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
+from memo.gpt.optim import LossGuardConfig, OnNan, OnSpike, Schedule
+from memo.mip.activation import read_activation_plan
+from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
 
 __all__ = ["configure", "run"]
@@ -50,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     config = _config(args)
-    from memo.gpt.run import train
+    from memo.gpt.train import train
 
     return train(config)
 
@@ -228,7 +225,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     training = TrainConfig(
         schedule=schedule,
         clip=flags.pop("clip") or None,
-        health=HealthConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
+        health=LossGuardConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")

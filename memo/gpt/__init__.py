@@ -1,1 +1,26 @@
 """The decoder-only GPT that memo trains: model, data, training loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.gpt.config import PRESETS as PRESETS, GPTConfig as GPTConfig, preset as preset
+    from memo.gpt.run_config import (
+        Documents as Documents,
+        OffloadConfig as OffloadConfig,
+        OffloadMode as OffloadMode,
+        RunConfig as RunConfig,
+    )
+    from memo.gpt.train_config import Precision as Precision, TrainConfig as TrainConfig
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "config": "GPTConfig PRESETS preset",
+            "run_config": "Documents OffloadConfig OffloadMode RunConfig",
+            "train_config": "Precision TrainConfig",
+        },
+    )

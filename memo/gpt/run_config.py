@@ -11,7 +11,7 @@ from typing import Literal
 from memo.errors import UsageError
 from memo.gpt.config import PRESETS, Variant
 from memo.gpt.train_config import Precision, TrainConfig
-from memo.parallel.layout import Layout
+from memo.parallel import Layout
 
 __all__ = ["Documents", "OffloadConfig", "OffloadMode", "RunConfig"]
 

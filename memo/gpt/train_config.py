@@ -7,8 +7,8 @@ import enum
 import math
 
 from memo.errors import UsageError
-from memo.gpt.health import HealthConfig
-from memo.gpt.schedule import Schedule
+from memo.gpt.optim.loss_guard import LossGuardConfig
+from memo.gpt.optim.lr_schedule import Schedule
 
 __all__ = ["Precision", "TrainConfig"]
 
@@ -35,7 +35,7 @@ class TrainConfig:
     precision: Precision = Precision.FP32
     eval_steps: int = 8
     """Batches of one evaluation."""
-    health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
+    health: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

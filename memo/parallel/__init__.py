@@ -1,1 +1,65 @@
 """One model on many devices: layouts, collectives, tensor-parallel layers, pipelines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.parallel.collectives import all_gathered as all_gathered, reduce_scattered as reduce_scattered
+    from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
+    from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
+    from memo.parallel.layout import (
+        ContextAttention as ContextAttention,
+        Layout as Layout,
+        PipelineSchedule as PipelineSchedule,
+    )
+    from memo.parallel.pipeline import (
+        check_torch as check_torch,
+        make_schedule as make_schedule,
+        pass_through as pass_through,
+    )
+    from memo.parallel.pipeline_order import PipelineOrder as PipelineOrder
+    from memo.parallel.rank_agreement import everyones as everyones
+    from memo.parallel.ring_attention import Ring as Ring
+    from memo.parallel.sequence_shards import SequenceShards as SequenceShards
+    from memo.parallel.solo_rank import simulated_rank as simulated_rank
+    from memo.parallel.tensor_parallel import (
+        ColumnParallel as ColumnParallel,
+        Entry as Entry,
+        Replicated as Replicated,
+        RowParallel as RowParallel,
+        kept_for as kept_for,
+        own_parts as own_parts,
+        row_sum as row_sum,
+    )
+    from memo.parallel.tensor_parallel_group import group_of as group_of
+    from memo.parallel.ulysses import Ulysses as Ulysses
+    from memo.parallel.vocabulary_parallel import (
+        DividedRows as DividedRows,
+        VocabularyParallel as VocabularyParallel,
+        own_rows as own_rows,
+    )
+    from memo.parallel.world import World as World, join as join
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "collectives": "all_gathered reduce_scattered",
+            "failure": "ended_by_signal first_cause",
+            "grad_norm": "clip_gradients gradient_norm",
+            "layout": "ContextAttention Layout PipelineSchedule",
+            "pipeline": "check_torch make_schedule pass_through",
+            "pipeline_order": "PipelineOrder",
+            "rank_agreement": "everyones",
+            "ring_attention": "Ring",
+            "sequence_shards": "SequenceShards",
+            "solo_rank": "simulated_rank",
+            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel kept_for own_parts row_sum",
+            "tensor_parallel_group": "group_of",
+            "ulysses": "Ulysses",
+            "vocabulary_parallel": "DividedRows VocabularyParallel own_rows",
+            "world": "World join",
+        },
+    )

@@ -9,8 +9,8 @@
     exchange    heads for tokens           <->  tokens for heads
 
 None of them saves a tensor. They wait for the collective, so what they give is ordinary memory, never one that is still to
-arrive. What moves between ranks is marked with what becomes of the token axis (memo.swap.marked), so that a layer made
-of them can be recomputed token by token.
+arrive. What moves between ranks is marked with what becomes of the token axis
+(memo.swap.recompute.record.token_local_functions), so that a layer made of them can be recomputed token by token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap.marked import marked
-from memo.swap.tokens import Axis
+from memo.swap import Axis, marked
 
 __all__ = [
     "all_gathered",

@@ -1,12 +1,12 @@
 """`memo.parallelize`: tensor parallelism of Hugging Face models as they are, by plans derived from their family.
 
 Owns which of a model's modules are divided by column, by row, over the vocabulary, or not at all. How they are divided and
-compute is memo.parallel.layers and vocabulary_rows. The model's classes and its parameters' names stay; every parameter
-becomes a DTensor.
+compute is memo.parallel.tensor_parallel and vocabulary_rows. The model's classes and its parameters' names stay; every
+parameter becomes a DTensor.
 
     embedding        rows divided; gives all tokens, on every rank
     first layer      takes its rank's tokens           |
-    layers           see memo.parallel.layers          |  with sequence parallelism
+    layers           see memo.parallel.tensor_parallel          |  with sequence parallelism
     last layer       gives all tokens again            |
     norm             all tokens, on every rank
     projection       rows divided; joins the logits, which `memo.loss_without_logits` does without
@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from memo.errors import UsageError
-from memo.parallel.agreement import require_same_shape
-from memo.parallel.alike import note_group
 from memo.parallel.collectives import join, split
-from memo.parallel.layers import ColumnParallel, Entry, Replicated, RowParallel
-from memo.parallel.vocabulary_rows import RowsOfVocabulary, check_rows
-from memo.swap.capture import layer_input
+from memo.parallel.rank_agreement import require_same_shape
+from memo.parallel.tensor_parallel import ColumnParallel, Entry, Replicated, RowParallel
+from memo.parallel.tensor_parallel_group import note_group
+from memo.parallel.vocabulary_parallel import VocabularyParallel, check_rows
+from memo.swap import layer_input
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -189,7 +189,7 @@ def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     divided: dict[torch.Tensor, torch.Tensor] = {}
     for table in _vocabulary_tables(model):
         whole = table.weight
-        RowsOfVocabulary(sequence=False)._apply(table, mesh)
+        VocabularyParallel(sequence=False)._apply(table, mesh)
         table.weight = divided.setdefault(whole, table.weight)
 
 

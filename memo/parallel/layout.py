@@ -9,12 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Protocol
 
 from memo.errors import UsageError
-from memo.gpt.config import GPTConfig
-from memo.mip.schedules import PipelineSchedule
+from memo.mip.inputs import PipelineSchedule
 
-__all__ = ["ContextAttention", "Layout", "PipelineSchedule"]
+__all__ = ["ContextAttention", "Layout", "ModelShape", "PipelineSchedule"]
+
+
+class ModelShape(Protocol):
+    """The sizes of a model that must divide over ranks; `memo.gpt`'s GPTConfig has them."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The token that ends a document, within which attention then stays."""
 
 
 class ContextAttention(enum.StrEnum):
@@ -74,7 +95,7 @@ class Layout:
         """Ranks that a sequence is divided over outside of attention and the matrices."""
         return self.cp * (self.tp if self.shards_tokens else 1)
 
-    def rings(self, shape: GPTConfig) -> bool:
+    def rings(self, shape: ModelShape) -> bool:
         """Whether ranks that share a sequence attend around a ring. Its ranks hold an early and a late part of it each."""
         if self.cp == 1 or self.cp_attention is ContextAttention.ULYSSES:
             return False
@@ -91,7 +112,7 @@ class Layout:
         return range(stage * count, (stage + 1) * count)
 
     def check(
-        self, shape: GPTConfig, *, seq: int, batch: int, microbatches: int, within_documents: bool = False
+        self, shape: ModelShape, *, seq: int, batch: int, microbatches: int, within_documents: bool = False
     ) -> None:
         """Raises UsageError for whatever does not divide, naming the flag and the numbers that would.
 
@@ -120,7 +141,7 @@ class Layout:
         if self.pp > 1:
             self._check_microbatches(microbatches)
 
-    def _check_heads(self, shape: GPTConfig) -> None:
+    def _check_heads(self, shape: ModelShape) -> None:
         if self.rings(shape):
             heads, flags = self.tp, f"--tp {self.tp}"
         else:

@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memo.trace.events import CounterEvent, Lane, Note, Span, Stall, Tier
+from memo.events import CounterEvent, Lane, Note, Span, Stall, Tier
 from memo.trace.intervals import pack_rows
-from memo.trace.lives import Life, holdings_of, lives_of
 from memo.trace.reader import Trace
 from memo.trace.stats import COPY_LANES
+from memo.trace.tensor_lifetimes import Life, holdings_of, lives_of
 
 __all__ = ["chrome_trace"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memo.trace.figures import StepStats
+from memo.trace.format import duration, percent, rate
 from memo.trace.report import Report
-from memo.trace.words import duration, percent, rate
 from memo.units import format_bytes
 
-__all__ = ["Row", "compare", "to_json"]
+__all__ = ["Row", "compare_reports", "diff_to_json"]
 
 NOTABLE_PERCENT = 1.0
 """A change under this is called none."""
@@ -57,7 +57,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def compare(a: Report, b: Report) -> list[Row]:
+def compare_reports(a: Report, b: Report) -> list[Row]:
     """Every figure that either run has."""
     first, second = (one.of_rank(one.rank).step(one.step) for one in (a, b))
     left, right = dict(_figures(first)), dict(_figures(second))
@@ -69,7 +69,7 @@ def compare(a: Report, b: Report) -> list[Row]:
     return rows
 
 
-def to_json(rows: list[Row]) -> dict[str, Any]:
+def diff_to_json(rows: list[Row]) -> dict[str, Any]:
     """Figures by name; each says its unit."""
     return {
         row.name: {"a": row.a, "b": row.b, "unit": row.unit, "change_percent": row.change_percent, "word": row.word}

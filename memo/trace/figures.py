@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from memo.trace.events import Lane, StallCause, Tier
+from memo.events import Lane, StallCause, Tier
 
 __all__ = [
     "LaneStats",

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from memo.errors import MemoError
-from memo.trace.events import Lane, Span, Stall, Tier
+from memo.events import Lane, Span, Stall, Tier
 from memo.trace.figures import TierPeak
-from memo.trace.lives import Holding, Life, holdings_of, layer_of
+from memo.trace.format import printable
 from memo.trace.report import Report
-from memo.trace.words import printable
+from memo.trace.tensor_lifetimes import Holding, Life, holdings_of, layer_of
 from memo.units import format_bytes
 
 __all__ = ["draw"]

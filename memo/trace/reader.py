@@ -1,6 +1,6 @@
 """Reads trace files that may come from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
 
-Owns the limits below. Invariant: a Trace it returns holds only events of `memo.trace.events`, sorted by time, and says
+Owns the limits below. Invariant: a Trace it returns holds only events of `memo.events`, sorted by time, and says
 in `remarks` whatever was not as a finished run leaves it (torn line, no end line, dropped events). Files ending in
 `.gz` are read too; what they unpack to is held to the same limits.
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from memo.errors import TraceError
-from memo.trace.decode import check_depth, decode_event, decode_object, natural
-from memo.trace.events import FORMAT, VERSION, Event
+from memo.events import FORMAT, VERSION, Event
+from memo.trace.decode_event import check_depth, decode_event, decode_object, natural
 
 __all__ = ["Limits", "Trace", "read_trace", "read_traces"]
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import TraceError
-from memo.trace.events import FORMAT, VERSION, Event, StepMark, to_json
+from memo.events import FORMAT, VERSION, Event, StepMark, to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["TraceRecorder"]
 
 
 class TraceRecorder:
-    """One rank's trace file. Satisfies `memo.trace.events.Tracer`.
+    """One rank's trace file. Satisfies `memo.events.Tracer`.
 
     Raises:
         TraceError: the file cannot be created.

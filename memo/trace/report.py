@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.errors import UsageError
-from memo.trace.events import Event
+from memo.events import Event
 from memo.trace.figures import RankStats, StepStats, to_json
-from memo.trace.lives import Life, lives_of
 from memo.trace.reader import Trace
 from memo.trace.stats import rank_stats, representative_step
+from memo.trace.tensor_lifetimes import Life, lives_of
 from memo.trace.verdict import Evidence, Sentence, verdict
 
 __all__ = ["FORMAT", "VERSION", "RankReport", "Report", "report_on"]

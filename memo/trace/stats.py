@@ -17,11 +17,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memo.trace.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, Tier, Use, UseKind
+from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, StepMark, Tier, Use, UseKind
 from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
-from memo.trace.lives import Life, holdings_of, layer_of, lives_of
 from memo.trace.reader import Trace
+from memo.trace.tensor_lifetimes import Life, holdings_of, layer_of, lives_of
 
 __all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
 

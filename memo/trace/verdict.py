@@ -10,12 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from memo.trace.events import Event, Lane, Span, Stall, StallCause, TensorState, Tier
+from memo.events import Event, Lane, Span, Stall, StallCause, TensorState, Tier
 from memo.trace.figures import LaneStats, RankStats, StepStats
+from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
-from memo.trace.lives import Life, layer_of
 from memo.trace.reader import Trace
-from memo.trace.words import duration, percent, printable, rate
+from memo.trace.tensor_lifetimes import Life, layer_of
 from memo.units import format_bytes
 
 __all__ = ["RULES", "Evidence", "Sentence", "verdict"]

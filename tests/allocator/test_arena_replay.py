@@ -10,12 +10,12 @@ import pytest
 from standin_runtime import Call, Driver, Standin, open_standin
 
 from memo.allocator.native import Begun, Native
-from memo.allocator.replay import layout_of, problem_of, recording_of, trace_of_events
-from memo.allocator.steps import EventKind, Reason, StepSummary
+from memo.allocator.plan_from_events import layout_of, problem_of, recording_of, trace_of_events
+from memo.allocator.step import EventKind, Reason, StepSummary
 from memo.allocator.trace import read_trace
 from memo.errors import AllocatorError
-from memo.mip.check import require_valid
-from memo.mip.solve import Method, solve
+from memo.mip.address.checker import require_valid
+from memo.mip.address.solver import Method, solve
 
 DATA = Path(__file__).parent.parent / "mip" / "data"
 KIB = 1024

@@ -9,10 +9,10 @@ import pytest
 from standin_runtime import Call, Driver, open_standin
 
 from memo.allocator.native import Native
-from memo.allocator.planned import PlannedAllocator, Stage
+from memo.allocator.planned_allocator import PlannedAllocator, Stage
 from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
-from memo.recording import gpt_step, record_step
+from memo.record.recording import gpt_step, record_step
 
 WAYS = {
     "plain": {},

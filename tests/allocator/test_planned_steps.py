@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from standin_runtime import Call, Driver, Standin, open_standin
 
-from memo.allocator import planned, planner
+from memo.allocator import plan_in_background, planned_allocator
 from memo.allocator.native import Native
-from memo.allocator.planned import PlannedAllocator, Stage
-from memo.allocator.planner import Planning
-from memo.allocator.replay import Request, layout_of, merge, problem_of, recording_of
-from memo.allocator.steps import Event, EventKind, Reason
+from memo.allocator.plan_from_events import Request, layout_of, merge, problem_of, recording_of
+from memo.allocator.plan_in_background import Planning
+from memo.allocator.planned_allocator import PlannedAllocator, Stage
+from memo.allocator.step import Event, EventKind, Reason
 from memo.errors import AllocatorError, SolverFailed
-from memo.mip.buffers import Buffer, Problem
-from memo.mip.check import check
+from memo.mip.address.checker import check
+from memo.mip.address.problem import Buffer, Problem
 
 KIB = 1024
 SIDE = 0x77
@@ -124,7 +124,7 @@ def test_each_signature_has_a_plan_of_its_own_in_one_arena(
 
 
 def test_the_least_recently_used_signature_is_forgotten(allocator: PlannedAllocator, driver: Driver) -> None:
-    first, second, *others, last = [f"{n}" for n in range(planned.KEPT_SIGNATURES + 1)]
+    first, second, *others, last = [f"{n}" for n in range(planned_allocator.KEPT_SIGNATURES + 1)]
     for name in (first, second, *others):
         trained(allocator, driver, layers(2, 512), signature=name)
     run(allocator, driver, layers(2, 512), signature=first)
@@ -168,10 +168,10 @@ def test_another_step_is_planned_anew_when_it_comes_twice(allocator: PlannedAllo
 def test_a_step_that_never_repeats_does_not_plan_without_end(
     allocator: PlannedAllocator, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "PLANS_EACH", 2)
+    monkeypatch.setattr(planned_allocator, "PLANS_EACH", 2)
     trained(allocator, driver, STEP)
     made = []
-    monkeypatch.setattr(planned, "Planning", lambda *a, **k: made.append(Planning(*a, **k)) or made[-1])
+    monkeypatch.setattr(planned_allocator, "Planning", lambda *a, **k: made.append(Planning(*a, **k)) or made[-1])
     monkeypatch.setattr(allocator, "_warned", True)
     for late in range(1, 6):
         run(allocator, driver, layers(6, 8 * KIB, late=late))
@@ -238,7 +238,7 @@ def test_a_step_with_nothing_to_plan_is_left_alone(allocator: PlannedAllocator, 
 def test_a_planner_that_fails_leaves_the_steps_unplanned(
     allocator: PlannedAllocator, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner.sys, "executable", "/bin/false")
+    monkeypatch.setattr(plan_in_background.sys, "executable", "/bin/false")
     with pytest.warns(UserWarning, match="background planner"):
         trained(allocator, driver, STEP)
     run(allocator, driver, STEP)
@@ -371,7 +371,7 @@ def test_a_planning_that_is_dropped_ends_its_process(tmp_path: Path, monkeypatch
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
     slow.chmod(0o700)
-    monkeypatch.setattr(planner.sys, "executable", str(slow))
+    monkeypatch.setattr(plan_in_background.sys, "executable", str(slow))
     planning = Planning(Problem(buffers=()), time_limit_s=60.0)
     assert not planning.done()
     process = planning._process
@@ -380,5 +380,5 @@ def test_a_planning_that_is_dropped_ends_its_process(tmp_path: Path, monkeypatch
 
 
 def test_the_background_planner_imports_no_torch_and_no_second_solver() -> None:
-    code = "import sys, memo.allocator.planner\nassert not {'torch', 'ortools'} & set(sys.modules)"
+    code = "import sys, memo.allocator.plan_in_background\nassert not {'torch', 'ortools'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

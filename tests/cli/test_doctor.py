@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 from faulty_file import Faults
 
-from memo import doctor
 from memo.cli.main import main
-from memo.doctor import examine
 from memo.errors import ExitCode
-from memo.swap import gdsprobe, probe
-from memo.swap.gdsprobe import Mount, mount_of, obstacles, try_gds
-from memo.swap.probe import LinkRates, host_facts, measure_disk
+from memo.machine import doctor, link_bandwidth
+from memo.machine.doctor import examine
+from memo.machine.link_bandwidth import LinkRates, host_facts, measure_disk
+from memo.swap.disk import gds_probe
+from memo.swap.disk.gds_probe import Mount, mount_of, obstacles, try_gds
 
 SECONDS = 0.02
 
 
 @pytest.fixture(autouse=True)
 def _small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_SCRATCH_BYTES", 32 << 20)
-    monkeypatch.setattr(probe, "_TENSOR_BYTES", 2 << 20)
+    monkeypatch.setattr(link_bandwidth, "_SCRATCH_BYTES", 32 << 20)
+    monkeypatch.setattr(link_bandwidth, "_TENSOR_BYTES", 2 << 20)
 
 
 def no_gpu() -> Any:
@@ -272,7 +272,7 @@ def machine(
 
 @pytest.fixture
 def _kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdsprobe.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(gds_probe.importlib.util, "find_spec", lambda name: object())
 
 
 @pytest.mark.usefixtures("_kvikio")
@@ -315,7 +315,7 @@ def test_xfs_needs_no_mount_option(tmp_path: Path) -> None:
 
 
 def test_a_missing_kvikio_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gdsprobe.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gds_probe.importlib.util, "find_spec", lambda name: None)
     assert obstacles(machine(tmp_path), root=tmp_path) == ["kvikio is not installed: pip install 'memo-train[gpu]'"]
 
 
@@ -331,7 +331,7 @@ def test_a_missing_kvikio_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_trial_says_what_happened_and_never_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, expected: str | None
 ) -> None:
-    monkeypatch.setattr(gdsprobe, "_TRIAL_LIMIT_S", 2.0)
+    monkeypatch.setattr(gds_probe, "_TRIAL_LIMIT_S", 2.0)
     real = subprocess.run
 
     def replaced(command: list[str], **options: Any) -> Any:

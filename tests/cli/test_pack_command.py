@@ -14,10 +14,10 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode, SolverFailed
-from memo.mip import compiled
-from memo.mip.arena import ArenaSolver
-from memo.mip.check import check
-from memo.mip.files import read_plan, read_problem
+from memo.mip import compile_cpp
+from memo.mip.address.checker import check
+from memo.mip.address.files import read_plan, read_problem
+from memo.mip.address.portfolio import ArenaSolver
 
 DATA = Path(__file__).parents[1] / "mip" / "data"
 STEP = str(DATA / "gptm_L4_ckpt.csv")
@@ -271,10 +271,10 @@ def test_without_a_compiler_the_answer_is_the_same(
     with_compiler = json.loads(capsys.readouterr().out)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.load.cache_clear()
+    compile_cpp.load.cache_clear()
     with pytest.warns(UserWarning, match="slower Python version"):
         assert main(["pack", problem, "--json"]) == ExitCode.OK
-    compiled.load.cache_clear()
+    compile_cpp.load.cache_clear()
     without = json.loads(capsys.readouterr().out)
     assert without["arenas"][0]["nbytes"] == with_compiler["arenas"][0]["nbytes"]
 
@@ -284,7 +284,7 @@ def test_a_cache_others_may_write_is_not_used(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "memo").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(OSError, match="writable by others"):
-        compiled.open_cache()
+        compile_cpp.open_cache()
 
 
 def assert_one_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -11,9 +11,9 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation_check import check_plan
-from memo.mip.activation_files import hardware_to_json, profile_to_json, read_activation_plan
-from memo.mip.hardware import PRESETS
+from memo.mip.activation.checker import check_plan
+from memo.mip.activation.files import hardware_to_json, profile_to_json, read_activation_plan
+from memo.mip.inputs.hardware import PRESETS
 
 PAPER = ["plan", "--model", "7b", "--seq", "1m", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
 PAPER += ["--device", "80GiB"]

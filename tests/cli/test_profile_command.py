@@ -9,8 +9,8 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
-from memo.mip.activation_files import hardware_to_json, read_profile
-from memo.mip.hardware import hardware
+from memo.mip.activation.files import hardware_to_json, read_profile
+from memo.mip.inputs.hardware import hardware_preset
 
 TINY = ["profile", "--model", "tiny", "--seq", "128", "--layers", "2", "--repeats", "1"]
 
@@ -24,7 +24,7 @@ def test_a_profile_is_written_and_planned_with(tmp_path: Path, capsys: pytest.Ca
     profile = read_profile(path)
     assert profile.signature.tokens == 128
     assert len(profile.layers) == 2
-    machine.write_text(hardware_to_json(hardware("a800")))
+    machine.write_text(hardware_to_json(hardware_preset("a800")))
     assert main(["plan", "--profile", str(path), "--gpu", str(machine), "--json"]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["status"] == "declined"
     for flag, given, words in (("--seq", "64", "of 128"), ("--tp", "8", "of 1"), ("--batch", "4", "of 1")):

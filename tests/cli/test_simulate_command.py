@@ -12,19 +12,19 @@ import pytest
 
 from memo.cli.main import main
 from memo.errors import ExitCode
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
-from memo.gpt.derive import Layout, derive_profile
-from memo.mip.activation import ActivationPlan, Budgets, Pipeline
-from memo.mip.activation_files import plan_to_json, profile_to_json
-from memo.mip.activation_solve import plan_activations
-from memo.mip.hardware import hardware
+from memo.mip.activation.files import plan_to_json, profile_to_json
+from memo.mip.activation.plan import ActivationPlan, Budgets, Pipeline
+from memo.mip.activation.solver import plan_activations
+from memo.mip.inputs.hardware import hardware_preset
 from memo.trace.reader import read_trace
 
 TIB = 1 << 40
 
 
 def made_plan(pipeline: Pipeline = Pipeline()) -> ActivationPlan:  # noqa: B008  # frozen
-    machine = hardware("a800")
+    machine = hardware_preset("a800")
     layout = Layout(tokens=1 << 20, gpus=8 * pipeline.stages, tp=8, pp=pipeline.stages)
     profile = derive_profile(preset("7b"), machine, layout)
     budgets = Budgets(device_bytes=machine.device_bytes, host_bytes=2 * TIB, ranks_per_node=8)

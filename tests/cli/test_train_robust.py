@@ -19,19 +19,19 @@ TRAIN = "import sys; from memo.cli.main import main; sys.exit(main(['train', *sy
 # From its second checkpoint on the disk never finishes.
 STUCK = """
 import os, time
-from memo.gpt import checkpoint
+from memo.gpt.checkpoint import directory
 rename = os.rename
 def stuck(source, target):
     if "step-00000002" not in str(target):
         open(os.environ["STUCK"], "w").close()
         time.sleep(600)
     rename(source, target)
-checkpoint.os.rename = stuck
+directory.os.rename = stuck
 """
 # The activations of step 4 are NaN.
 POISONED = """
 import torch
-from memo.gpt.training import Trainer
+from memo.gpt.train.step import Trainer
 step = Trainer.step
 def poisoned(self, number, **others):
     hook = None
@@ -125,13 +125,13 @@ def test_nan_stops_with_its_step_and_the_step_before_saved_or_is_skipped_and_cou
 def test_a_disk_that_fills_up_is_a_warning_until_the_last_checkpoint(text: Path, tmp_path: Path) -> None:
     failing = """
 import errno, os
-from memo.gpt import checkpoint
+from memo.gpt.checkpoint import directory
 count = [0]
 def full(*_):
     count[0] += 1
     if count[0] == 1 or os.environ.get("FULL"):
         raise OSError(errno.ENOSPC, "")
-checkpoint.os.fsync = full
+directory.os.fsync = full
 """
     flags = [*SMALL, "--data", text, "--steps", 6, "--checkpoint-every", 2]
     done = train(*flags, "--checkpoint-dir", tmp_path / "run", before=failing)

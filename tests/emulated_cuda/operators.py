@@ -11,8 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import library as registry
+from torch import Tensor, library as registry
 from torch.utils._pytree import tree_map
 
 _RUNTIME = ctypes.CDLL("libcudart.so.13")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from memo.gpt.token_places import TokenPlaces
-from memo.parallel.ring import Ring
+from memo.parallel.ring_attention import Ring
+from memo.parallel.sequence_shards import SequenceShards
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 8, 4, 64
 # bfloat16 results of order one, merged from parts: a few units in the last place, 2^-8 each.
@@ -28,7 +28,7 @@ def main() -> None:
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     want = [whole, *torch.autograd.grad(whole, exact, grad.float())]
 
-    own = TokenPlaces.whole(SEQ).early_and_late(dist.get_rank(), dist.get_world_size())
+    own = SequenceShards.whole(SEQ).early_and_late(dist.get_rank(), dist.get_world_size())
     parts = [own.of(tensor).clone().requires_grad_() for tensor in inputs]
     assert dist.group.WORLD is not None
     out = Ring(dist.group.WORLD)(*parts)

@@ -17,7 +17,7 @@ import torch, memo
 allocator = memo.use_planned_allocator() if sys.argv[1] == "planned" else None
 torch.use_deterministic_algorithms(True)  # attention keeps its atomics with warn_only
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 
 def make():
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ report(said=said)
 
 def test_the_recorded_events_are_a_trace_that_the_planner_reads() -> None:
     program = """
-from memo.allocator.replay import trace_of_events
+from memo.allocator.plan_from_events import trace_of_events
 with allocator.step():
     a = torch.empty(1000, dtype=torch.uint8, device="cuda")
     b = torch.empty(5000, dtype=torch.uint8, device="cuda")

@@ -43,9 +43,9 @@ IMPORTS = """
 import importlib.util, os
 lacking = [name for name in ("pulp", "highspy", "rich", "pytest", "hypothesis", "typer") if importlib.util.find_spec(name)]
 assert not lacking, lacking
-import memo, memo.swap.engine, memo.allocator, memo.kernels.dispatch, memo.mip.solve
+import memo, memo.swap.engine.engine, memo.allocator, memo.kernels.dispatch, memo.mip.address.solver
 assert callable(memo.offload)
-for module in (memo, memo.swap.engine, memo.kernels.dispatch, memo.mip.solve):
+for module in (memo, memo.swap.engine.engine, memo.kernels.dispatch, memo.mip.address.solver):
     assert module.__file__.startswith(os.getcwd()), module.__file__
 """
 
@@ -56,8 +56,8 @@ def test_a_tree_that_is_only_unpacked_imports_and_needs_no_solver(bare: Path) ->
 
 
 PLANS = """
-from memo.allocator.planner import Planning
-from memo.mip.buffers import Buffer, Problem
+from memo.allocator.plan_in_background import Planning
+from memo.mip.address.problem import Buffer, Problem
 buffers = tuple(Buffer(id=str(number), start=number, end=number + 2, nbytes=512) for number in range(3))
 print(Planning(Problem(buffers=buffers), time_limit_s=60.0).result().status.name)
 """

@@ -1,4 +1,4 @@
-"""What torch's norms make of 2^32 elements and of more, which `memo.norm_limit` relies on. Run by `make gpu-check`."""
+"""torch's norms of 2^32 elements and of more, which `memo.machine.norm_limit` relies on. Run by `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memo.norm_limit import NORM_ELEMENTS
+from memo.machine.norm_limit import NORM_ELEMENTS
 
 pytestmark = pytest.mark.gpu
 WIDTH = 4096
@@ -56,5 +56,5 @@ def test_norms_are_right_up_to_what_memo_lets_through(norm: type[nn.Module]) -> 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_norms_of_more_are_wrong_which_memo_refuses(norm: type[nn.Module]) -> None:
-    """Where this fails, torch has learned to count: let this version through in memo.norm_limit."""
+    """Where this fails, torch has learned to count: let this version through in memo.machine.norm_limit."""
     assert not last_rows_are_right(norm(WIDTH, device="cuda", dtype=torch.bfloat16), ROWS + LAST)

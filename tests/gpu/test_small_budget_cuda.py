@@ -9,7 +9,7 @@ import torch
 
 import memo
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch
 from small_models import Step, assert_equal, gradients
 
 import memo
-from memo.device_use import DeviceUse
+from memo.autoplan.device_peaks import DevicePeaks
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,7 +175,7 @@ def test_a_layers_edge_reads_torchs_counters_once_and_sorts_none(
     count(torch.cuda.memory, "memory_stats")
     count(torch._C, "_cuda_memoryStats")
     count(torch._C, "_cuda_resetPeakMemoryStats")
-    count(DeviceUse, "edge")
+    count(DevicePeaks, "edge")
     steps(model, device, manager, count=4)
     manager.close()
     edges, beside = calls["edge"], 20  # beside the edges: a few readings a step
@@ -218,7 +218,7 @@ def test_device_peak_falls(device: torch.device) -> None:
 
 
 def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
-    from memo.swap.pinned import page_locked
+    from memo.swap.memory.pinned import page_locked
 
     memory = page_locked(3 * 4096)
     assert memory.numel() == 3 * 4096
@@ -226,8 +226,8 @@ def test_the_host_arena_is_exact_to_the_page(device: torch.device) -> None:
 
 
 def test_a_copy_over_several_registrations_is_whole(device: torch.device) -> None:
-    from memo.swap.cuda import CudaBackend
-    from memo.swap.pinned import PinnedSlab
+    from memo.swap.backends.cuda import CudaBackend
+    from memo.swap.memory.pinned import PinnedSlab
 
     slab = PinnedSlab(1 << 20, device, piece_bytes=1 << 16)
     slab.grow(1 << 20)

@@ -27,7 +27,7 @@ import json, sys
 import torch
 from stream_programs import Block, Blocks, batch
 import memo
-from memo.swap.levels import Level
+from memo.swap.token_levels import Level
 
 FORWARD_MS, BACKWARD_MS = 2, 4
 
@@ -50,7 +50,7 @@ torch.manual_seed(0)
 model = Blocks(lambda: Timed(64)).cuda()
 options = {"trace": sys.argv[3]} if timing else {}
 if repeats:
-    options["levels"] = {number: Level.NOTHING for number in range(len(model.layers) - 1)}
+    options["levels"] = {number: Level.SAVE_INPUT for number in range(len(model.layers) - 1)}
 manager = memo.offload(model, alpha=1.0, host="64MiB", min_bytes=512, **options)
 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 taken = []

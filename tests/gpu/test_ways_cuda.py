@@ -51,7 +51,7 @@ import torch
 from benchmarks.comparison import train_step
 from benchmarks.ways import peers
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 model = GPT(preset("tiny", layers=3, hidden=64, max_seq=256), device="cuda", dtype=torch.bfloat16)
 ids = torch.randint(0, 100, (1, 257), device="cuda")
 way = next(way for way in peers() if way.name == "offloaded checkpointing")

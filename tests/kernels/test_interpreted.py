@@ -34,7 +34,7 @@ def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "memo.kernels.ahead_of_time", "80", "90"]
+    command = [sys.executable, "-m", "memo.kernels.compile_all", "80", "90"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -51,12 +51,12 @@ def test_every_kernel_compiles_for_a100_and_h100_without_a_gpu(compiled: list[di
 
 
 def test_every_kernel_of_the_package_is_compiled(compiled: list[dict[str, object]]) -> None:
-    from memo.kernels import ahead_of_time, masks_triton, staging_triton
+    from memo.kernels import compile_all, masks_triton, staging_triton
 
-    covered = {kernel.__name__ for _, kernel, _, _ in ahead_of_time.kernels()}
+    covered = {kernel.__name__ for _, kernel, _, _ in compile_all.kernels()}
     written = {name for module in (masks_triton, staging_triton) for name in vars(module) if name.endswith("_kernel")}
     assert covered == written
-    assert len({report["kernel"] for report in compiled}) == len(list(ahead_of_time.kernels()))
+    assert len({report["kernel"] for report in compiled}) == len(list(compile_all.kernels()))
 
 
 def test_aligned_copies_move_sixteen_bytes_a_thread(compiled: list[dict[str, object]]) -> None:

@@ -11,14 +11,14 @@ from small_models import Stack, Step, assert_equal, checked, ids, train
 from torch import nn
 
 from memo.kernels import masks, staging
-from memo.manager import Manager
-from memo.swap import partial
-from memo.swap.cuda import CudaBackend
-from memo.swap.engine import Engine
+from memo.manager.manager import Manager
+from memo.swap.backends.cuda import CudaBackend
+from memo.swap.engine import token_prefix
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.tiers import HostTier
-from memo.swap.tokenwise import TokenWise
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.host_and_disk import HostTier
+from memo.swap.token_levels import setting_of
 
 DISTANT_ROWS = 2  # a batch of two: the first tokens of a storage are two runs
 
@@ -116,8 +116,10 @@ def test_a_cpu_never_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_layer_divides_is_gathered_into_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[int] = []
-    pack = partial.pack_views
-    monkeypatch.setattr(partial, "pack_views", lambda views, block: (blocks.append(len(views)), pack(views, block)))
+    pack = token_prefix.pack_views
+    monkeypatch.setattr(
+        token_prefix, "pack_views", lambda views, block: (blocks.append(len(views)), pack(views, block))
+    )
     steps(torch.device("cpu"), with_memo=True)
     assert len(blocks) == 2 * 2
     assert min(blocks) > 1

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.parallel.agreement import agree, everyones, require_equal
+from memo.parallel.rank_agreement import agree, everyones, require_equal
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ from launching import SCHEDULES
 
 import memo
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.gpt.stage import Stage
-from memo.parallel.course import Course
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.pipeline_order import PipelineOrder
 from memo.parallel.world import World, join
 
 ROWS, MICROBATCHES, LAYERS, HIDDEN, HEADS = 4, 8, 8, 32, 4
@@ -79,7 +79,7 @@ class _Handle:
         self._held.dropped(self.tensor.untyped_storage())
 
 
-def plain(world: World) -> tuple[int, Course]:
+def plain(world: World) -> tuple[int, PipelineOrder]:
     """Peak of what one rank holds, and what the schedule's own order says of it."""
     stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
     held = Held(stages)
@@ -90,7 +90,7 @@ def plain(world: World) -> tuple[int, Course]:
     for step in (1, 2):
         assert trainer.step(step) is not None
         assert held.now == 0
-    course = Course.of(trainer.schedule, [layer for stage in stages for layer in stage.layers.values()])
+    course = PipelineOrder.of(trainer.schedule, [layer for stage in stages for layer in stage.layers.values()])
     assert course is not None
     return held.most, course
 

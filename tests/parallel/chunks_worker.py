@@ -18,13 +18,13 @@ from equality_worker import CPU
 from launching import SCHEDULES
 from plans_worker import Steps, divided, managed, only_saved_tensors, require_equal, run
 
-import memo.manager
+import memo.manager.manager
 from memo.errors import PlanError
-from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, Pipeline
-from memo.mip.activation_solve import solve_problem
-from memo.mip.schedules import PipelineSchedule
-from memo.parallel.agreement import everyones
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
+from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.parallel.layout import Layout
+from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
 
 TWO = [schedule for schedule in SCHEDULES if schedule.stages_per_rank > 1]
@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for|PuLP|Constructing")
-    memo.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_memory = only_saved_tensors
     before: ActivationPlan | None = None
     with join(CPU):
         for schedule in TWO:

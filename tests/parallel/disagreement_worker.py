@@ -15,12 +15,12 @@ import torch.distributed as dist
 from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 
 import memo
-import memo.node
+import memo.machine.node_share
 import memo.parallel.world
 from memo.gpt.config import preset
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.parallel.agreement import everyones
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
 
 PATIENCE = datetime.timedelta(seconds=60)
@@ -119,7 +119,7 @@ def computed_differently(rank: int) -> None:
 
 def less_memory(rank: int) -> None:
     """Two nodes as far as budgets go, one of which has room for some layers only."""
-    memo.node._host_name = lambda: f"node {rank}"
+    memo.machine.node_share._host_name = lambda: f"node {rank}"
     options = {"host": "300KiB" if rank else "8MiB", "alpha": 1.0, "on_full": "recompute"}
     plain, managed = Training(None), Training(options)
     with closing(managed.manager):

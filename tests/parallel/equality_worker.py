@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import memo
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.initial import initialise
-from memo.gpt.model import GPT
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.gpt.schedule import Schedule
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.model.init_weights import initialise
+from memo.gpt.model.model import GPT
+from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.gpt.train.step import Trainer
 from memo.gpt.train_config import TrainConfig
-from memo.gpt.training import Trainer
 from memo.parallel.layout import ContextAttention, Layout, PipelineSchedule
 from memo.parallel.world import World, join
 

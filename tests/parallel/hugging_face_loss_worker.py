@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memo
 from memo.errors import UsageError
-from memo.parallel.vocabulary_rows import RowsOfVocabulary
+from memo.parallel.vocabulary_parallel import VocabularyParallel
 
 Done = list[tuple[float, dict[str, Tensor]]]
 
@@ -175,7 +175,7 @@ def check_own_tokens(mesh: DeviceMesh) -> None:
     """A projection with a bias whose ranks hold different tokens: all logits, one mean; capped, one sum."""
     torch.manual_seed(0)
     projection, hidden, targets = nn.Linear(32, 61), torch.randn(2, 8, 32), torch.randint(61, (2, 8))
-    divided = RowsOfVocabulary(sequence=True)._apply(copy.deepcopy(projection), mesh)
+    divided = VocabularyParallel(sequence=True)._apply(copy.deepcopy(projection), mesh)
     mine = [part.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].contiguous() for part in (hidden, targets)]
     assert float((divided(mine[0]) - projection(hidden)).abs().max()) <= BOUND
     for done, reduction in (({}, "mean"), ({"scale": 3.0, "soft_cap": 2.0}, "sum")):

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from small_models import Block, Stack
 
 import memo
-import memo.manager
-from memo.device_memory import DeviceMemory
+import memo.manager.manager
+from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
-from memo.parallel.agreement import everyones
-from memo.swap.marked import marked
+from memo.parallel.rank_agreement import everyones
+from memo.swap.recompute.record.token_local_functions import marked
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
@@ -42,9 +42,9 @@ AUTO: dict[str, Any] = {"device": "640KiB", "host": "16MiB", "min_bytes": 256}
 Steps = list[list[torch.Tensor]]
 
 
-def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceMemory:
+def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget:
     """A device that holds nothing but saved tensors: the budget is theirs, whatever this process weighs."""
-    return DeviceMemory(total_bytes=1 << 40 if budget is None else budget, peak_bytes=lambda: 0, restart=lambda: None)
+    return DeviceBudget(total_bytes=1 << 40 if budget is None else budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
 def ids(step: int, part: int) -> torch.Tensor:
@@ -235,7 +235,7 @@ def disagreeing() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    memo.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_memory = only_saved_tensors
     dist.init_process_group("gloo", timeout=PATIENCE)
     for case in sys.argv[1:]:
         globals()[case]()

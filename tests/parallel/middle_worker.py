@@ -1,4 +1,4 @@
-"""Runs under torchrun: what level MATMULS of a divided layer moves, to the byte, and which collectives it repeats: none
+"""Runs under torchrun: what level SAVE_MATMULS of a divided layer moves, to the byte, and which collectives it repeats: none
 of tensor parallelism, and of the exchanges around attention as many as derived plans count.
 
 Says `middle <layout>` for each.
@@ -17,15 +17,15 @@ from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
-from memo.gpt.block import Block, ElementSizes
+from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.world import World, join
-from memo.swap.levels import LayerCosts, Level, TokenLevels
-from memo.swap.tokenrules import tensors_in
+from memo.swap.recompute.axis.operator_rules import tensors_in
+from memo.swap.token_levels import LayerCosts, Level, TokenLevels
 
 LAYERS = 3
 SHAPE: dict[str, Any] = {
@@ -98,7 +98,7 @@ def check(name: str) -> None:
         assert again == +expected, f"{name} at {alpha}: {again}, not {expected}"
         assert len(costs) == LAYERS
         if layout.tp == 1 or layout.shards_tokens:
-            told = {cost.bytes_per_token[Level.MATMULS] for cost in costs}
+            told = {cost.bytes_per_token[Level.SAVE_MATMULS] for cost in costs}
             assert told == {ROWS * block.matmuls}, f"{name}: {told} bytes a token, not {ROWS} x {block.matmuls}"
 
 

@@ -19,27 +19,27 @@ from equality_worker import CPU, SEED, SEQ, Drawn, training
 from launching import SCHEDULES
 
 import memo
-import memo.manager
-from memo.device_memory import DeviceMemory
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
-from memo.gpt.stage import Stage
-from memo.manager import Manager
-from memo.mip.activation import ActivationPlan
-from memo.parallel.agreement import everyones
+import memo.manager.manager
+from memo.autoplan.device_budget import DeviceBudget
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.train.parallel_step import ParallelTrainer
+from memo.manager.manager import Manager
+from memo.mip.activation.plan import ActivationPlan
 from memo.parallel.layout import Layout, PipelineSchedule
+from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
-from memo.swap.groups import Groups
-from memo.swap.saved import AWAY, Group
+from memo.swap.engine.layer_calls import LayerCalls
+from memo.swap.engine.saved_storage import AWAY, Group
 
 HOST = 256 << 20
 Steps = list[tuple[float, float, list[torch.Tensor]]]
 
 
-def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceMemory:
+def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget:
     """A device that holds nothing but saved tensors: the budget is theirs, whatever this process weighs."""
     assert budget is not None
-    return DeviceMemory(total_bytes=budget, peak_bytes=lambda: 0, restart=lambda: None)
+    return DeviceBudget(total_bytes=budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
 def divided(world: World) -> tuple[list[Stage], ParallelTrainer]:
@@ -156,20 +156,20 @@ def late(schedule: PipelineSchedule, *, told: bool) -> list[int]:
     world = World.of(Layout(pp=2, schedule=schedule), "cpu")
     stages, trainer = divided(world)
     counts: list[int] = []
-    reached = Groups.reached
+    reached = LayerCalls.reached
 
-    def count(groups: Groups, group: Group) -> None:
+    def count(groups: LayerCalls, group: Group) -> None:
         counts[-1] += sum(saved.state is AWAY for saved in group.living())
         reached(groups, group)
 
-    Groups.reached = count  # type: ignore[method-assign]
+    LayerCalls.reached = count  # type: ignore[method-assign]
     try:
         with closing(managed(stages, trainer, world, told=told, alpha=1.0)):
             for step in (1, 2):
                 counts.append(0)
                 assert trainer.step(step) is not None
     finally:
-        Groups.reached = reached  # type: ignore[method-assign]
+        LayerCalls.reached = reached  # type: ignore[method-assign]
     return [sum(of_step) for of_step in zip(*everyones(counts), strict=True)]
 
 
@@ -187,11 +187,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for|PuLP|Constructing")
-    memo.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_memory = only_saved_tensors
     with join(CPU):
         early_stages_keep_less()
         ranks_of_a_layer_agree()
-        memo.manager.device_memory = lambda device, budget: only_saved_tensors(device, 1 << 40)
+        memo.manager.manager.device_memory = lambda device, budget: only_saved_tensors(device, 1 << 40)
         schedules_are_followed_from_the_first_step()
 
 

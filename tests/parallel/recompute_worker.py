@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memo
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.parallel_model import build_stages
-from memo.gpt.parallel_training import ParallelTrainer
+from memo.gpt.model.build_rank import build_stages
+from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.collectives import exchange, gather, scatter_sum, sum_out
 from memo.parallel.world import World, join
-from memo.swap.aside import SleepingMode
-from memo.swap.levels import Level
-from memo.swap.marked import Marked
-from memo.swap.tokens import Axis
+from memo.swap.recompute.axis.token_axis import Axis
+from memo.swap.recompute.record.dispatch_mode import SleepingMode
+from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.token_levels import Level
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"alpha": 1.0},
     "quarter": {"alpha": 0.25},
     "levels": {"alpha": (0.25, 0.5, 0.25)},
     "middle": {"alpha": (0, 1, 0)},
-    "nothing": {"alpha": 0.25, "levels": {0: Level.NOTHING}},
+    "nothing": {"alpha": 0.25, "levels": {0: Level.SAVE_INPUT}},
 }
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memo
 from memo.errors import ModifiedAfterSave
-from memo.swap.levels import Level, TokenLevels, setting_of
+from memo.swap.token_levels import Level, TokenLevels, setting_of
 
 LAYERS, BATCH, HIDDEN, HEADS, FFN, VOCAB = 3, 2, 64, 8, 96, 61
 HEAD_DIM = HIDDEN // HEADS
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half": {"alpha": 0.5},
     "levels": {"alpha": (0.25, 0.5, 0.25)},
     "middle": {"alpha": (0, 1, 0)},
-    "nothing": {"alpha": 0.5, "levels": {0: Level.NOTHING}},
+    "nothing": {"alpha": 0.5, "levels": {0: Level.SAVE_INPUT}},
 }
 Counts = collections.Counter[str]
 Step = tuple[float, dict[str, torch.Tensor]]
@@ -217,7 +217,7 @@ class Collectives(TorchDispatchMode):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class PipelineOrder:
     """Of a run with memo."""
 
     steps: list[Step]
@@ -227,7 +227,7 @@ class Course:
     """That moved."""
 
 
-def run(styles: Styles, options: dict[str, Any] | None) -> Course:
+def run(styles: Styles, options: dict[str, Any] | None) -> PipelineOrder:
     model = build(styles)
     manager = None
     if options is not None:
@@ -245,7 +245,7 @@ def run(styles: Styles, options: dict[str, Any] | None) -> Course:
         grads: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
         steps.append((loss.item(), {name: _local(grad).clone() for name, grad in grads.items()}))
     if manager is None:
-        return Course(steps=steps, collectives=collectives.counts, nbytes=0)
+        return PipelineOrder(steps=steps, collectives=collectives.counts, nbytes=0)
     with closing(manager):
         use = manager.report().tokenwise
         if styles.tokens % 2:
@@ -257,7 +257,7 @@ def run(styles: Styles, options: dict[str, Any] | None) -> Course:
             assert use.deviation == 0, use
             assert len(use.repeated) == (options == SETTINGS["nothing"]), use
         assert manager.stats.live_entries == 0, manager.stats
-        return Course(steps=steps, collectives=collectives.counts, nbytes=manager.stats.bytes_host)
+        return PipelineOrder(steps=steps, collectives=collectives.counts, nbytes=manager.stats.bytes_host)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -279,7 +279,7 @@ def moving_nbytes(styles: Styles, levels: TokenLevels) -> int:
 
 
 def repeated(styles: Styles, levels: TokenLevels) -> Counts:
-    """Collectives of a step's recomputes: what is gathered was saved, and is gathered again; sums only at ATTENTION."""
+    """Collectives of a step's recomputes: what is gathered was saved, and is gathered again; sums only at SAVE_ATTENTION."""
     if not styles.sequence:
         counts = Counts(all_reduce=1) if levels.attention else Counts()
     else:

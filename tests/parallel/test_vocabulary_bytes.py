@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from live_bytes import LiveLocalBytes
 
 from memo.errors import UsageError
-from memo.gpt import loss
 from memo.gpt.config import preset
-from memo.gpt.parallel_model import build_stages
+from memo.gpt.model.build_rank import build_stages
+from memo.loss import chunked_cross_entropy
 from memo.parallel.layout import Layout
 from memo.parallel.world import World
 
@@ -40,7 +40,7 @@ def _eight_ranks() -> Iterator[None]:
 
 def largest(monkeypatch: pytest.MonkeyPatch, tied: bool, **sizes: Any) -> int:
     """Bytes of the largest tensor that a step makes."""
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", CHUNK_LOGITS)
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_LOGITS", CHUNK_LOGITS)
     layout = Layout(**sizes)
     shape = preset(
         "tiny", vocab_size=VOCAB, max_seq=SEQ, layers=1, hidden=HIDDEN, heads=8, ffn=HIDDEN, tie_embeddings=tied

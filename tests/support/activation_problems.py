@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from memo.mip.activation import ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation_cost import predict
-from memo.mip.activation_positions import device_positions
-from memo.mip.hardware import Hardware
-from memo.mip.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.activation.cost import predict
+from memo.mip.activation.memory_peaks import device_positions
+from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.inputs.hardware import Hardware
+from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 
 MIB = 1 << 20
 
@@ -50,13 +50,13 @@ def layer(
 
     `beside`: of the bytes of `matmuls`, what autograd does not save.
     """
-    levels = [LevelProfile(level=Level.ALL, saved_bytes=all)]
+    levels = [LevelProfile(level=Level.SAVE_ALL, saved_bytes=all)]
     if matmuls is not None:
         levels.append(
-            LevelProfile(level=Level.MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1])
+            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1])
         )
     if attention is not None:
-        levels.append(LevelProfile(level=Level.ATTENTION, saved_bytes=0, recompute_s=attention))
+        levels.append(LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=attention))
     times = {"forward_s": 10.0, "backward_s": 20.0}
     return LayerProfile(name=name, always_bytes=always, levels=tuple(levels), **(times | rest))
 

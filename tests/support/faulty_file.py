@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from memo.swap.disk import DiskStore
-from memo.swap.rawfile import RawFile
+from memo.swap.disk.raw_file import RawFile
+from memo.swap.disk.store import DiskStore
 
 if TYPE_CHECKING:
     import pytest

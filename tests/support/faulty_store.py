@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from faulty_file import Faults
 
-from memo.swap.aligned import aligned_empty
-from memo.swap.disk import DiskStore
+from memo.swap.disk.store import DiskStore
+from memo.swap.memory.page_aligned import aligned_empty
 
 KIB = 1 << 10
 BLOCK = 16 * KIB
@@ -44,7 +44,7 @@ def round_trip(store: DiskStore, seed: int = 0) -> None:
 
 
 def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    program = "import sys, os, torch\nfrom memo.swap.disk import DiskStore\n" + textwrap.dedent(code)
+    program = "import sys, os, torch\nfrom memo.swap.disk.store import DiskStore\n" + textwrap.dedent(code)
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, args)],
         capture_output=True,

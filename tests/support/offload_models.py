@@ -12,7 +12,7 @@ from small_models import assert_equal, train
 
 import memo
 from memo.gpt.config import preset
-from memo.gpt.model import GPT
+from memo.gpt.model.model import GPT
 
 if TYPE_CHECKING:
     from pathlib import Path

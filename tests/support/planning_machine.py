@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from memo.autoplan import AutoPlan
-from memo.managed import Limits, Setting
-from memo.mip.activation import ActivationPlan
-from memo.mip.activation_solve import solve_problem
-from memo.swap.levels import LayerCosts, Level
-from memo.trace.events import Lane, Span, StateChange, TensorState, Tracer
+from memo.autoplan.actuator_protocol import Limits, Setting
+from memo.autoplan.controller import AutoPlan
+from memo.events import Lane, Span, StateChange, TensorState, Tracer
+from memo.mip.activation.plan import ActivationPlan
+from memo.mip.activation.solver import solve_problem
+from memo.swap.token_levels import LayerCosts, Level
 
 LAYERS = [f"layers.{n}" for n in range(6)]
 TOKENS = 64
@@ -22,7 +22,7 @@ MIXED = Setting(matmuls=0.5, rest_stays=True)
 
 
 class Machine:
-    """Satisfies `Managed`: remembers what came into force, and tells a step as its layers would."""
+    """Satisfies `ActuatorProtocol`: remembers what came into force, and tells a step as its layers would."""
 
     mlp_tiles = 2
     n_layers = len(LAYERS)
@@ -62,8 +62,8 @@ class Machine:
             tokens=self.tokens,
             input_bytes=1 << 19,
             always_bytes=ALWAYS * self.tokens // TOKENS,
-            bytes_per_token={Level.ALL: PER_TOKEN, Level.MATMULS: PER_TOKEN / 2, Level.ATTENTION: 0.0},
-            recompute_s_per_token={Level.ALL: 0.0, Level.MATMULS: 1e-4, Level.ATTENTION: 1e-2},
+            bytes_per_token={Level.SAVE_ALL: PER_TOKEN, Level.SAVE_MATMULS: PER_TOKEN / 2, Level.SAVE_ATTENTION: 0.0},
+            recompute_s_per_token={Level.SAVE_ALL: 0.0, Level.SAVE_MATMULS: 1e-4, Level.SAVE_ATTENTION: 1e-2},
         )
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:

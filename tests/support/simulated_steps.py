@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memo.mip.hardware import LaneRates
-from memo.mip.simulation import LayerWork, Part, StageSimulation
-from memo.mip.simulation_stage import Stage
-from memo.trace.events import Tier
+from memo.events import Tier
+from memo.mip.inputs.hardware import LaneRates
+from memo.mip.simulate.result import LayerWork, Part, StageSimulation
+from memo.mip.simulate.stage import Stage
 
 
 def rates(

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from race_checker import CheckingBackend, CheckingDisk
 from torch import nn
 
-from memo.manager import Manager
-from memo.swap.checking import CheckingBackend, CheckingDisk
-from memo.swap.engine import Engine
+from memo.manager.manager import Manager
+from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.levels import setting_of
-from memo.swap.tiers import DiskTier, HostTier
-from memo.swap.tokenwise import TokenWise
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.token_levels import setting_of
 
 SEQ = 48
 

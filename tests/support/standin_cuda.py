@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from memo.swap.cuda import CudaBackend
+from memo.swap.backends.cuda import CudaBackend
 
 __all__ = ["OnHostMemory", "StandinCuda"]
 
@@ -89,7 +89,7 @@ class Event:
 
 
 class StandinCuda:
-    """Takes torch.cuda's place as far as memo.swap.cuda goes, for the time of a test."""
+    """Takes torch.cuda's place as far as memo.swap.backends.cuda goes, for the time of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lock = threading.RLock()

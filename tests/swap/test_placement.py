@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from race_checker import CheckingBackend, CheckingDisk
 from small_models import Stack, assert_equal, ids, stack, train
 
 from memo.errors import HostBudgetExceeded, ModifiedAfterSave, UsageError
-from memo.manager import Manager
-from memo.swap.checking import CheckingBackend, CheckingDisk
-from memo.swap.engine import Engine
+from memo.events import Tier, UseKind
+from memo.manager.manager import Manager
+from memo.swap.engine.engine import Engine
+from memo.swap.engine.saved_storage import LIVE, SavedStorage
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement, Quota
-from memo.swap.saved import LIVE, SavedStorage
-from memo.swap.tiers import DiskTier, HostTier
-from memo.trace.events import Tier, UseKind
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -218,7 +217,7 @@ def test_what_rounding_moves_too_much_stays_where_no_tier_has_room_for_it() -> N
     model = stack(layers=4)
     manager = managed(model, dict.fromkeys(range(4), Placement(kept=0.75, host=0.25)))
     train(model, lambda step: model(ids(step)), manager, steps=2)
-    planned = sum(manager._engine._destinations._saved_nbytes.values()) // 4
+    planned = sum(manager._engine._tier_choice._saved_nbytes.values()) // 4
     manager.close()
     model = stack(layers=4)
     backend = CheckingBackend("lazy")
@@ -277,7 +276,7 @@ def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> Non
     halves = Placement(kept=0.5, host=0.5, nbytes=1000)
     second = Placement(kept=0.5, host=0.5, nbytes=1000, begins=begins)
     manager = managed(stack(), {0: halves, 1: second})
-    destinations = manager._engine._destinations
+    destinations = manager._engine._tier_choice
     first = destinations.quota(0)
     assert first is not None
     assert first.choose(600) is Tier.HOST

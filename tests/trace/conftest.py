@@ -14,7 +14,7 @@ import pytest
 from report_page import CHROMIUM
 
 from benchmarks.viewer import FLAGS
-from memo.trace.events import Event, to_json
+from memo.events import Event, to_json
 from memo.trace.reader import Trace
 
 ROOT = Path(__file__).parent.parent.parent

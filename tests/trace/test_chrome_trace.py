@@ -10,11 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from memo.events import Event, Lane, Span, Stall, StallCause, StateChange, TensorState, Tier
 from memo.trace.chrome import chrome_trace
-from memo.trace.events import Event, Lane, Span, Stall, StallCause, StateChange, TensorState, Tier
 from memo.trace.reader import Trace, read_traces
 
 MakeTrace = Callable[..., Trace]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memo.trace.events import (
+from memo.events import (
     CounterEvent,
     Event,
     Lane,
@@ -28,10 +28,10 @@ from memo.trace.events import (
     Tier,
 )
 from memo.trace.html import embedded_json, render_page
-from memo.trace.lives import holdings_of
-from memo.trace.pagedata import page_data
+from memo.trace.html_data import page_data
 from memo.trace.reader import Trace, read_traces
 from memo.trace.report import report_on
+from memo.trace.tensor_lifetimes import holdings_of
 
 VIEWER = Path(__file__).parent.parent.parent / "memo" / "trace"
 MakeTrace = Callable[..., Trace]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from memo.trace.diff import Row, compare
-from memo.trace.events import Lane, Span, Stall, StallCause, StepMark
+from memo.events import Lane, Span, Stall, StallCause, StepMark
+from memo.trace.diff import Row, compare_reports
 from memo.trace.reader import Trace
 from memo.trace.report import Report, report_on
 
@@ -29,19 +29,19 @@ def run(make_trace: MakeTrace, *, step_ms: int, copy_ms: int, stall_ms: int) -> 
 def test_a_figure_is_better_or_worse_by_its_own_direction(make_trace: MakeTrace) -> None:
     slow = run(make_trace, step_ms=1000, copy_ms=100, stall_ms=50)
     fast = run(make_trace, step_ms=900, copy_ms=50, stall_ms=0)
-    rows = {row.name: row for row in compare(slow, fast)}
+    rows = {row.name: row for row in compare_reports(slow, fast)}
     assert rows["step"].change_percent == pytest.approx(-10)
     assert rows["step"].word == "better"
     assert rows["d2h rate"].change_percent == pytest.approx(100)
     assert rows["d2h rate"].word == "better"
-    assert {row.name: row.word for row in compare(fast, slow)}["d2h rate"] == "worse"
+    assert {row.name: row.word for row in compare_reports(fast, slow)}["d2h rate"] == "worse"
     assert rows["d2h moved"].word == ""
 
 
 def test_a_figure_that_only_one_run_has_is_shown_and_not_compared(make_trace: MakeTrace) -> None:
     stalled = run(make_trace, step_ms=1000, copy_ms=100, stall_ms=50)
     smooth = run(make_trace, step_ms=1000, copy_ms=100, stall_ms=0)
-    (row,) = [row for row in compare(smooth, stalled) if row.name == "drain stalls"]
+    (row,) = [row for row in compare_reports(smooth, stalled) if row.name == "drain stalls"]
     assert (row.shown(row.a), row.shown(row.b), row.change_percent, row.word) == ("–", "50 ms", None, "")
 
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from memo.errors import TraceError
-from memo.trace.events import (
+from memo.events import (
     CounterEvent,
     Event,
     Lane,

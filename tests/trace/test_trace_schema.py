@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from memo.trace.events import FORMAT, VERSION, CounterEvent, Note, Span, Stall, StateChange, StepMark, Use
+from memo.events import FORMAT, VERSION, CounterEvent, Note, Span, Stall, StateChange, StepMark, Use
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SCHEMA = json.loads((DOCS / "trace-format.schema.json").read_text(encoding="utf-8"))

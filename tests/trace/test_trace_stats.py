@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memo.trace.events import (
+from memo.events import (
     CounterEvent,
     Event,
     Lane,

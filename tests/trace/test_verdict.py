@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memo.trace.events import (
+from memo.events import (
     CounterEvent,
     Event,
     Lane,

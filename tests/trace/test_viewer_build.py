@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memo.trace import words
+from memo.trace import format
 from memo.units import format_bytes
 
 VIEWER = Path(__file__).parent.parent.parent / "memo" / "trace" / "viewer"
@@ -73,9 +73,9 @@ def test_the_page_writes_numbers_and_names_as_the_terminal_does(tmp_path: Path) 
     values = json.dumps([times, shares, sizes, rates, names])
     found = json.loads(node("--input-type=module", "-e", script, str(target), values))
     assert found == [
-        [words.duration(ns) for ns in times],
-        [words.percent(share) for share in shares],
+        [format.duration(ns) for ns in times],
+        [format.percent(share) for share in shares],
         [format_bytes(nbytes) for nbytes in sizes],
-        [words.rate(value) for value in rates],
-        [words.printable(name) for name in names],
+        [format.rate(value) for value in rates],
+        [format.printable(name) for name in names],
     ]

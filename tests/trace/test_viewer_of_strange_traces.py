@@ -85,10 +85,10 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
 @pytest.fixture(scope="module")
 def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with an address plan: two arenas, a few rectangles on a grid."""
-    from memo.mip.buffers import ArenaPlan, Buffer, Plan, Problem, Status
+    from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
+    from memo.trace.address_plan_view import packing_of
     from memo.trace.html import render_page
-    from memo.trace.packing import packing_of
-    from memo.trace.pagedata import page_data
+    from memo.trace.html_data import page_data
     from memo.trace.reader import read_traces
     from memo.trace.report import report_on
 
@@ -134,7 +134,7 @@ def test_a_thinned_page_says_so_and_still_draws(
     synthetic: ModuleType, open_page: Callable[..., Any], tmp_path: Path
 ) -> None:
     from memo.trace.html import render_page
-    from memo.trace.pagedata import page_data
+    from memo.trace.html_data import page_data
     from memo.trace.reader import read_traces
     from memo.trace.report import report_on
 

@@ -1,4 +1,4 @@
-// The page's JSON (memo/trace/pagedata.py) as typed arrays, and the questions the views ask of them.
+// The page's JSON (memo/trace/html_data.py) as typed arrays, and the questions the views ask of them.
 
 export interface Figures {
   rank: number;

@@ -1,4 +1,4 @@
-// How numbers and foreign names are written; the same rules as memo/trace/words.py.
+// How numbers and foreign names are written; the same rules as memo/trace/format.py.
 
 export function duration(ns: number): string {
   if (ns >= 119.995e9) {

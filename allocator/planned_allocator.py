@@ -1,0 +1,229 @@
+"""One step after another under the planned allocator: watch, record, plan in the background, replay.
+
+Steps of one signature (a sequence length, training or evaluation) ask for the same memory in the same order; each signature
+has a plan of its own. Its first step warms up (workspaces, optimizer state), its second is recorded, and from when the plan
+is ready its steps are replayed:
+
+    step      1          2         3 ...                       4 ...
+    stage     WARM_UP    RECORD    PLANNING (in background)    REPLAY ──left its plan──▶ PLANNING, still replaying
+
+A step that leaves its plan is safe (arena.cpp sees to that) and counted. If it asked for the same memory in the same order,
+only some frees came later than known, and the next plan reserves that time. If it asked for something else, it is planned
+anew once a second step does the same: a step that comes once in a hundred should not cost the others their plan.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from memo.allocator.native import Begun
+from memo.allocator.plan_from_events import Recording, ReplayLayout, layout_of, merge, problem_of, recording_of
+from memo.allocator.plan_in_background import Planning
+from memo.errors import AllocatorError, MemoError
+
+if TYPE_CHECKING:
+    from memo.allocator.native import Native
+    from memo.allocator.step import StepSummary
+
+__all__ = ["PlannedAllocator", "Stage"]
+
+KEPT_SIGNATURES = 8
+PLANS_EACH = 8  # how often a signature is planned before what still diverges is left to the pool
+
+
+class Stage(enum.Enum):
+    """How far a signature is."""
+
+    WARM_UP = "warm-up"
+    RECORD = "record"
+    PLANNING = "planning"
+    REPLAY = "replay"
+    UNPLANNED = "unplanned"
+    """There is no plan for it, or no room: it runs from the pool."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Kind:
+    """What is known of the steps of one signature."""
+
+    stage: Stage = Stage.WARM_UP
+    recording: Recording = ()
+    """What the plan, or the one in the making, is for."""
+    candidate: Recording = ()
+    """The last step that asked for something else."""
+    planning: Planning | None = None
+    plan: int | None = None
+    layout: ReplayLayout | None = None
+    n_plans: int = 0
+
+
+class PlannedAllocator:
+    """The steps of a process. Calls from one thread; one step at a time."""
+
+    def __init__(self, native: Native, *, plan_seconds: float) -> None:
+        self._native = native
+        self._plan_seconds = plan_seconds
+        self._kinds: collections.OrderedDict[Hashable, _Kind] = collections.OrderedDict()
+        self._open: _Kind | None = None
+        self._warned = False
+        self.last: StepSummary | None = None
+        """What became of the requests of the last step."""
+
+    @property
+    def native(self) -> Native:
+        """The border to the C++ part."""
+        return self._native
+
+    @property
+    def in_step(self) -> bool:
+        """True between `begin_step` and `end_step`."""
+        return self._open is not None
+
+    def stage(self, signature: Hashable = "step") -> Stage:
+        """How far the steps of this signature are."""
+        kind = self._kinds.get(signature)
+        return Stage.WARM_UP if kind is None else kind.stage
+
+    def layout(self, signature: Hashable = "step") -> ReplayLayout | None:
+        """Where the requests of this signature's steps go; None before there is a plan."""
+        kind = self._kinds.get(signature)
+        return None if kind is None else kind.layout
+
+    def layouts(self) -> tuple[ReplayLayout, ...]:
+        """All plans in use, the most recently used signature's last."""
+        return tuple(kind.layout for kind in self._kinds.values() if kind.layout is not None)
+
+    @contextlib.contextmanager
+    def step(self, signature: Hashable = "step", *, device: int = 0) -> Iterator[None]:
+        """Around one whole step: forward, backward, optimizer, and the release of the gradients.
+
+        Steps with equal signatures should ask for the same memory: give, say, the sequence length and whether it trains.
+        """
+        self.begin_step(signature, device=device)
+        try:
+            yield
+        except BaseException:
+            self.end_step(learn=False)
+            raise
+        self.end_step()
+
+    def begin_step(self, signature: Hashable = "step", *, device: int = 0) -> None:
+        """Opens a step.
+
+        Raises:
+            AllocatorError: one is open.
+        """
+        if self.in_step:
+            raise AllocatorError("a step of the planned allocator begins inside another one")
+        kind = self._kinds.setdefault(signature, _Kind())
+        self._kinds.move_to_end(signature)
+        self._drop_oldest()
+        if kind.planning is not None and kind.planning.done():
+            self._adopt(kind)
+        begun = self._native.begin_step(device, kind.plan)
+        self._open = kind
+        if begun is Begun.NO_ROOM:
+            self._leave_unplanned(kind, "the device has no room for the arena")
+
+    def end_step(self, *, learn: bool = True) -> None:
+        """Closes the step; `learn=False` when it did not run to its end.
+
+        Raises:
+            AllocatorError: none is open.
+        """
+        self.last = summary = self._native.end_step()
+        kind, self._open = self._open, None
+        if kind is None or not learn:
+            return
+        if kind.stage is Stage.WARM_UP:
+            kind.stage = Stage.RECORD
+        elif kind.stage is Stage.RECORD:
+            self._plan(kind, recording_of(self._native.events()))
+        elif kind.stage is Stage.REPLAY and summary.first is not None:
+            self._warn(f"a step left its plan ({summary.fallbacks} of {summary.requests} requests): {summary.first}")
+            self._plan_again(kind, recording_of(self._native.events()))
+
+    def wait(self) -> None:
+        """Until every plan in the making is there, for tests and benchmarks."""
+        for kind in self._kinds.values():
+            if kind.planning is not None:
+                self._adopt(kind)
+
+    def close(self) -> None:
+        """Drops all plans; what is allocated stays."""
+        for kind in self._kinds.values():
+            self._drop(kind)
+        self._kinds.clear()
+
+    def _plan(self, kind: _Kind, recording: Recording) -> None:
+        kind.recording, kind.candidate = recording, ()
+        if not any(request.in_arena for request in recording):
+            kind.stage = Stage.UNPLANNED
+            return
+        kind.n_plans += 1
+        kind.planning = Planning(problem_of(recording), time_limit_s=self._plan_seconds)
+        if kind.plan is None:
+            kind.stage = Stage.PLANNING
+
+    def _plan_again(self, kind: _Kind, recording: Recording) -> None:
+        if kind.planning is not None or kind.n_plans >= PLANS_EACH or not recording:
+            return
+        same = merge(kind.recording, recording)
+        again = merge(kind.candidate, recording)
+        if same is not None:
+            if same != kind.recording:
+                self._plan(kind, same)
+        elif again is not None:
+            self._plan(kind, again)
+        else:
+            kind.candidate = recording
+
+    def _adopt(self, kind: _Kind) -> None:
+        """Takes the plan that was made in the background; without one, what was there before stays."""
+        assert kind.planning is not None
+        planning, kind.planning = kind.planning, None
+        try:
+            layout = layout_of(kind.recording, planning.result())
+            requests = layout.recording
+            plan = self._native.add_plan(
+                [request.nbytes for request in requests],
+                layout.offsets,
+                [request.stream for request in requests],
+                arena_nbytes=layout.nbytes,
+            )
+        except MemoError as error:
+            if kind.plan is None:
+                self._leave_unplanned(kind, str(error))
+            return
+        if kind.plan is not None:
+            self._native.forget_plan(kind.plan)
+        kind.plan, kind.layout, kind.stage = plan, layout, Stage.REPLAY
+
+    def _leave_unplanned(self, kind: _Kind, why: str) -> None:
+        self._drop(kind)
+        kind.stage = Stage.UNPLANNED
+        self._warn(f"steps run without a plan: {why}")
+
+    def _drop_oldest(self) -> None:
+        while len(self._kinds) > KEPT_SIGNATURES:
+            _, kind = self._kinds.popitem(last=False)
+            self._drop(kind)
+
+    def _drop(self, kind: _Kind) -> None:
+        if kind.planning is not None:
+            kind.planning.cancel()
+        if kind.plan is not None:
+            self._native.forget_plan(kind.plan)
+        kind.planning = kind.plan = kind.layout = None
+
+    def _warn(self, text: str) -> None:
+        """Once: the counters tell the rest."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"planned allocator: {text}", stacklevel=4)

@@ -1,0 +1,136 @@
+"""What one measured step showed, and what ranks that must carry out the same plan make of each other's: the worst of all.
+
+Recompute repeats a layer's collectives, so ranks that talk within a layer have to treat it alike. Each measures for
+itself; the plan is made of the slowest times, the slowest links, the least room and the levels that every one of them has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from memo.autoplan.actuator_protocol import Limits
+from memo.autoplan.layer_classes import classes_of
+from memo.mip.inputs import EndProfile, LayerProfile, Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memo.mip.inputs import Hardware
+
+__all__ = ["Everyones", "StepEvidence", "alone", "least", "worst"]
+
+_T = TypeVar("_T")
+
+_RATES = (
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+    "duplex_bytes_per_s",
+    "node_d2h_bytes_per_s",
+    "node_h2d_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "disk_read_bytes_per_s",
+)
+_OF_LEVELS = ("saved_bytes", "beside_bytes", "recompute_s")
+
+
+class Everyones(Protocol):
+    """What every rank says that must act alike, this one's among it, in the same order on each. A collective call."""
+
+    def __call__(self, value: _T, /) -> list[_T]: ...
+
+
+def alone(value: _T, /) -> list[_T]:
+    """Nobody else has a say."""
+    return [value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvidence:
+    """Of one step, and one rank or the worst of several."""
+
+    profile: Profile | None = None
+    """None where `problem` says why there is none."""
+    hardware: Hardware | None = None
+    """Only where links were looked at."""
+    calls: int = 1
+    """How often a layer ran: microbatches of the step."""
+    measured_s: float = 0.0
+    """From the first forward to the end of the last backward."""
+    peak_bytes: int = 0
+    """Of saved tensors on the device."""
+    trials: int = 0
+    """Recomputes that were tried out in the step: its time is not that of one without."""
+    problem: str | None = None
+
+
+def worst(found: Sequence[StepEvidence]) -> StepEvidence:
+    """What holds for every rank."""
+    problem = next((one.problem for one in found if one.problem is not None), None)
+    if problem is not None:
+        return StepEvidence(problem=problem)
+    return StepEvidence(
+        profile=_slowest([one.profile for one in found if one.profile is not None]),
+        hardware=_narrowest([one.hardware for one in found if one.hardware is not None]),
+        calls=max(one.calls for one in found),
+        measured_s=max(one.measured_s for one in found),
+        peak_bytes=max(one.peak_bytes for one in found),
+        trials=max(one.trials for one in found),
+    )
+
+
+def least(limits: Sequence[Limits]) -> Limits:
+    """The room that every rank has."""
+    return Limits(
+        device_bytes=min(one.device_bytes for one in limits),
+        others_bytes=max(one.others_bytes for one in limits),
+        around_bytes=max(one.around_bytes for one in limits),
+        beside_layers=tuple(map(max, zip(*(one.beside_layers for one in limits), strict=True))),
+        host_bytes=min(one.host_bytes for one in limits),
+        disk_bytes=min(one.disk_bytes for one in limits),
+    )
+
+
+def _slowest(profiles: Sequence[Profile]) -> Profile:
+    if len(profiles) == 1:
+        return profiles[0]
+    layers = [_slowest_layer(alike) for alike in zip(*(one.layer_profiles() for one in profiles), strict=True)]
+    classes, names = classes_of(layers)
+    return dataclasses.replace(
+        profiles[0],
+        classes=classes,
+        layers=names,
+        embedding=_slowest_end([one.embedding for one in profiles]),
+        head=_slowest_end([one.head for one in profiles]),
+    )
+
+
+def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
+    """Classes are made anew: what one rank took for alike may not be on another."""
+    levels = []
+    for known in layers[0].levels:
+        everywhere = [level for layer in layers if (level := layer.level(known.level)) is not None]
+        if len(everywhere) == len(layers):
+            most = {field: max(getattr(one, field) for one in everywhere) for field in _OF_LEVELS}
+            levels.append(dataclasses.replace(known, **most))
+    return dataclasses.replace(
+        layers[0],
+        name=layers[0].name.partition("#")[0],
+        always_bytes=max(layer.always_bytes for layer in layers),
+        levels=tuple(levels),
+        forward_s=max(layer.forward_s for layer in layers),
+        backward_s=max(layer.backward_s for layer in layers),
+        storages=max(layer.storages for layer in layers),
+        largest_storage_bytes=max(layer.largest_storage_bytes for layer in layers),
+    )
+
+
+def _slowest_end(ends: Sequence[EndProfile]) -> EndProfile:
+    return dataclasses.replace(ends[0], forward_s=max(end.forward_s for end in ends))
+
+
+def _narrowest(machines: Sequence[Hardware]) -> Hardware | None:
+    if not machines:
+        return None
+    rates = {field: min(getattr(machine, field) for machine in machines) for field in _RATES}
+    return dataclasses.replace(machines[0], **rates)

@@ -1,0 +1,83 @@
+"""Words and tables about address plans, shared by `memo pack`, `memo check` and `memo show`.
+
+Names come from files: whatever a terminal could take for a command is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memo.mip.address import Buffer, Plan
+from memo.units import format_bytes
+
+__all__ = ["arena_table", "plan_summary", "printable", "table"]
+
+
+def printable(name: str, *, width: int = 60) -> str:
+    """The name with control and other unprintable characters escaped, cut to the width."""
+    shown = repr(name)[1:-1]
+    return shown if len(shown) <= width else shown[: width - 3] + "..."
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first flush left, the others flush right."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def arena_table(plan: Plan) -> str:
+    """One line an arena, then the buffers that weigh most."""
+    rows = []
+    for arena in plan.arenas:
+        capacity = plan.problem.capacities.get(arena.name)
+        rows.append(
+            (
+                printable(arena.name),
+                f"{len(plan.problem.of(arena.name)):,}",
+                format_bytes(arena.nbytes),
+                format_bytes(arena.lower_bound_nbytes),
+                f"{arena.gap:.2%}",
+                "-" if capacity is None else format_bytes(capacity),
+                "-" if not capacity else f"{1 - arena.nbytes / capacity:.1%}",
+                arena.status.value,
+                printable(arena.method),
+            )
+        )
+    header = ("arena", "buffers", "size", "lower bound", "gap", "capacity", "headroom", "status", "found by")
+    heavy = sorted(plan.problem.buffers, key=lambda b: (-_weight(b), b.id))[:5]
+    top = [(printable(b.id), format_bytes(b.nbytes), f"{b.start}", f"{b.end}") for b in heavy]
+    return f"{table(header, rows)}\n\n{table(('bytes x life, top 5', 'size', 'start', 'end'), top)}"
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """What `--json` prints; sizes in bytes."""
+    return {
+        "status": plan.status.value,
+        "buffers": len(plan.problem.buffers),
+        "alignment_nbytes": plan.problem.alignment,
+        "arenas": [
+            {
+                "name": arena.name,
+                "buffers": len(plan.problem.of(arena.name)),
+                "nbytes": arena.nbytes,
+                "lower_bound_nbytes": arena.lower_bound_nbytes,
+                "gap_fraction": arena.gap,
+                "capacity_nbytes": plan.problem.capacities.get(arena.name),
+                "status": arena.status.value,
+                "method": arena.method,
+            }
+            for arena in plan.arenas
+        ],
+    }
+
+
+def _weight(buffer: Buffer) -> int:
+    return buffer.nbytes * sum(end - start for start, end in buffer.spans())

@@ -1,0 +1,244 @@
+"""The profile of a GPT on a machine that is not at hand: bytes and FLOPs by arithmetic, seconds from a description.
+
+Owns what a layout and a machine make of one block's figures (memo.gpt.arithmetic.block_bytes), and of what stands
+before and behind the layers, for the fused kernels of a GPU. Tensor parallelism is Megatron's with sequence
+parallelism: every saved tensor is divided by tp; context parallelism divides tokens. Rates are of products in the
+precision that is asked for. Needs no torch.
+
+A tiled MLP is the same work in more pieces: each of a pass's tiles takes as long as TILE_ROWS more rows would, the part of
+a GPU's blocks of rows that its last ones leave idle, and as its launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memo.errors import UsageError
+from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
+from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, parameter_count
+from memo.gpt.config import GPTConfig
+from memo.gpt.train_config import Precision
+from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.swap import comparing_nbytes
+
+__all__ = ["Layout", "derive_profile"]
+
+STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments of Adam
+LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
+LOGIT_BYTES = 2 * 4  # one and its gradient in float32
+# Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
+ATTENTION_BACKWARD = 2.5
+TILE_ROWS = 128  # of the blocks in which a GPU computes a product
+LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the host's time for one
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What runs on how many GPUs."""
+
+    tokens: int
+    """Of a sequence."""
+    batch: int = 1
+    """Sequences in a microbatch."""
+    gpus: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch", "gpus", "tp", "cp", "pp"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.gpus % (self.tp * self.cp * self.pp):
+            raise UsageError(f"{self.gpus} GPUs are no multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+
+    @property
+    def rank_tokens(self) -> float:
+        """Of a microbatch, that one rank has of tensors that are divided among tp and cp."""
+        return self.tokens * self.batch / (self.tp * self.cp)
+
+    @property
+    def replicas(self) -> int:
+        """Data parallelism: whatever GPUs are left."""
+        return self.gpus // (self.tp * self.cp * self.pp)
+
+
+def derive_profile(
+    config: GPTConfig,
+    machine: Hardware,
+    layout: Layout,
+    *,
+    precision: Precision = Precision.BF16,
+    name: str = "gpt",
+) -> Profile:
+    """One rank's microbatch under this layout, its MLP in as many tiles as `config` says.
+
+    Raises:
+        UsageError: the layout does not divide the model.
+    """
+    if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
+        raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
+    if config.layers < layout.pp:
+        raise UsageError(f"{config.layers} layers make no {layout.pp} pipeline stages")
+    signature = Signature(
+        model=name,
+        batch=layout.batch,
+        tokens=layout.tokens,
+        dtype=str(precision),
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+    )
+    sizes = ElementSizes.of(precision)
+    ends = _Ends(config, machine, layout, sizes)
+    stage_parameters = -(-parameter_count(config) // layout.pp)
+    return Profile(
+        signature=signature,
+        role=Role.DERIVED,
+        classes=(_layer(config, machine, layout, sizes),),
+        layers=("block",) * config.layers,
+        mlp_tiles=config.mlp_tiles,
+        embedding=ends.embedding(),
+        head=ends.head(),
+        # Adam reads weight, gradient and moments and writes all but the gradient.
+        optimizer_s=7 * 4 * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
+        model_flops_causal_per_token=flops_per_token(config, layout.tokens),
+        model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
+    )
+
+
+def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> LayerProfile:
+    tokens = layout.rank_tokens
+    block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp)
+    products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
+    attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
+    memory_s = tokens / machine.hbm_bytes_per_s
+    tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
+    parameters = layer_parameter_count(config)
+    gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
+    # Autocast's copies stay from their first use until backward has used them.
+    copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
+    return LayerProfile(
+        name="block",
+        always_bytes=round(block.always * tokens),
+        levels=(
+            LevelProfile(
+                level=Level.SAVE_ALL,
+                saved_bytes=round(block.all * tokens),
+                beside_bytes=round(block.in_pieces * tokens),
+            ),
+            # What ranks sum is saved; what they gather is read by products alone, whose results are saved.
+            LevelProfile(
+                level=Level.SAVE_MATMULS,
+                saved_bytes=round(block.matmuls * tokens),
+                beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
+                recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
+            ),
+            LevelProfile(
+                level=Level.SAVE_ATTENTION,
+                saved_bytes=0,
+                recompute_s=block.projections_again * products_s
+                + block.elementwise_again * memory_s
+                + 3 / 4 * tensor_s  # all but the sum behind the last projection
+                + block.exchanges_again * context_s,
+                recompute_flops=block.projections_again * tokens,
+            ),
+        ),
+        forward_s=block.projections * products_s
+        + attention_s
+        + block.elementwise * memory_s
+        + tensor_s
+        + context_s
+        + _tiling_s(config, block, machine),
+        backward_s=(2 * block.projections + block.retiled) * products_s
+        + ATTENTION_BACKWARD * attention_s
+        + 2 * block.elementwise * memory_s
+        + 1.5 * tensor_s  # the two gathers once more, for the weights' gradients
+        + context_s
+        + 2 * _tiling_s(config, block, machine),
+        forward_flops=(block.projections + block.attention) * tokens,
+        backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
+        attention_flops=block.attention * tokens,
+        attention_s=attention_s,
+        forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens)
+        + comparing_nbytes(round(block.largest * tokens)),
+        # And the gradient of the layer's weights, in the type of the products.
+        backward_transient_bytes=round(2 * gathered_weights + copied_weights + block.backward_transient * tokens),
+        between_bytes=round(block.between * tokens),
+        static_bytes=round(STATE_BYTES * parameters / _shards(layout) + copied_weights),
+        storages=block.storages,
+        largest_storage_bytes=round(block.largest * tokens),
+    )
+
+
+def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
+    """What one pass over an MLP takes longer in tiles than whole."""
+    if config.mlp_tiles == 1:
+        return 0.0
+    rows_s = TILE_ROWS * block.mlp / (machine.peak_flops * machine.matmul_efficiency)
+    return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
+
+
+def _shards(layout: Layout) -> int:
+    """Ranks that share one stage's parameters and their state: fully sharded over replicas and context, too."""
+    return layout.gpus // layout.pp
+
+
+def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """Two gathers and two sums of tensor parallelism, in one forward."""
+    return 4 * (layout.tp - 1) / layout.tp / layout.cp * _hidden_s(config, machine, layout, sizes)
+
+
+def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """Four all-to-alls of context parallelism, in one forward."""
+    return 4 * (layout.cp - 1) / layout.cp / (layout.cp * layout.tp) * _hidden_s(config, machine, layout, sizes)
+
+
+def _hidden_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """All tokens over one rank's links, as products have them; 0 where nobody is at their other ends."""
+    if layout.tp * layout.cp == 1:
+        return 0.0
+    return config.hidden * sizes.product * layout.tokens * layout.batch / machine.nvlink_bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ends:
+    config: GPTConfig
+    machine: Hardware
+    layout: Layout
+    sizes: ElementSizes
+
+    def embedding(self) -> EndProfile:
+        """A row read for each token and added to in backward; the rotary tables, in float32, stay for all layers.
+
+        Ranks that share the vocabulary look up all tokens of their group; in backward they have the gradient of all of
+        them, and once more without those of other ranks' rows.
+        """
+        config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
+        row = config.hidden * self.sizes.stream
+        rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
+        return EndProfile(
+            forward_s=2 * row * tokens / machine.hbm_bytes_per_s,
+            backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
+            saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
+            transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
+            static_bytes=round(STATE_BYTES * config.vocab_size * config.hidden / _shards(self.layout)),
+        )
+
+    def head(self) -> EndProfile:
+        """Norm, projection and loss, whose gradients memo.loss.chunked_cross_entropy makes in forward, a chunk at a time."""
+        config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
+        flops = 2.0 * config.vocab_size * config.hidden * tokens
+        row = config.hidden * self.sizes.stream * tokens
+        weights = 0 if config.tie_embeddings else config.vocab_size * config.hidden
+        logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
+        # The matrix's gradient in float32, and its copy in the type of products.
+        matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
+        return EndProfile(
+            forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency) + 4 * row / machine.hbm_bytes_per_s,
+            backward_s=6 * row / machine.hbm_bytes_per_s,
+            forward_flops=3 * flops,
+            saved_bytes=round(3 * row),  # the norm's input and output, and the gradient of that
+            transient_bytes=round(logits + row + matrix),
+            static_bytes=round(STATE_BYTES * weights / _shards(self.layout)),
+        )

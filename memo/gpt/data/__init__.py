@@ -1,0 +1,1 @@
+"""Token files, documents and the batches made of them."""

@@ -1,0 +1,217 @@
+"""A training set as one memory-mapped file of tokens, made once and found again.
+
+Owns the cache: its file format, its place and its name, which is a hash of everything the tokens depend on (files with
+size and time, field, tokenizer, format version). A file is written beside its final name and renamed into place when it
+is whole, so concurrent builders at worst both do the work; one that was cut short later is recognised by its length and
+made again.
+
+    header (64 bytes): magic, bytes per token, vocabulary, end of document, tokens, documents | tokens ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from memo.errors import DataError
+from memo.gpt.data.documents import find_files, read_documents, read_packages
+from memo.gpt.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["TokenFile", "default_cache_dir", "open_tokens"]
+
+MAGIC = b"MEMOTOK\x01"
+HEADER = struct.Struct("<8sIIQQQ24x")
+DOCUMENTS_PER_ENCODE = 64
+TOKENS_PER_SCAN = 1 << 24
+SUFFIX, UNFINISHED = ".tokens", ".unfinished"
+# An unfinished file that nobody has written to for a day has lost its writer (a kill -9).
+ABANDONED_S = 86_400.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """A training set's tokens, every document followed by `end_of_document`."""
+
+    path: Path
+    tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    """Memory-mapped and read-only."""
+    vocab_size: int
+    end_of_document: int
+    documents: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each document ends, ascending: found by reading all tokens once, a part at a time."""
+        parts = (
+            first + np.flatnonzero(self.tokens[first : first + TOKENS_PER_SCAN] == self.end_of_document)
+            for first in range(0, len(self.tokens), TOKENS_PER_SCAN)
+        )
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def open_tokens(
+    data: Sequence[str] | None,
+    *,
+    tokenizer: str | None = None,
+    field: str = "text",
+    cache_dir: Path | None = None,
+    packages: bool = False,
+) -> TokenFile:
+    """The tokens of `data`, from the cache if they are there, else read, encoded and cached.
+
+    `data` names text files, directories, globs, JSON lines (`.gz` too) or Parquet files; None is the source of the
+    running Python's standard library: a document a file, or, with `packages`, a document a package, of which some have a
+    million bytes and more. `tokenizer` is a Hugging Face tokenizer.json; None means one token a byte.
+    `cache_dir` must be writable; None is the user's cache directory, or a private one under the system's temporary
+    directory where that cannot be written.
+
+    Raises:
+        DataError: nothing to read, something unreadable, or no room for the cache. No file is left behind.
+    """
+    files = find_files(data)
+    encoder = load_tokenizer(tokenizer)
+    folder = _writable(cache_dir)
+    by_package = packages and data is None
+    path = folder / f"{_key(files, encoder, field, by_package)}{SUFFIX}"
+    cached = _opened(path)
+    if cached is not None:
+        return cached
+    try:
+        _remove_abandoned(folder)
+        with _replacing(path) as out:
+            _write(out, read_packages(files) if by_package else read_documents(files, field=field), encoder)
+    except OSError as error:
+        raise DataError(f"cannot write the token cache in {folder}: {error.strerror or error}") from error
+    built = _opened(path)
+    if built is None:
+        raise DataError(f"the token cache {path} changed while it was being opened; run again")
+    return built
+
+
+def default_cache_dir() -> Path:
+    """`memo/tokens` in the user's cache directory, by the XDG convention."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The convention says to ignore a relative path here.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "memo" / "tokens"
+
+
+def _writable(cache_dir: Path | None) -> Path:
+    try:
+        return _made(cache_dir or default_cache_dir())
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
+        if cache_dir is not None:
+            raise DataError(
+                f"cannot write the token cache in {cache_dir}: {getattr(error, 'strerror', error)}"
+            ) from error
+    return _private_temporary()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def _private_temporary() -> Path:
+    """A directory of this user's own under the system's temporary one, which everybody can write to."""
+    folder = Path(tempfile.gettempdir()) / f"memo-tokens-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not folder.is_symlink() and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return _made(folder)
+        reason = "it belongs to someone else"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise DataError(f"cannot write the token cache in {folder}: {reason}; name a directory with XDG_CACHE_HOME")
+
+
+def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
+    digest = hashlib.sha256(MAGIC)
+    for part in (tokenizer.identity, field, *["by package"] * by_package):
+        digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+        line = f"{os.path.abspath(file)}\0{status.st_size}\0{status.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def _opened(path: Path) -> TokenFile | None:
+    """The cached tokens, or None where there is no whole file."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+            nbytes = os.fstat(file.fileno()).st_size
+            if len(head) < HEADER.size:
+                return None
+            magic, itemsize, vocab_size, end, count, documents = HEADER.unpack(head)
+            if magic != MAGIC or itemsize not in (2, 4) or not count or nbytes != HEADER.size + count * itemsize:
+                return None
+            dtype = np.dtype(f"<u{itemsize}")
+            tokens = np.memmap(file, dtype=dtype, mode="r", offset=HEADER.size, shape=(count,))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read the token cache {path}: {error.strerror or error}") from error
+    return TokenFile(path=path, tokens=tokens, vocab_size=vocab_size, end_of_document=end, documents=documents)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path` when the block ends, and leaves nothing when it raises."""
+    handle, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=UNFINISHED, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _write(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer) -> None:
+    itemsize = 2 if tokenizer.vocab_size <= 1 << 16 else 4
+    dtype = np.dtype(f"<u{itemsize}")
+    end = np.array([tokenizer.end_of_document], dtype=dtype).tobytes()
+    out.write(bytes(HEADER.size))
+    tokens = written = 0
+    source = iter(documents)
+    while texts := list(itertools.islice(source, DOCUMENTS_PER_ENCODE)):
+        for encoded in tokenizer.encode(texts):
+            out.write(encoded.astype(dtype).tobytes())
+            out.write(end)
+            tokens += len(encoded) + 1
+            written += 1
+    if not written:
+        raise DataError("the data holds no text")
+    out.seek(0)
+    vocabulary = (tokenizer.vocab_size, tokenizer.end_of_document)
+    out.write(HEADER.pack(MAGIC, itemsize, *vocabulary, tokens, written))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for file in folder.glob(f"*{UNFINISHED}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > ABANDONED_S:
+                file.unlink()

@@ -1,0 +1,207 @@
+"""The kernel that computes attention: chosen once for tensors of a kind, and replaced where it refuses when it runs.
+
+Owns the order of preference, the refusals met in this process and the refusal of the quadratic kernel. A kind is device,
+type, heads and head size, not length: a part of the tokens must go the same way as all of them, or a recompute would not be
+what forward computed. For the same reason a kernel that refuses one length is left for every later call of that kind; the
+first forward at a length meets it, before anything of that forward is saved for backward.
+
+    flash_attn    the package, on CUDA in half precision
+    cudnn, flash  torch's, in the order in which the GPU runs them fast
+    efficient     torch's, in every precision
+    math          holds the scores of all pairs of tokens; only where these fit
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib.util
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memo.allocator import memory_stats
+from memo.errors import DeviceOutOfMemory, MemoError
+from memo.machine import total_bytes
+from memo.units import format_bytes
+
+__all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]
+
+
+class Kernel(enum.Enum):
+    """Implementations of attention; the value is the name that messages show."""
+
+    FLASH_ATTN = "flash_attn, the package"
+    CUDNN = "cuDNN, through torch"
+    FLASH = "flash, in torch"
+    EFFICIENT = "memory-efficient, in torch"
+    MATH = "torch's own of all pairs of tokens, quadratic in memory"
+
+    @property
+    def backend(self) -> SDPBackend | None:
+        """torch's name of the kernel; None for the flash_attn package."""
+        return _BACKENDS.get(self)
+
+
+_BACKENDS = {
+    Kernel.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    Kernel.FLASH: SDPBackend.FLASH_ATTENTION,
+    Kernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    Kernel.MATH: SDPBackend.MATH,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Properties of tensors that decide the kernel; the last two are torch's settings, so that a change of them is seen."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    deterministic: bool
+    enabled: tuple[Kernel, ...]
+
+    @classmethod
+    def of(cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Kind:
+        cuda = torch.backends.cuda  # these settings are the CPU's, too
+        allowed = {
+            Kernel.CUDNN: cuda.cudnn_sdp_enabled(),
+            Kernel.FLASH: cuda.flash_sdp_enabled(),
+            Kernel.EFFICIENT: cuda.mem_efficient_sdp_enabled(),
+        }
+        return cls(
+            device=device,
+            dtype=dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            enabled=tuple(kernel for kernel, yes in allowed.items() if yes),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The kernel, and whether key/value heads must be repeated to the query heads for it."""
+
+    kernel: Kernel
+    repeats: bool = False
+
+    def __str__(self) -> str:
+        return self.kernel.value + (", key/value heads repeated to the query heads" if self.repeats else "")
+
+
+_refused: dict[Kind, set[Kernel]] = {}
+"""Kernels that raised when they ran, by kind. Only grows."""
+
+
+@functools.lru_cache(maxsize=256)
+def choose(kind: Kind) -> Choice:
+    """The fastest kernel that takes tensors of this kind, in forward and backward, and has not refused any."""
+    half = kind.dtype in (torch.float16, torch.bfloat16)
+    refused = _refused.get(kind, ())
+    if (
+        kind.device.type == "cuda"
+        and half
+        and kind.head_dim <= 256
+        and installed()
+        and Kernel.FLASH_ATTN not in refused
+    ):
+        return Choice(kernel=Kernel.FLASH_ATTN)
+    grouped = kind.heads != kind.kv_heads
+    if kind.device.type == "cuda" and not torch.cuda.is_available():
+        # Nobody to ask: plans made without a GPU count with what torch documents.
+        return Choice(kernel=Kernel.FLASH) if half else Choice(kernel=Kernel.EFFICIENT, repeats=grouped)
+    for repeats in (False, True) if grouped else (False,):
+        for kernel in _by_speed(kind):
+            if kernel not in refused and _takes(kernel, kind, repeats):
+                return Choice(kernel=kernel, repeats=repeats)
+    return Choice(kernel=Kernel.MATH)
+
+
+def refuse(kind: Kind, kernel: Kernel, error: Exception) -> None:
+    """From now on `choose` leaves `kernel` for tensors of this kind; says so, and why, in one line."""
+    _refused.setdefault(kind, set()).add(kernel)
+    choose.cache_clear()
+    why = next(iter(str(error).splitlines()), "") or type(error).__name__
+    warnings.warn(f"attention: {kernel.value} refused: {why}; instead: {choose(kind)}", RuntimeWarning, stacklevel=2)
+
+
+def is_refusal(error: Exception) -> bool:
+    """True for a kernel's "not supported"; False for errors that another kernel would meet as well.
+
+    Memory that does not suffice, memo's own errors, and errors after which the device is lost.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return "no kernel image" in str(error)  # a package built for other GPUs; nothing ran
+    if isinstance(error, torch.OutOfMemoryError | MemoError) or "allocate memory" in str(error):
+        return False
+    return isinstance(error, RuntimeError | ImportError)
+
+
+@functools.cache
+def installed() -> bool:
+    """True if the flash_attn package is installed."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _by_speed(kind: Kind) -> Sequence[Kernel]:
+    """cuDNN's kernels are written for Hopper and later and are the faster ones there; before, torch's flash is."""
+    order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
+    if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
+        order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
+    return [kernel for kernel in order if kernel in kind.enabled]
+
+
+def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
+    """True if torch would choose `kernel` for small tensors of this kind; modes around the caller must not see them."""
+    assert kernel.backend is not None
+    kv_heads = kind.heads if repeats else kind.kv_heads
+    with _disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")  # why a kernel does not take them
+        query, key, value = (
+            torch.empty(1, heads, 128, kind.head_dim, dtype=kind.dtype, device=kind.device, requires_grad=True)
+            for heads in (kind.heads, kv_heads, kv_heads)
+        )
+        with sdpa_kernel(kernel.backend):
+            try:
+                chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=kv_heads != kind.heads)
+            except RuntimeError:  # none of the kernels allowed
+                return False
+    return bool(chosen == kernel.backend.value)
+
+
+def score_bytes(*, batch: int, heads: int, seq: int, dtype: torch.dtype) -> int:
+    """Bytes of scores and probabilities of all pairs of tokens, which the quadratic kernel holds at one time."""
+    wide = torch.promote_types(dtype, torch.float32)  # torch computes halves in float32 there
+    return 2 * batch * heads * seq * seq * wide.itemsize
+
+
+def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
+    """Raises DeviceOutOfMemory where the quadratic kernel is the only one left and cannot fit."""
+    if kind.device.type not in ("cpu", "cuda"):
+        return  # nothing is held on the meta device
+    needed, free = score_bytes(batch=batch, heads=kind.heads, seq=seq, dtype=kind.dtype), _free_bytes(kind.device)
+    if needed > free:
+        wide = torch.promote_types(kind.dtype, torch.float32)
+        raise DeviceOutOfMemory(
+            f"attention over {seq} tokens: no fused kernel takes {kind.heads} heads of {kind.head_dim} in {kind.dtype} "
+            f"with {kind.kv_heads} key/value heads on {kind.device}, and the one that is left holds scores and "
+            f"probabilities of all pairs, 2 x {batch} x {kind.heads} x {seq}^2 x {wide.itemsize} bytes = "
+            f"{format_bytes(needed)}, of {format_bytes(free)} that are free; use bfloat16, heads of at most 256, "
+            f"and leave torch's fused kernels on"
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return total_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    stats = memory_stats(device)
+    return free + stats.reserved_bytes - stats.allocated_bytes

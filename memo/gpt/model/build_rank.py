@@ -1,0 +1,139 @@
+"""Builds a rank's part of a GPT: chosen on the meta device, divided, sharded, and only then given memory and numbers.
+
+    meta GPT -> stages -> tensor parallel, context parallel -> fully_shard -> to_empty -> initialise
+
+So no rank ever holds more than its part, and one whole parameter at a time while it is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from memo.gpt.config import GPTConfig
+from memo.gpt.model.init_weights import initialise
+from memo.gpt.model.model import GPT, Attention
+from memo.gpt.model.pipeline_stage import Stage
+from memo.loss import VocabularyShard
+from memo.parallel import (
+    ColumnParallel,
+    Entry,
+    Replicated,
+    Ring,
+    RowParallel,
+    SequenceShards,
+    Ulysses,
+    VocabularyParallel,
+    World,
+)
+
+__all__ = ["build_stages", "divided_stages"]
+
+
+def build_stages(
+    shape: GPTConfig,
+    world: World,
+    *,
+    seq: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    autocast: torch.dtype | None = None,
+) -> list[Stage]:
+    """This rank's stages of the pipeline, in the order of the layers."""
+    stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
+    for stage in stages:
+        _shard(stage, world)
+        stage.to_empty(device=device)
+        initialise(stage, shape, seed)
+    return stages
+
+
+def divided_stages(
+    shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> list[Stage]:
+    """The same without memory, and with their parameters not yet sharded over replicas."""
+    layout = world.layout
+    whole, rings = SequenceShards.whole(seq), layout.rings(shape)
+    attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
+    own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
+    stages: list[Stage] = []
+    for index in layout.stages_of(world.pp):
+        stage = Stage(
+            GPT(shape, device="meta", dtype=dtype),
+            layers=layout.layers_of(index, shape.layers),
+            own=own,
+            attended=attended,
+            autocast=autocast,
+        )
+        _divide_layers(stage, world)
+        _divide_ends(stage, world)
+        stages.append(stage)
+    return stages
+
+
+def _divide_layers(stage: Stage, world: World) -> None:
+    """Tensor and context parallelism of each layer."""
+    layout = world.layout
+    sequence = layout.shards_tokens
+    for layer in stage.layers.values():
+        attention = cast("Attention", layer.attention)
+        if layout.rings(stage.config):
+            attention.attend = Ring(world.group("cp"))
+        elif layout.cp > 1:
+            attention.attend = Ulysses(attention.attend, world.group("cp"))
+            attention.attend_within = Ulysses(attention.attend_within, world.group("cp"))
+        if layout.tp > 1:
+            column, row = ColumnParallel(sequence=sequence), RowParallel(sequence=sequence)
+            entry, norm = Entry(sequence=sequence), Replicated(sequence=sequence)
+            plan = {
+                "norm*": norm,
+                "attention": entry,
+                "attention.qkv": column,
+                "attention.out": row,
+                "mlp": entry,
+                "mlp.up": column,
+                "mlp.down": row,
+            }
+            if hasattr(layer.mlp, "gate"):
+                plan["mlp.gate"] = column
+            parallelize_module(layer, world.mesh["tp"], plan)
+
+
+def _divide_ends(stage: Stage, world: World) -> None:
+    """Tensor parallelism of what stands before the layers and after them: no rank has the whole vocabulary."""
+    layout = world.layout
+    if layout.tp == 1:
+        return
+    mesh, rows = world.mesh["tp"], VocabularyParallel(sequence=layout.shards_tokens)
+    for table in (stage.tokens, stage.head):
+        if table is not None:
+            rows._apply(table, mesh)
+    if stage.norm is not None:
+        Replicated(sequence=layout.shards_tokens)._apply(stage.norm, mesh)
+    stage.vocabulary = VocabularyShard.of(
+        stage.config.vocab_size, world.group("tp"), divides_tokens=layout.shards_tokens
+    )
+
+
+def _shard(stage: Stage, world: World) -> None:
+    """Data parallelism: matrices over the ranks that hold the same, positions over all that hold other tokens.
+
+    In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each
+    of many microbatches would cost more than it saves.
+    """
+    reshard = world.layout.pp == 1
+    if stage.positions is not None and world.token_ranks.size() > world.replicas.size():
+        fully_shard(stage.positions, mesh=world.token_ranks, reshard_after_forward=reshard)
+        # Tensor-parallel ranks have the same loss, of other tokens: of these ranks gradients are added, not averaged.
+        # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
+        positions = cast("FSDPModule", stage.positions)
+        positions.set_gradient_divide_factor(world.replicas.size())
+        positions.set_force_sum_reduction_for_comms(True)
+    if world.replicas.size() > 1:
+        for layer in stage.layers.values():
+            fully_shard(layer, mesh=world.replicas, reshard_after_forward=reshard)
+        fully_shard(stage, mesh=world.replicas, reshard_after_forward=False)

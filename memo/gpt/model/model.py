@@ -1,0 +1,184 @@
+"""The decoder-only GPT that memo trains, in GPT-2's manner or in Llama's, decided by its config.
+
+Plain torch, with nothing of the swap engine in it: `memo.offload` must work on models that never heard of memo, and
+this is one, but for the mark on attention over packed documents. `layers` is the ModuleList it finds. Everything a layer
+shares with the others comes in as an argument, so that a layer is a function of (x, rotary tables, spans) and its own
+parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memo.errors import UsageError
+from memo.gpt.config import GPTConfig
+from memo.gpt.model.attention import attend, attend_within
+from memo.gpt.model.init_weights import initialise
+from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
+from memo.gpt.model.tiled_mlp import tiled_mlp
+from memo.loss import chunked_linear_cross_entropy
+from memo.machine import require_within_norm_limit
+
+__all__ = ["GPT", "Attention", "Block", "GeluMlp", "SwigluMlp"]
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused projection.
+
+    The projection's columns are grouped by key/value head, [its query heads, key, value], so that a column-parallel
+    shard of it is a smaller attention of the same form.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim, self.group = config.head_dim, config.group
+        self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
+        self.out = _linear(config.hidden, config.hidden, config.bias)
+        self.attend, self.attend_within = attend, attend_within  # context parallelism puts its own here
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+        grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
+        query, key, value = (part.flatten(2, 3) for part in grouped.split([self.group, 1, 1], dim=3))
+        if rotary is not None:
+            # Rotation makes new queries and keys; copying the values as well frees the projection, of which attention
+            # would otherwise keep all for the sake of its smallest part.
+            query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
+        if spans is None:
+            mixed = self.attend(query, key, value)
+        else:
+            mixed = self.attend_within(query, key, value, spans)
+        return self.out(mixed.flatten(2))  # type: ignore[no-any-return]
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = _linear(config.hidden, config.ffn, config.bias)
+        self.down = _linear(config.ffn, config.hidden, config.bias)
+        self.tiles = config.mlp_tiles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tiles > 1:
+            return tiled_mlp(x, tiles=self.tiles, activation=F.gelu, wide=(self.up,), down=self.down)
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class SwigluMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), Shazeer 2020."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = _linear(config.hidden, config.ffn, config.bias)
+        self.up = _linear(config.hidden, config.ffn, config.bias)
+        self.down = _linear(config.ffn, config.hidden, config.bias)
+        self.tiles = config.mlp_tiles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tiles > 1:
+            return tiled_mlp(x, tiles=self.tiles, activation=_swiglu, wide=(self.gate, self.up), down=self.down)
+        return self.down(_swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm x), then that + mlp(norm of that)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attention = Attention(config)
+        self.norm2 = _norm(config)
+        self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
+        return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """tokens (batch, tokens) -> logits, or with targets the mean loss.
+
+    Parameters are made on `device` and drawn from torch's global seed. On the meta device nothing is drawn: call
+    `to_empty(device=...)` and `reset_parameters()` later.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        home = torch.get_default_device() if device is None else torch.device(device)
+        # Built without memory first: the modules' own initialisation would draw every weight twice.
+        with torch.device("meta"):
+            self.tokens = nn.Embedding(config.vocab_size, config.hidden)
+            self.positions = nn.Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
+            self.dropout = nn.Dropout(config.dropout)
+            self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+            self.norm = _norm(config)
+            # A tied projection is the embedding's weight itself, used twice; there is no second parameter to keep tied.
+            self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.to(dtype=dtype or torch.get_default_dtype())
+        if home.type != "meta":
+            self.to_empty(device=home)
+            self.reset_parameters()
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """(vocabulary, hidden): the matrix that makes logits."""
+        return self.tokens.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation, from one draw of torch's global generator."""
+        initialise(self, self.config, int(torch.randint(1 << 62, ())))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (batch, tokens, vocabulary), or the mean loss over targets that are not -100.
+
+        Raises:
+            UsageError: more tokens than the learned position table has rows.
+        """
+        end = self.config.end_of_document
+        spans = None if end is None else Spans.of(tokens, end)
+        x, rotary = self._embed(tokens, spans)
+        require_within_norm_limit(x, "the model")
+        for layer in self.layers:
+            x = layer(x, rotary, spans)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.output_weight)
+        return chunked_linear_cross_entropy(x, self.output_weight, targets)
+
+    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> tuple[torch.Tensor, RotaryTables | None]:
+        seq, config = tokens.shape[1], self.config
+        x = self.tokens(tokens)
+        if self.positions is None:
+            tables = rotary_tables(seq, config.head_dim, config.rope_theta, device=x.device, dtype=x.dtype)
+            return self.dropout(x), tables if spans is None else tables_at(tables, spans.positions)
+        if seq > config.max_seq:
+            raise UsageError(f"model: {seq} tokens, but learned positions for {config.max_seq}; raise max_seq")
+        rows = self.positions.weight[:seq] if spans is None else self.positions(spans.positions)
+        return self.dropout(x + rows), None

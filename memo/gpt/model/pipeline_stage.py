@@ -1,0 +1,122 @@
+"""A rank's part of a GPT: some of its layers, and what stands before the first and after the last.
+
+    first    tokens (b, s) -> embedding -> layers
+    others   hidden (b, s, h) -> layers
+    last     ... -> norm -> loss, the mean over the tokens of its tensor-parallel group
+
+Owns which modules a stage keeps and which positions its tokens have. Parameter names are the whole model's, so that a
+checkpoint does not know how many stages wrote it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memo.gpt.model.model import GPT
+from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
+from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
+from memo.machine import require_within_norm_limit
+from memo.parallel import SequenceShards, own_rows
+
+__all__ = ["Stage"]
+
+
+class Stage(nn.Module):
+    """Takes over modules of `whole`, a GPT on the meta device."""
+
+    def __init__(
+        self,
+        whole: GPT,
+        *,
+        layers: range,
+        own: SequenceShards,
+        attended: SequenceShards,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """`own` are the tokens this rank holds between the layers, `attended` those that its projections see.
+
+        `autocast` is of the forward alone: a pipeline runs backwards in between.
+        """
+        super().__init__()
+        self.config = whole.config
+        self.is_first, self.is_last = layers.start == 0, layers.stop == whole.config.layers
+        self.own, self.attended, self.autocast = own, attended, autocast
+        self.vocabulary: Vocabulary = WholeVocabulary()
+        tied = whole.head is None
+        self.tokens = whole.tokens if self.is_first or (self.is_last and tied) else None
+        self.positions = whole.positions if self.is_first else None
+        self.dropout = whole.dropout
+        self.layers = nn.ModuleDict({str(index): whole.layers[index] for index in layers})
+        self.norm = whole.norm if self.is_last else None
+        self.head = whole.head if self.is_last else None
+
+    @property
+    def repeats_embedding(self) -> bool:
+        """Whether this stage holds a second copy of the first one's embedding, to make logits with."""
+        return self.tokens is not None and not self.is_first
+
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states, or on the last stage the mean loss.
+
+        `rows` are all tokens of the rows that `x` is of, for a model that attends within documents.
+        """
+        if self.autocast is None:
+            return self._forward(x, targets, rows)
+        with torch.autocast(x.device.type, self.autocast):
+            return self._forward(x, targets, rows)
+
+    def _forward(self, x: torch.Tensor, targets: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+        spans = self._spans(rows)
+        if self.is_first:
+            x = self._embed(x, spans)
+        require_within_norm_limit(x, "a rank")
+        rotary = self._rotary(x, spans)
+        for layer in self.layers.values():
+            x = layer(x, rotary, spans)
+        if self.norm is None:
+            return x
+        assert targets is not None
+        weight = own_rows(self._output_weight())
+        return chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
+
+    def _spans(self, rows: torch.Tensor | None) -> Spans | None:
+        end = self.config.end_of_document
+        if end is None:
+            return None
+        assert rows is not None
+        return Spans.of(rows, end)
+
+    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> torch.Tensor:
+        assert self.tokens is not None
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            own = self.own.positions(x.device) if spans is None else self.own.of(spans.positions)
+            x = x + self.positions(own)
+        return self.dropout(x)  # type: ignore[no-any-return]
+
+    def _rotary(self, x: torch.Tensor, spans: Spans | None) -> RotaryTables | None:
+        if self.config.positions != "rotary":
+            return None
+        if spans is not None:
+            return tables_at(self._tables(range(spans.longest), x), self.attended.of(spans.positions))
+        tables = [self._tables(places, x) for places in self.attended.ranges]
+        if len(tables) == 1:
+            return tables[0]
+        cos, sin = zip(*tables, strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
+    def _tables(self, places: range, x: torch.Tensor) -> RotaryTables:
+        config = self.config
+        return rotary_tables(
+            len(places), config.head_dim, config.rope_theta, first=places.start, device=x.device, dtype=x.dtype
+        )
+
+    def _output_weight(self) -> torch.Tensor:
+        if self.head is not None:
+            return self.head.weight
+        assert self.tokens is not None
+        return self.tokens.weight

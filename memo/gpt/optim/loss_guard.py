@@ -1,0 +1,140 @@
+"""Watches each step's loss and gradient norm, and says what becomes of a step that is not as it should be.
+
+Owns the window of recent losses and the policy. Does not own the update: the trainer asks before it makes one, so a step
+that is stopped or skipped leaves the weights of the step before.
+
+    not finite   the loss or the gradient norm is NaN or infinite: certain, and never to be applied
+    spike        the loss is above  median + max(8 sigma, a tenth of the median)  of the recent ones
+
+sigma is 1.4826 times the median absolute deviation, which for a normal distribution is its standard deviation and which
+no single outlier moves. Nothing is a spike before `warmup` losses are known: the first losses fall steeply.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import math
+import statistics
+from typing import Any
+
+from memo.errors import TrainingDiverged, UsageError
+
+__all__ = ["LossGuard", "LossGuardConfig", "OnNan", "OnSpike", "Verdict"]
+
+SIGMA_OF_MAD = 1.4826
+SMALLEST_RISE = 0.1
+"""Of the median: where losses hardly vary, a rise of a few deviations is no spike yet."""
+MAX_SKIPS_IN_A_ROW = 10
+"""A model that meets nothing but bad steps does not train, however many of them are skipped."""
+
+
+class OnNan(enum.StrEnum):
+    """What to do with a step that is not finite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+class OnSpike(enum.StrEnum):
+    """What to do with a step whose loss jumped: most runs recover from one by themselves."""
+
+    WARN = "warn"
+    SKIP = "skip"
+    STOP = "stop"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossGuardConfig:
+    """The policy, and what counts as a spike."""
+
+    on_nan: OnNan = OnNan.STOP
+    on_spike: OnSpike = OnSpike.WARN
+    window: int = 128
+    """Losses of the past that a loss is held against."""
+    warmup: int = 32
+    """Losses to have seen before any is called a spike."""
+    deviations: float = 8.0
+    """Standard deviations, estimated robustly."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.warmup <= self.window:
+            raise UsageError(f"health: warmup {self.warmup} is not between 2 and the window {self.window}")
+        if not self.deviations > 0:
+            raise UsageError(f"health: {self.deviations} deviations is not a positive number")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What becomes of a step that is not stopped."""
+
+    alarm: str | None = None
+    """What is wrong with it, in words."""
+    skip: bool = False
+    """Leave the weights as they are."""
+
+
+class LossGuard:
+    """Judges one step after another. Its state is a function of the losses it has seen, so a resumed run judges alike."""
+
+    def __init__(self, config: LossGuardConfig) -> None:
+        self.config = config
+        self.skipped = 0
+        """Steps of the whole run whose update was not made."""
+        self._in_a_row = 0
+        self._losses: collections.deque[float] = collections.deque(maxlen=config.window)
+
+    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
+        """To be asked once for each step, before its update.
+
+        Raises:
+            TrainingDiverged: the policy is to stop, or too many steps in a row were to be skipped.
+        """
+        alarm, advice = _not_finite(loss, grad_norm), "use a lower --lr, a longer --warmup, or --precision fp32"
+        skip, stop = alarm is not None, alarm is not None and self.config.on_nan is OnNan.STOP
+        if alarm is None:
+            alarm, advice = self._spike(loss), "use a lower --lr, or --on-spike warn or skip"
+            self._losses.append(loss)
+            skip = alarm is not None and self.config.on_spike is OnSpike.SKIP
+            stop = alarm is not None and self.config.on_spike is OnSpike.STOP
+        if stop:
+            raise _diverged(step, f"{alarm}", advice)
+        self._in_a_row = self._in_a_row + 1 if skip else 0
+        if self._in_a_row > MAX_SKIPS_IN_A_ROW:
+            raise _diverged(step, f"{alarm}, and the {MAX_SKIPS_IN_A_ROW} steps before it were skipped, too", advice)
+        self.skipped += skip
+        return Verdict(alarm=alarm, skip=skip)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON; floats come back exactly."""
+        return {"losses": list(self._losses), "skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """What `state` gave; a checkpoint from before there was such a thing has none, which is an empty past."""
+        self._losses = collections.deque(state.get("losses", ()), maxlen=self.config.window)
+        self.skipped, self._in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
+
+    def _spike(self, loss: float) -> str | None:
+        if len(self._losses) < self.config.warmup:
+            return None
+        median = statistics.median(self._losses)
+        deviation = SIGMA_OF_MAD * statistics.median(abs(known - median) for known in self._losses)
+        limit = median + max(self.config.deviations * deviation, SMALLEST_RISE * abs(median))
+        if loss <= limit:
+            return None
+        return (
+            f"the loss is {loss:.4f}, a spike: the last {len(self._losses)} had a median of {median:.4f} "
+            f"and {limit:.4f} is the limit"
+        )
+
+
+def _not_finite(loss: float, grad_norm: float) -> str | None:
+    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            return f"the {name} is {value}"
+    return None
+
+
+def _diverged(step: int, alarm: str, advice: str) -> TrainingDiverged:
+    return TrainingDiverged(f"step {step}: {alarm}; the weights of step {step - 1} are unchanged; {advice}")

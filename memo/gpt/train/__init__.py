@@ -1,0 +1,19 @@
+"""The training run: steps on one or many ranks, cadence, interrupts, metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.gpt.train.run import train as train
+    from memo.gpt.train.step import weight_dtype as weight_dtype
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "run": "train",
+            "step": "weight_dtype",
+        },
+    )

@@ -1,0 +1,280 @@
+"""The training step of a model that is divided over ranks: same batches, same losses, same weights as in one process.
+
+Owns what a rank takes of each batch, the order of forward and backward (its own, or a pipeline schedule's), and the sums
+over ranks. The rest of a step is the Trainer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from memo.gpt.model.init_weights import seed_of
+from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.optim.optimizer import empty_state
+from memo.gpt.train.step import BatchSource, Trainer
+from memo.gpt.train_config import TrainConfig
+from memo.parallel import World, clip_gradients, gradient_norm, make_schedule, pass_through
+
+__all__ = ["ParallelTrainer", "RankBatches"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """What one rank takes of a microbatch, or of several one after another."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor | None
+    """All tokens of its rows, where attention stays within documents: their ends are anywhere."""
+
+    @classmethod
+    def join(cls, batches: Sequence[RankBatch]) -> RankBatch:
+        """One that schedules divide into these again."""
+        rows = [batch.rows for batch in batches if batch.rows is not None]
+        return cls(
+            tokens=torch.cat([batch.tokens for batch in batches]),
+            targets=torch.cat([batch.targets for batch in batches]),
+            rows=torch.cat(rows) if rows else None,
+        )
+
+
+class RankBatches:
+    """A rank's part of every microbatch: some rows, and of these some tokens."""
+
+    def __init__(self, whole: BatchSource, world: World, stage: Stage, device: torch.device) -> None:
+        self._whole = whole
+        self._world = world
+        self._own = stage.own
+        self._whole_rows = stage.config.end_of_document is not None
+        self._device = device
+
+    def at(self, step: int, microbatch: int = 0) -> RankBatch:
+        """That microbatch, on the device."""
+        tokens, targets = self._whole.at(step, microbatch)
+        rows = tokens.shape[0] // self._world.layout.dp
+        mine = slice(self._world.dp * rows, (self._world.dp + 1) * rows)
+        return RankBatch(
+            tokens=self._own.of(tokens[mine]).contiguous().to(self._device),
+            targets=self._own.of(targets[mine]).contiguous().to(self._device),
+            rows=tokens[mine].to(self._device) if self._whole_rows else None,
+        )
+
+
+class ParallelTrainer(Trainer):
+    """Steps a rank's stages. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        world: World,
+        batches: BatchSource,
+        config: TrainConfig,
+        *,
+        device: torch.device,
+        rows: int,
+        seed: int = 0,
+        around_forward: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """`rows` is the number of sequences in a microbatch of all ranks together."""
+        self.stages = stages
+        self.world = world
+        self.seed = seed
+        super().__init__(nn.ModuleList(stages), batches, config, device=device, around_forward=around_forward)
+        self._ours = RankBatches(batches, world, stages[0], device)
+        self._rows = rows // world.layout.dp
+        self.schedule = self._make_schedule() if world.layout.pp > 1 else None
+        """torch's pipeline schedule, with its order."""
+        self._tied = _TiedEmbedding(stages, world)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the whole model's names, each name once."""
+        seen: set[str] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+    def _gradients(self, step: int, stop: Callable[[], bool]) -> tuple[float, int] | None:
+        if self._agree(stop()):
+            return None
+        torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
+        losses = self._one_by_one(step) if self.schedule is None else self._pipelined(step)
+        self._tied.add_gradients()
+        layout = self.world.layout
+        mean = self._mean(losses, self.config.accumulate)
+        own = self._rows * len(self.stages[0].own)
+        tokens = self.config.accumulate * own * layout.dp * layout.token_shards
+        return mean, tokens
+
+    def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
+        """Over all ranks: those of the last stage have the losses of their rows, alike under tp; the others have none."""
+        layout = self.world.layout
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for loss in losses:
+            total += loss.double()
+        dist.all_reduce(total)
+        return float((total / (microbatches * layout.dp * layout.cp * layout.tp)).float())
+
+    def evaluate(self, batches: BatchSource) -> float:
+        """As the Trainer's, of every rank's part."""
+        ours = RankBatches(batches, self.world, self.stages[0], self.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                losses = [self._forward(ours.at(index)) for index in range(self.config.eval_steps)]
+        finally:
+            self.model.train()
+            self._reshard()
+        return self._mean([loss for loss in losses if loss is not None], self.config.eval_steps)
+
+    def _reshard(self) -> None:
+        """What forwards gathered and no backward gave up again. Gathered parameters are others than the optimizer's."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _forward(self, batch: RankBatch) -> torch.Tensor | None:
+        """The loss of a batch that goes through all stages, where the last one is."""
+        if self.schedule is None:
+            return cast("torch.Tensor", self.stages[0](batch.tokens, batch.targets, batch.rows))
+        return pass_through(
+            self.world.layout,
+            self._by_index,
+            self.world.group("pp"),
+            batch.tokens,
+            hidden=self._hidden(),
+            targets=batch.targets,
+            rows=batch.rows,
+        )
+
+    def _one_by_one(self, step: int) -> list[torch.Tensor]:
+        """No pipeline: forward and backward of each microbatch in turn."""
+        (stage,) = self.stages
+        losses = []
+        for microbatch in range(self.config.accumulate):
+            batch = self._ours.at(step, microbatch)
+            last = microbatch == self.config.accumulate - 1
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(last, recurse=False)
+            with self.around_forward:
+                loss = stage(batch.tokens, batch.targets, batch.rows)
+            (loss / self.config.accumulate).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _pipelined(self, step: int) -> list[torch.Tensor]:
+        batch = RankBatch.join([self._ours.at(step, microbatch) for microbatch in range(self.config.accumulate)])
+        losses: list[torch.Tensor] = []
+        first = (batch.tokens,) if self.stages[0].is_first else ()
+        last = {"target": batch.targets, "losses": losses, "targets": batch.targets} if self._holds_last else {}
+        every = {} if batch.rows is None else {"rows": batch.rows}
+        assert self.schedule is not None
+        with self.around_forward:
+            self.schedule.step(*first, **last, **every, return_outputs=False)
+        return losses
+
+    @property
+    def _holds_last(self) -> bool:
+        return any(stage.is_last for stage in self.stages)
+
+    @property
+    def _by_index(self) -> dict[int, Stage]:
+        return dict(zip(self.world.layout.stages_of(self.world.pp), self.stages, strict=True))
+
+    def _hidden(self) -> torch.Tensor:
+        """What passes between stages, without memory."""
+        stage = self.stages[0]
+        shape, dtype = (self._rows, len(stage.own), stage.config.hidden), next(stage.parameters()).dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    def _make_schedule(self) -> Any:
+        return make_schedule(
+            self.world.layout,
+            self._by_index,
+            self.world.group("pp"),
+            tokens=torch.empty(self._rows, len(self.stages[0].own), dtype=torch.int64, device="meta"),
+            hidden=self._hidden(),
+            microbatches=self.config.accumulate,
+            device=self.device,
+        )
+
+    def _clip(self) -> float:
+        layout = self.world.layout
+        second = {
+            id(stage.tokens.weight) for stage in self.stages if stage.repeats_embedding and stage.tokens is not None
+        }
+        counted = [parameter for parameter in self.model.parameters() if id(parameter) not in second]
+        norm = gradient_norm(counted, copies=layout.ranks // layout.pp)
+        if self.config.clip is not None:
+            clip_gradients(self.model.parameters(), norm, self.config.clip)
+        return norm
+
+    def _agree(self, stop: bool) -> bool:
+        """Whether any rank was asked to stop."""
+        asked = torch.tensor(int(stop), device=self.device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked)
+
+    def state(self) -> dict[str, Any]:
+        """As the Trainer's, of this rank's part."""
+        return self._state_of(dict(self.named_parameters()))
+
+    def states(self) -> list[dict[str, Any]]:
+        """What a checkpoint has to be read into: `state`, and what this rank holds a second time."""
+        seconds = dict(pair for stage in self.stages for pair in stage.named_parameters())  # the later of one name
+        return [self.state(), self._state_of(seconds)] if self._tied.twice_on_a_rank else [self.state()]
+
+    def _state_of(self, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
+        if not self.optimizer.state:
+            empty_state(self.optimizer)
+        known = dict(self.optimizer.state)  # which would make up an empty one for a parameter that it does not know
+        return {
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": {name: dict(known[parameter]) for name, parameter in parameters.items()},
+        }
+
+
+class _TiedEmbedding:
+    """The first and the last stage each hold the embedding: equal weights, so the sum of both gradients for both."""
+
+    def __init__(self, stages: Sequence[Stage], world: World) -> None:
+        self._copies: list[nn.Parameter] = []
+        self._group: dist.ProcessGroup | None = None
+        self.twice_on_a_rank = False
+        config, layout = stages[0].config, world.layout
+        if not config.tie_embeddings or layout.pp == 1:
+            return
+        self._copies = [cast("nn.Parameter", stage.tokens.weight) for stage in stages if stage.tokens is not None]
+        last = next(rank for rank in range(layout.pp) if layout.stages - 1 in layout.stages_of(rank))
+        self.twice_on_a_rank = last == 0
+        if last == 0:
+            return
+        ranks = world.mesh.mesh[[0, last]].flatten(1).T.tolist()
+        self._group, _ = dist.new_subgroups_by_enumeration(ranks)
+
+    def add_gradients(self) -> None:
+        if not self._copies:
+            return
+        locals_ = [_local(copy.grad) for copy in self._copies]
+        total = locals_[0].clone()
+        for other in locals_[1:]:
+            total += other
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        for local in locals_:
+            local.copy_(total)
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor:
+    assert grad is not None
+    return cast("torch.Tensor", getattr(grad, "_local_tensor", grad))

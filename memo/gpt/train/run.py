@@ -1,0 +1,443 @@
+"""A whole training run: data, model, offload manager, checkpoints and metrics put together around the step loop.
+
+Owns the order of things: everything that can be refused is refused before anything is written, and whatever ends the
+run (the last step, a stop request, an error) closes what was opened, in reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.allocator import active_allocator, use_planned_allocator
+from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
+from memo.gpt.arithmetic.flops import parameter_count
+from memo.gpt.checkpoint.background import AsyncCheckpointDir
+from memo.gpt.checkpoint.directory import Checkpoint
+from memo.gpt.config import GPTConfig, preset
+from memo.gpt.data.batches import Batches, Split
+from memo.gpt.data.document_batches import DocumentBatches
+from memo.gpt.data.token_file import TokenFile, open_tokens
+from memo.gpt.model.attention_kernel import Kernel, Kind, choose
+from memo.gpt.model.model import GPT
+from memo.gpt.run_config import Documents, RunConfig
+from memo.gpt.train.checkpoint_cadence import Cadence
+from memo.gpt.train.interrupt import StopRequest
+from memo.gpt.train.metrics import MetricsFile
+from memo.gpt.train.offload_arguments import open_manager
+from memo.gpt.train.progress_bar import Reporter
+from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
+from memo.gpt.train.step_metrics import Observer
+from memo.gpt.train.tensorboard import TensorBoard
+from memo.gpt.train_config import Precision, TrainConfig
+from memo.machine import return_freed_memory
+from memo.parallel import Layout
+from memo.units import format_tokens
+
+if TYPE_CHECKING:
+    from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+    from memo.manager import Manager
+    from memo.mip.activation import ActivationPlan
+    from memo.parallel import World
+
+__all__ = ["train"]
+
+
+def train(config: RunConfig) -> ExitCode:
+    """Runs to the last step, or to a stop request, and says with its exit code which.
+
+    Raises:
+        MemoError: whatever the leaf says; the newest checkpoint, if any, is whole.
+    """
+    ranks = _check_layout(config)
+    device = _prepare(config)
+    try:
+        with ExitStack() as stack:
+            world = _join(config, device, stack) if ranks > 1 else None
+            return _Run(config, device, stack, world).go()
+    except torch.OutOfMemoryError as error:
+        raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
+    except RuntimeError as error:
+        if "CUDA out of memory" in str(error):  # the planned allocator's, which cannot throw torch's own class
+            raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
+        if "can't allocate memory" not in str(error):  # torch's CPU allocator has no error class of its own
+            raise
+        raise DeviceOutOfMemory(f"the machine's memory is full; {_TO_FIT}") from None
+
+
+_TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a smaller model"
+
+
+class _Run:
+    """The parts of one run, opened in an order in which a refusal leaves nothing behind."""
+
+    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
+        self.config = config
+        self.world = world
+        leads = world is None or world.rank == 0
+        self.stop = StopRequest(forwarded=world is not None)
+        self.checkpoints = _open_checkpoints(config, stack, world)
+        start, notes = _starting_point(config, self.checkpoints)
+        self.done = start.step if start is not None else 0
+        self.metrics = None
+        if config.metrics is not None and leads:
+            self.metrics = stack.enter_context(
+                MetricsFile(config.metrics, after_step=None if config.resume is None else self.done)
+            )
+        self.tensorboard = None
+        if config.tensorboard is not None and leads:
+            self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
+        self.cadence = Cadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
+        tokens = _open_tokens(config, world)
+        shape = _shape(config, tokens)
+        training = _training(config, device)
+        self.settings = _settings(config, shape, training)
+        notes += _differences(start, self.settings)
+        batches = _batches(config, tokens, "train")
+        self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
+        self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
+        if self.manager is not None:
+            self.manager.step = self.done + 1
+            notes += _plan_differences(config, self.manager.plan)
+        if start is not None:
+            _load(start, self.trainer, world)
+            self.trainer.health.restore(start.settings.get("health", {}))
+        self.observer = Observer(
+            shape,
+            seq=config.seq,
+            device=device,
+            precision=training.precision,
+            peak=config.peak_flops,
+            manager=self.manager,
+            alpha=config.offload.alpha,
+            devices=config.layout.ranks,
+        )
+        steps = config.training.schedule.steps
+        self.reporter = stack.enter_context(Reporter(done=self.done, steps=steps, quiet=not leads))
+        for line in (*notes, *self._banner(shape, device, tokens, batches)):
+            self.reporter.line(line)
+
+    def go(self) -> ExitCode:
+        """The loop."""
+        stopped = False
+        with self.stop.listening():
+            while self.done < self.config.training.schedule.steps and not stopped:
+                result = self._step()
+                stopped = result is None  # this rank, or another, was asked to
+                if result is None:
+                    break
+                self.done = result.step
+                self._observe(result)
+                self._save_if_due()
+            if self.done:
+                self._save(wait=True)
+        if self.manager is not None:
+            self.reporter.line(str(self.manager.report()))
+        if stopped:
+            kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
+            self.reporter.line(f"stopped after step {self.done}{kept}")
+            return ExitCode.INTERRUPTED
+        return ExitCode.OK
+
+    def _step(self) -> StepResult | None:
+        try:
+            with _planned_step("train"):
+                return self.trainer.step(self.done + 1, stop=self.stop.__bool__)
+        except TrainingDiverged as error:
+            if self.checkpoints is None or not self.done:
+                raise
+            self._save(wait=True)
+            raise TrainingDiverged(f"{error}; step {self.done} is saved in {self.checkpoints.path}") from None
+
+    def _observe(self, result: StepResult) -> None:
+        eval_loss = None
+        if self.eval_batches is not None and self._due(self.config.eval_every):
+            with _planned_step("eval"):
+                eval_loss = self.trainer.evaluate(self.eval_batches)
+        metrics, usage = self.observer.observe(result, eval_loss, skipped_steps=self.trainer.health.skipped)
+        if self.manager is not None:
+            self.manager.step_done()
+        if self.metrics is not None:
+            self.metrics.write(metrics)
+        if self.tensorboard is not None:
+            self.tensorboard.write(metrics)
+        self.reporter.line(metrics.to_line(usage))
+        if result.alarm is not None:
+            done = "skipped" if result.skipped else "applied all the same"
+            self.reporter.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        self.reporter.advance()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
+
+    def _save_if_due(self) -> None:
+        """One that would have to wait for the one before it waits for a later step instead."""
+        if self.checkpoints is None or not (self.config.checkpoint_every or self.config.checkpoint_minutes):
+            return
+        if self.checkpoints.ready(self.cadence.due(self.done)):
+            self._save(wait=False)
+        self._tell_failure(self.checkpoints)
+
+    def _save(self, *, wait: bool) -> None:
+        """`wait`: until it is on disk; else it is written while training goes on."""
+        if self.checkpoints is None:
+            return
+        self.cadence.begun(self.done)
+        settings = {**self.settings, "health": self.trainer.health.state()}
+        self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
+        if wait:
+            self._tell_failure(self.checkpoints)
+
+    def _tell_failure(self, checkpoints: AsyncCheckpointDir | SharedCheckpointDir) -> None:
+        failure = checkpoints.failure()
+        if failure is not None:
+            self.reporter.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
+
+    def _banner(
+        self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
+    ) -> list[str]:
+        config = self.config
+        where = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        )
+        return [
+            f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
+            f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
+            f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
+            f"{format_tokens(config.seq)}",
+            f"rows     {batches.told}",
+            f"attention {self._attention(shape, device)}",
+            f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
+        ]
+
+    def _attention(self, shape: GPTConfig, device: torch.device) -> str:
+        """The kernel that this run's attention will choose, and how ranks share it."""
+        layout = self.config.layout
+        if layout.rings(shape):
+            return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
+        dtype = torch.float32 if self.trainer.config.precision is Precision.FP32 else torch.bfloat16
+        kind = Kind.of(device=device, dtype=dtype, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+        documents = "" if shape.end_of_document is None else ", within documents"
+        return f"{choose(kind)}{documents}"
+
+
+def _prepare(config: RunConfig) -> torch.device:
+    """Chooses the device and sets what belongs to the process: determinism, and how free() behaves."""
+    if config.planned_allocator:
+        use_planned_allocator()
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before its first use
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory it has not written
+    if has_gpu and config.device != "cpu":
+        if config.layout.ranks > 1:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
+    return_freed_memory()
+    return torch.device("cpu")
+
+
+def _planned_step(kind: str) -> AbstractContextManager[None]:
+    """Around a step whose memory the planned allocator, if it is in use, plans with those of its kind."""
+    allocator = active_allocator()
+    return nullcontext() if allocator is None else allocator.step(kind, device=torch.cuda.current_device())
+
+
+def _check_layout(config: RunConfig) -> int:
+    """The number of ranks. Raises UsageError, before any process group, for a layout that cannot be."""
+    layout = config.layout
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    layout.check_ranks(ranks)
+    if ranks > 1:
+        layout.check(
+            _shape(config),
+            seq=config.seq,
+            batch=config.batch,
+            microbatches=config.training.accumulate,
+            within_documents=config.mask_documents,
+        )
+    if layout.pp > 1:
+        from memo.parallel import check_torch
+
+        check_torch(layout.schedule)
+    return ranks
+
+
+def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
+    """The other ranks. Whatever ends this one from now on ends all, soon and with the first cause named."""
+    from memo.parallel import World, ended_by_signal, first_cause, join
+
+    stack.enter_context(first_cause(int(os.environ["RANK"])))
+    stack.enter_context(ended_by_signal())
+    stack.enter_context(join(device))
+    return World.of(config.layout, device.type)
+
+
+def _open_tokens(config: RunConfig, world: World | None) -> TokenFile:
+    def opened() -> TokenFile:
+        whole = config.documents is Documents.WHOLE
+        return open_tokens(config.data, tokenizer=config.tokenizer, field=config.field, packages=whole)
+
+    if world is None:
+        return opened()
+    from memo.gpt.train.parallel_run import local_rank_first
+
+    return local_rank_first(opened)
+
+
+def _batches(config: RunConfig, tokens: TokenFile, split: Split) -> Batches | DocumentBatches:
+    if config.documents is Documents.PACKED:
+        return Batches(tokens, batch=config.batch, seq=config.seq, seed=config.seed, split=split)
+    return DocumentBatches(
+        tokens,
+        batch=config.batch,
+        seq=config.seq,
+        seed=config.seed,
+        accumulate=config.training.accumulate if split == "train" else 1,
+        split=split,
+    )
+
+
+def _open_trainer(
+    config: RunConfig,
+    shape: GPTConfig,
+    training: TrainConfig,
+    batches: BatchSource,
+    world: World | None,
+    device: torch.device,
+    stack: ExitStack,
+) -> tuple[Trainer, Manager | None]:
+    if world is not None:
+        from memo.gpt.train.parallel_run import open_trainer
+
+        return open_trainer(config, shape, training, batches, world, device, stack)
+    torch.manual_seed(config.seed)
+    model = GPT(shape, device=device, dtype=weight_dtype(training.precision))
+    manager = open_manager(config.offload, model, device)
+    if manager is not None:
+        stack.enter_context(closing(manager))
+    return Trainer(model, batches, training, device=device, around_forward=manager), manager
+
+
+def _load(start: Checkpoint, trainer: Trainer, world: World | None) -> None:
+    if world is None:
+        start.load(trainer.state())
+        return
+    from memo.gpt.checkpoint.distributed import load_shared
+
+    for state in trainer.states():  # type: ignore[attr-defined]
+        load_shared(start, state)
+
+
+def _ranks(layout: Layout) -> str:
+    if layout.ranks == 1:
+        return ""
+    return f"{layout.ranks} ranks (dp {layout.dp}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}) of "
+
+
+def _open_checkpoints(
+    config: RunConfig, stack: ExitStack, world: World | None
+) -> AsyncCheckpointDir | SharedCheckpointDir | None:
+    if config.checkpoint_dir is None:
+        return None
+    if world is not None:
+        from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+
+        return stack.enter_context(SharedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+    return stack.enter_context(AsyncCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+
+
+def _starting_point(
+    config: RunConfig, checkpoints: AsyncCheckpointDir | SharedCheckpointDir | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and what to tell about the choice."""
+    if config.resume is None:
+        if checkpoints is not None and not checkpoints.is_empty():
+            raise UsageError(f"{checkpoints.path} has checkpoints already; add --resume or choose another directory")
+        return None, []
+    if config.resume != "latest":
+        start = Checkpoint.at(config.resume)
+        newest = checkpoints.latest()[0] if checkpoints is not None else None
+        if newest is not None and newest.step > start.step:
+            raise UsageError(f"{newest.path} is newer than {start.path}; choose another --checkpoint-dir")
+        return start, [f"resume   {start.path}"]
+    assert checkpoints is not None  # RunConfig sees to it
+    newest, skipped = checkpoints.latest()
+    notes = [f"warning  {reason}" for reason in skipped]
+    if newest is None and skipped:
+        raise CheckpointError(f"no checkpoint in {checkpoints.path} is whole: {skipped[0]}")
+    if newest is None:
+        return None, [f"resume   no checkpoint in {checkpoints.path} yet; starting at step 1"]
+    return newest, [*notes, f"resume   {newest.path}"]
+
+
+def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
+    return preset(
+        config.model,
+        variant=config.variant,
+        vocab_size=None if tokens is None else tokens.vocab_size,
+        max_seq=config.seq,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        dropout=config.dropout,
+        mlp_tiles=config.mlp_tiles,
+        end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
+    )
+
+
+def _training(config: RunConfig, device: torch.device) -> TrainConfig:
+    default = Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
+    return dataclasses.replace(config.training, precision=config.precision or default)
+
+
+def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
+    settings = {
+        # In how many tiles the model is computed is no property of it.
+        "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
+        "training": dataclasses.asdict(training),
+        "data": None if config.data is None else [str(path) for path in config.data],
+        "documents": config.documents,
+        "seq": config.seq,
+        "batch": config.batch,
+        "seed": config.seed,
+    }
+    as_read: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple comes back as a list
+    return as_read
+
+
+def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[str]:
+    """A line where a given plan was made for something else: its fractions hold all the same, its prediction does not."""
+    if config.offload.plan is None or plan is None:
+        return []
+    made, layout = plan.problem.profile.signature, config.layout
+    here = {"tokens": config.seq, "batch": config.batch // layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    other = [
+        f"{name} {getattr(made, name)} and not {value}" for name, value in here.items() if getattr(made, name) != value
+    ]
+    return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
+
+
+def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
+    """A line for each setting that is not what it was; another model is refused."""
+    if start is None:
+        return []
+    former = {"documents": Documents.PACKED, **start.settings}  # the only way there was
+    if former.get("model") != settings["model"]:
+        was, now = dict(former.get("model") or {}), settings["model"]
+        changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
+        raise CheckpointError(f"{start.path} is of another model: {changed}")
+    return [
+        f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
+        for key, value in settings.items()
+        if former.get(key) != value
+    ]

@@ -1,0 +1,154 @@
+"""Measures a step from outside: rates, utilisation, memory, and what the offload manager moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from memo.allocator import memory_stats
+from memo.gpt.arithmetic.flops import hfu, mfu_causal, mfu_full, recompute_flops_per_token
+from memo.gpt.arithmetic.peak_flops import peak_flops
+from memo.gpt.config import GPTConfig
+from memo.gpt.train.metrics import StepMetrics, StepUsage
+from memo.gpt.train.step import StepResult
+from memo.gpt.train_config import Precision
+from memo.machine import peak_rss_bytes, total_bytes
+from memo.manager import Manager
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Turns what a step did into its metrics. The manager's counters are cumulative; it keeps the last reading."""
+
+    def __init__(
+        self,
+        shape: GPTConfig,
+        *,
+        seq: int,
+        device: torch.device,
+        precision: Precision,
+        peak: float | None,
+        manager: Manager | None,
+        alpha: float | None = None,
+        devices: int = 1,
+    ) -> None:
+        """`peak` is of one device; the run's tokens are the work of all `devices`."""
+        self._shape = shape
+        self._seq = seq
+        self._device = device
+        one = peak if peak is not None else _known_peak(device, precision)
+        self._peak = None if one is None else one * devices
+        self._manager = manager
+        self._alpha = alpha
+        self._last = _Counters.of(manager)
+
+    def observe(
+        self, result: StepResult, eval_loss: float | None = None, *, skipped_steps: int = 0
+    ) -> tuple[StepMetrics, StepUsage]:
+        """The step's figures, for the file and for the line."""
+        now = _Counters.of(self._manager)
+        moved, self._last = now - self._last, now
+        rate = result.tokens / result.duration_s
+        model_full, model_causal, hardware = self._utilisation(rate, recomputed=moved.recomputed > 0)
+        rss, device_peak = peak_rss_bytes(), self._device_peak()
+        metrics = StepMetrics(
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens_per_s=rate,
+            mfu_causal=model_causal,
+            mfu_full=model_full,
+            hfu=hardware,
+            peak_device_bytes=device_peak,
+            peak_rss_bytes=rss,
+            host_bytes=moved.host,
+            disk_bytes=moved.disk,
+            d2h_bytes_per_s=(moved.host + moved.disk) / result.duration_s,
+            h2d_bytes_per_s=moved.reloaded / result.duration_s,
+            disk_bytes_per_s=moved.disk / result.duration_s,
+            stall_s=moved.stall_s,
+            recompute_s=moved.recompute_s,
+            eval_loss=eval_loss,
+            alarm=result.alarm,
+            skipped_steps=skipped_steps,
+        )
+        usage = StepUsage(
+            memory_bytes=rss if device_peak is None else device_peak,
+            memory_total_bytes=self._memory_total(),
+            offloads=self._manager is not None,
+        )
+        return metrics, usage
+
+    def _utilisation(self, rate: float, *, recomputed: bool) -> tuple[float | None, float | None, float | None]:
+        """mfu_full, mfu_causal, hfu; None for what is not known."""
+        peak = self._peak
+        if peak is None:
+            return None, None, None
+        full = mfu_full(self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak)
+        causal = mfu_causal(self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak)
+        if not recomputed:
+            return full, causal, causal
+        if self._alpha is None:  # each layer has its own fraction: the counters do not say which tokens were redone
+            return full, causal, None
+        redone = recompute_flops_per_token(self._shape, 1 - self._alpha)
+        hardware = hfu(
+            self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak, recomputed_flops_per_token=redone
+        )
+        return full, causal, hardware
+
+    def _device_peak(self) -> int | None:
+        return memory_stats(self._device).peak_allocated_bytes if self._device.type == "cuda" else None
+
+    def _memory_total(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.get_device_properties(self._device).total_memory
+        return total_bytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Counters:
+    """A reading of the manager's cumulative counters; all zero without a manager."""
+
+    host: int = 0
+    disk: int = 0
+    reloaded: int = 0
+    recomputed: int = 0
+    stall_s: float | None = 0.0
+    recompute_s: float | None = 0.0
+
+    @classmethod
+    def of(cls, manager: Manager | None) -> _Counters:
+        if manager is None:
+            return cls()
+        stats = manager.stats
+        return cls(
+            host=stats.bytes_host,
+            disk=stats.bytes_disk,
+            reloaded=stats.bytes_reloaded,
+            recomputed=stats.bytes_recomputed,
+            stall_s=stats.stall_s,
+            recompute_s=stats.recompute_s,
+        )
+
+    def __sub__(self, earlier: _Counters) -> _Counters:
+        return _Counters(
+            **{
+                field.name: _less(getattr(self, field.name), getattr(earlier, field.name))
+                for field in dataclasses.fields(self)
+            }
+        )
+
+
+def _less(now: Any, before: Any) -> Any:
+    """None where either was not measured."""
+    return None if now is None or before is None else now - before
+
+
+def _known_peak(device: torch.device, precision: Precision) -> float | None:
+    """The table is of bfloat16; float32 peaks depend on how torch is allowed to compute products."""
+    if device.type != "cuda" or precision is Precision.FP32:
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))

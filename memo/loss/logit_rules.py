@@ -1,0 +1,169 @@
+"""Which functions a deferred tensor of logits goes through without being made, and how.
+
+Owns the table from the name of a torch function to a rule: the logits and the function's arguments in, and out what it
+gives, or NotImplemented where these arguments need elements. What is done to rows (shift, slice, flatten) is done to the
+hidden states; what is done to elements is noted (memo.loss.logit_transform).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from memo.loss.chunked_cross_entropy import IGNORE
+from memo.loss.logit_transform import DIVISIONS
+
+if TYPE_CHECKING:
+    from memo.loss.deferred_logits import DeferredLogits
+
+__all__ = ["WITHOUT_ELEMENTS", "by_rule"]
+
+
+def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives for the deferred logits that are its first argument, or NotImplemented."""
+    rule = _RULES.get(getattr(func, "__name__", ""))
+    if rule is None:
+        return NotImplemented
+    try:
+        inspect.signature(rule).bind(func, *args, **kwargs)
+    except TypeError:  # arguments that the rule does not know
+        return NotImplemented
+    return rule(func, *args, **kwargs)
+
+
+def _by_number(func: Any, logits: DeferredLogits, number: Any) -> Any:
+    if type(number) not in (int, float) or (number == 0 and func.__name__ in DIVISIONS):
+        return NotImplemented
+    return logits.noted(func, number)
+
+
+def _tanh(func: Any, logits: DeferredLogits) -> Any:
+    return logits.noted(func)
+
+
+def _add(func: Any, logits: DeferredLogits, other: Any) -> Any:
+    """A bias that is nobody's parameter, first of all and to rows that are all here."""
+    projection = logits.product.projection
+    own: Tensor | None = projection.bias
+    if logits.steps.done or own is not None or isinstance(projection.weight, DTensor):
+        return NotImplemented
+    if type(other) is not Tensor or other.requires_grad:
+        return NotImplemented
+    if other.shape[-1:] != logits.shape[-1:] or other.numel() != logits.shape[-1] or other.device != logits.device:
+        return NotImplemented
+    dtype = torch.promote_types(logits.dtype, other.dtype)
+    return logits.noted(func, other.clone(), dtype=dtype)
+
+
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _cast(func: Any, logits: DeferredLogits) -> Any:
+    return _to(func, logits, _CASTS[func.__name__])
+
+
+def _to(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    parse: Any = torch._C._nn._parse_to
+    try:
+        device, dtype, _, layout = parse(*args, **kwargs)
+    except (TypeError, RuntimeError):  # it copies, or to what is no floating-point number
+        return NotImplemented
+    if layout is not None or (device is not None and torch.empty(0, device=device).device != logits.device):
+        return NotImplemented
+    if dtype is None or dtype == logits.dtype:
+        return logits
+    return logits.noted(Tensor.to, dtype, dtype=dtype)
+
+
+def _same(func: Any, logits: DeferredLogits) -> Any:
+    return logits
+
+
+def _detach(func: Any, logits: DeferredLogits) -> Any:
+    with torch.no_grad():
+        return logits.rows(logits.hidden.detach(), Tensor.detach)
+
+
+def _view(func: Any, logits: DeferredLogits, *sizes: Any) -> Any:
+    """Elements keep their order, so a last dimension of the vocabulary's size is the vocabulary."""
+    shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    if not shape or shape[-1] != logits.shape[-1]:
+        return NotImplemented
+    hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
+    return logits.rows(hidden, lambda whole: func(whole, *sizes))
+
+
+def _flatten(func: Any, logits: DeferredLogits, start: int = 0, end: int = -1) -> Any:
+    first, last = (at % logits.ndim for at in (start, end))
+    if last == logits.ndim - 1:
+        return NotImplemented
+    return logits.rows(logits.hidden.flatten(first, last), lambda whole: func(whole, start, end))
+
+
+def _getitem(func: Any, logits: DeferredLogits, index: Any) -> Any:
+    """Slices and single rows, all of the vocabulary."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is Ellipsis or type(part) in (int, slice) for part in parts) or parts.count(Ellipsis) > 1:
+        return NotImplemented
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    left, right = parts[:at], parts[at + 1 :]
+    every = (*left, *(slice(None),) * (logits.ndim - len(left) - len(right)), *right)
+    if len(every) != logits.ndim or every[-1] != slice(None):
+        return NotImplemented
+    return logits.rows(logits.hidden[every[:-1]], lambda whole: whole[index])
+
+
+def _cross_entropy(
+    func: Any,
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = IGNORE,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    one_each = logits.ndim == 2 and target.dtype == torch.int64 and target.shape == logits.shape[:1]
+    if not usual or not one_each or reduction not in ("mean", "sum"):
+        return NotImplemented
+    return logits.cross_entropy(target, reduction=reduction, ignore_index=ignore_index)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((*DIVISIONS, "mul", "multiply"), _by_number),
+    **dict.fromkeys(("view", "reshape"), _view),
+    "flatten": _flatten,
+    "add": _add,
+    "tanh": _tanh,
+    "to": _to,
+    "contiguous": _same,
+    "detach": _detach,
+    "__getitem__": _getitem,
+    "cross_entropy": _cross_entropy,
+}
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "grad",
+    "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xpu",
+    "is_mps", "is_xla", "itemsize", "nbytes", "output_nr", "_version",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
+    "is_inference", "register_hook", "retain_grad", "__len__", "__hash__", "__dir__",
+)  # fmt: skip
+
+# What a tensor can say of itself, and of its place in autograd's graph, without elements.
+WITHOUT_ELEMENTS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}

@@ -1,0 +1,149 @@
+"""`memo.loss_without_logits`: a model's own loss, as its own forward computes it, without its logits.
+
+Owns what is put on a model for it, and takes it off again: two hooks that see whether a forward was given labels, and the
+output projection's forward, which then gives deferred logits (memo.loss.deferred_logits). The model's forward, its
+loss function and its parameters stay as they are. Without labels nothing is different: `generate` and your own use of
+logits see what the projection makes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from memo.errors import UsageError
+from memo.loss.deferred_logits import Product, deferred
+from memo.parallel import DividedRows
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["LossWithoutLogits", "loss_without_logits"]
+
+# Kinds of loss that are one cross-entropy of all logits; None is the library's default, the causal one.
+_CROSS_ENTROPIES = (None, "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
+
+
+def loss_without_logits(
+    model: nn.Module, *, chunk: int | None = None, keep_gradients: bool = True
+) -> LossWithoutLogits:
+    """Has `model(input_ids, labels=labels).loss` computed a chunk of logits at a time, with or without `memo.offload`.
+
+        memo.loss_without_logits(model)                      # for good, or until .close()
+        with memo.loss_without_logits(model): ...            # for a while
+
+    The loss is the model's own: its shift, `num_items_in_batch`, scaled or capped logits, what it adds for its experts. So
+    is `outputs.logits` of these forwards, which is made when it is looked at. Give the module that you call: the one that
+    an adapter library returned, before DistributedDataParallel. A batch of which no label counts has loss 0, not nan.
+    docs/loss.md has the rest.
+
+    Args:
+        model: a Hugging Face model with an output projection, before or after `memo.parallelize`.
+        chunk: tokens whose logits exist at a time; by the size of the vocabulary if not given.
+        keep_gradients: as in `memo.linear_cross_entropy`.
+
+    Raises:
+        UsageError: it has no output projection that is an nn.Linear as torch has it, takes no labels, or has another kind
+            of loss; the model is then unchanged.
+    """
+    projection = _projection(model)
+    kind = getattr(model, "loss_type", None)
+    if kind not in _CROSS_ENTROPIES:
+        raise UsageError(f"the loss of {type(model).__name__} ({kind}) is not a cross-entropy of its logits")
+    signature = inspect.signature(model.forward)
+    others = [parameter for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
+    if "labels" not in signature.parameters and not others:
+        raise UsageError(f"the forward of {type(model).__name__} takes no labels, so it has no loss to compute")
+    return LossWithoutLogits(model, projection, signature, chunk=chunk, keep_gradients=keep_gradients)
+
+
+def _projection(model: nn.Module) -> nn.Linear:
+    name = type(model).__name__
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    if found is None:
+        raise UsageError(f"{name} has no output projection: get_output_embeddings() gives none")
+    if "forward" in vars(found):
+        raise UsageError(f"the output projection of {name} has a forward put on it already, by memo or somebody else")
+    plain = isinstance(found, nn.Linear) and (
+        type(found).forward is nn.Linear.forward or isinstance(found, DividedRows)
+    )
+    if not plain:
+        kind = f"{type(found).__module__}.{type(found).__qualname__}"
+        raise UsageError(f"the output projection of {name} is a {kind} with a forward of its own")
+    if not _has_its_weight(found):
+        raise UsageError(f"the weight of the output projection of {name} is computed, and no parameter of it")
+    return cast("nn.Linear", found)
+
+
+def _has_its_weight(projection: nn.Module) -> bool:
+    """Not so where it is parametrized, or a view into a flat parameter of many."""
+    return projection._parameters.get("weight") is not None
+
+
+class LossWithoutLogits:
+    """What `loss_without_logits` put on a model; `close` takes it off, as does the end of a `with`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        projection: nn.Linear,
+        signature: inspect.Signature,
+        *,
+        chunk: int | None,
+        keep_gradients: bool,
+    ) -> None:
+        self._projection = projection
+        self._signature = signature
+        self._chunk = chunk
+        self._keep_gradients = keep_gradients
+        self._with_labels = False
+        self._products: list[Product] = []
+        self._warned = False
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+        projection.forward = self._project  # type: ignore[method-assign, assignment]
+
+    def __enter__(self) -> LossWithoutLogits:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The model is as it was. Logits that are deferred already can still be looked at."""
+        for hook in self._hooks:
+            hook.remove()
+        vars(self._projection).pop("forward", None)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**self._signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        self._with_labels = given.get("labels") is not None
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        dtypes = {hidden.dtype, self._projection.weight.dtype}
+        alike = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
+        # Inference tensors do not count their changes, so nobody could tell whether logits made later are the same.
+        if not self._with_labels or not alike or hidden.is_inference() or not _has_its_weight(self._projection):
+            return type(self._projection).forward(self._projection, hidden)
+        logits = deferred(self._projection, hidden, chunk=self._chunk, keep_gradients=self._keep_gradients)
+        self._products.append(logits.product)
+        return logits
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._with_labels = False
+        looked = any(product.made for product in self._products)
+        self._products.clear()
+        if looked and output is not None and not self._warned:  # with an error there is no output
+            self._warned = True
+            warnings.warn(
+                f"{type(model).__name__} does more with its logits than memo can do without them: they were made",
+                stacklevel=2,
+            )

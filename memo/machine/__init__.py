@@ -1,0 +1,38 @@
+"""What this machine has and can do: links, disks, host memory, this node's share, limits of its kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.machine.doctor import Diagnosis as Diagnosis, Disk as Disk, Gpu as Gpu, examine as examine
+    from memo.machine.link_bandwidth import (
+        DiskRates as DiskRates,
+        HostFacts as HostFacts,
+        measure_lanes as measure_lanes,
+        measure_link as measure_link,
+    )
+    from memo.machine.node_share import share_of_node as share_of_node
+    from memo.machine.norm_limit import (
+        require_layer_within_norm_limit as require_layer_within_norm_limit,
+        require_within_norm_limit as require_within_norm_limit,
+    )
+    from memo.machine.process_memory import (
+        peak_rss_bytes as peak_rss_bytes,
+        return_freed_memory as return_freed_memory,
+        rss_bytes as rss_bytes,
+        total_bytes as total_bytes,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "doctor": "Diagnosis Disk Gpu examine",
+            "link_bandwidth": "DiskRates HostFacts measure_lanes measure_link",
+            "node_share": "share_of_node",
+            "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
+            "process_memory": "peak_rss_bytes return_freed_memory rss_bytes total_bytes",
+        },
+    )

@@ -1,0 +1,17 @@
+"""`memo.offload` and its context manager: arguments, what they open, where plans come from, the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.manager.manager import Manager as Manager, offload as offload
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "manager": "Manager offload",
+        },
+    )

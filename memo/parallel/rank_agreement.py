@@ -1,0 +1,46 @@
+"""What the ranks of a group decide alike: each says what it has, and all hear the same answer.
+
+A recompute repeats its layer's collectives, so whatever starts one (fractions of tokens, a plan, the step at which it
+changes) must be equal on all ranks that talk within the layer. Every function here is a collective call: each rank of the
+group makes it, in the same order as the group's other collectives. Without a process group a rank agrees with itself.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from memo.errors import UsageError
+from memo.swap import all_say, everyones
+
+__all__ = ["agree", "everyones", "require_equal", "require_same_shape"]
+
+_T = TypeVar("_T")
+
+
+def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
+    """What the group's first rank said."""
+    return everyones(value, group)[0]
+
+
+def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raises UsageError on every rank, in one line, where ranks were given batches of different shapes.
+
+    Asked before each forward, and of the device: what a collective makes of tensors of different sizes is anybody's guess.
+    """
+    shape = tuple(tensor.shape)
+    if not all_say(shape, group, tensor.device):
+        require_equal(shape, group, what="the batch of ranks that compute each layer together")
+
+
+def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:
+    """Raises UsageError on every rank, in one line, where ranks said different things of `what`."""
+    said = everyones(value, group)
+    other = next((index for index, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is not None:
+        ranks = dist.get_process_group_ranks(group)
+        raise UsageError(
+            f"{what}: {said[0]} on rank {ranks[0]}, but {said[other]} on rank {ranks[other]}, which must have the same"
+        )

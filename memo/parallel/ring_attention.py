@@ -1,0 +1,141 @@
+"""Attention over a divided sequence, for any number of heads: keys and values go from rank to rank, queries stay.
+
+Owns the autograd function around torch's ring attention (Liu et al. 2023) and which kernel it runs. torch has it for
+DTensors on CUDA alone; its loops take any kernel that gives the logarithms of its sums, the CPU's too. Keys and values are
+sent on while the kernel works, one rank's at a time, so no rank ever has them all.
+
+A causal mask leaves the ranks of late tokens with most of the work; so every rank holds an early and a late part of the
+sequence, as SequenceShards.early_and_late says, and has as much to do as any other.
+
+    rank 0 of 2   tokens [0, 2) and [6, 8)      rank 1   tokens [2, 4) and [4, 6)
+
+Saved are q, k, v, the result and the logarithms: as many units of b·s·h as on one rank. Partial results are merged in
+float32, whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+from memo.errors import UsageError
+from memo.swap import memoize
+
+__all__ = ["Ring"]
+
+_TOKENS = 2  # of (batch, heads, tokens, head size), as torch's kernels take it
+
+_aten = torch.ops.aten
+
+
+class Ring:
+    """`attend` for tensors of (batch, tokens / ranks, heads, head size), an early and a late part of the tokens each."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", _attend(query, key, value, self._group))
+
+
+# Over a part of the tokens the ring would be another one: a token-wise recompute keeps the results.
+@memoize(token_dim=1)  # type: ignore[untyped-decorator]
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    groups = query.shape[2] // key.shape[2]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out = _RingAttention.apply(q, k, v, group)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", out.transpose(1, 2))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """One of torch's fused kernels: forward gives (result, logarithms, *rest), of which backward wants some by name."""
+
+    forward: Any
+    backward: Any
+    rest: Sequence[str] = ()
+
+
+_CPU = _Kernel(
+    forward=_aten._scaled_dot_product_flash_attention_for_cpu,
+    backward=_aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+_CUDA = _Kernel(
+    forward=_aten._scaled_dot_product_flash_attention,
+    backward=_aten._scaled_dot_product_flash_attention_backward.default,
+    rest=("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
+)
+
+
+def _kernel(query: torch.Tensor) -> _Kernel:
+    if query.device.type != "cuda":
+        return _CPU
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
+        raise UsageError(
+            f"ring attention on a GPU needs half precision and heads of a multiple of 8, not {query.dtype} and heads of "
+            f"{query.shape[-1]}; use --precision bf16-autocast, or --cp-attention ulysses"
+        )
+    return _CUDA
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        kernel = _kernel(query)
+        with _as_here():
+            out, logarithms, *rest = torchs._templated_ring_attention(
+                group, _TOKENS, kernel.forward, query, key, value, is_causal=True, dropout_p=0.0
+            )
+        # Laid out as the projection after it reads it, (batch, tokens, heads, head size), so that both save one storage.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, logarithms)
+        ctx.group, ctx.kernel = group, kernel
+        ctx.rest = dict(zip(kernel.rest, rest, strict=False))  # numbers, and seeds of a dropout that there is not
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, logarithms = ctx.saved_tensors
+        with _as_here():
+            grads = torchs._templated_ring_attention_backward(
+                ctx.group,
+                _TOKENS,
+                ctx.kernel.backward,
+                grad_out=grad,
+                grad_out_name="grad_out",
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                logsumexp=logarithms,
+                is_causal=True,
+                dropout_p=0.0,
+                **ctx.rest,
+            )
+        return (*grads[:3], None)
+
+
+@contextlib.contextmanager
+def _as_here() -> Iterator[None]:
+    """torch's settings for this module, whatever others have set: early and late parts, and no gathering of all keys."""
+    options = torchs._cp_options
+    before = dataclasses.replace(options)
+    options.enable_load_balance, options.convert_to_f32 = True, True
+    options.rotate_method = torchs._RotateMethod.ALL_TO_ALL
+    try:
+        yield
+    finally:
+        for field in dataclasses.fields(before):
+            setattr(options, field.name, getattr(before, field.name))

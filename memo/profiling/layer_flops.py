@@ -1,0 +1,68 @@
+"""Counts FLOPs while they are done: of each layer's forward, and of what backward repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+
+from memo.manager import offload
+from memo.record import Step
+from memo.swap import Layer
+
+__all__ = ["Flops", "forward_flops", "repeated_flops"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Of one layer's forward, or of the whole model's."""
+
+    whole: float
+    attention: float
+    """The part of `whole`, as the causal half."""
+
+
+def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flops]:
+    """Of each layer's forward and of the whole forward."""
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # The CPU's kernel is the one that torch does not count.
+    counter = FlopCounterMode(display=False, custom_mapping={flash: _cpu_attention_flop})
+    with counter:
+        step.loss()
+    counts = counter.get_flop_counts()
+    prefix = type(step.model).__name__
+    return [_of(counts.get(f"{prefix}.{layer.name}", {})) for layer in layers], _of(counts.get("Global", {}))
+
+
+def _cpu_attention_flop(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return int(sdpa_flop(query, key, value))
+
+
+def _of(counts: dict[Any, int]) -> Flops:
+    attention = sum(count for operator, count in counts.items() if "attention" in str(operator)) / 2
+    return Flops(whole=sum(counts.values()) - attention, attention=attention)
+
+
+def repeated_flops(step: Step, *, disk: str | Path | None) -> float:
+    """What backward does more of where only attention's results are saved, over all layers."""
+
+    def backward_flops(loss: torch.Tensor) -> float:
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return float(counter.get_total_flops())
+
+    plain = backward_flops(step.loss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        manager = offload(step.model, alpha=0.0, min_bytes=0, disk=disk)
+        try:
+            with manager:
+                loss = step.loss()
+            return max(backward_flops(loss) - plain, 0.0)
+        finally:
+            manager.close()

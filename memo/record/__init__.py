@@ -1,0 +1,26 @@
+"""What one training step allocates, recorded without a GPU and without its memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.record.record_rank import rank_step as rank_step
+    from memo.record.recording import (
+        Recording as Recording,
+        Role as Role,
+        Step as Step,
+        gpt_step as gpt_step,
+        load_step as load_step,
+        record_step as record_step,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "record_rank": "rank_step",
+            "recording": "Recording Role Step gpt_step load_step record_step",
+        },
+    )

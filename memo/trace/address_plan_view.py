@@ -1,0 +1,50 @@
+"""An address plan as the page's second view draws it: one rectangle for each span in which a buffer's bytes are in use.
+
+Knows the nouns of `memo.mip.address.problem`, not their files. A plan of more than MAX_RECTANGLES is thinned to the largest
+bytes × time, and says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memo.mip.address import Plan
+
+__all__ = ["MAX_RECTANGLES", "packing_of"]
+
+MAX_RECTANGLES = 60_000
+
+
+def packing_of(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
+    """One picture for each arena, ready for json."""
+    return [_arena(plan, arena.name, title, max_rectangles) for arena in plan.arenas]
+
+
+def _arena(plan: Plan, name: str, title: str, room: int) -> dict[str, Any]:
+    arena = plan.arena(name)
+    rectangles = [
+        {"name": buffer.id, "offset": offset, "nbytes": buffer.nbytes, "start": start, "end": end}
+        for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True)
+        if buffer.arena == name and buffer.nbytes
+        for start, end in buffer.spans()
+    ]
+    drawn = sorted(rectangles, key=_weight, reverse=True)[:room]
+    thinned = None
+    if len(drawn) < len(rectangles):
+        thinned = f"the {len(drawn):,} of {len(rectangles):,} rectangles with the largest bytes × time"
+    return {
+        "title": title,
+        "arena": name,
+        "status": f"{arena.status.value}, {arena.method}",
+        "unit": "instant",
+        "peak_nbytes": arena.nbytes,
+        "lower_bound_nbytes": arena.lower_bound_nbytes,
+        "capacity_nbytes": plan.problem.capacities.get(name),
+        "thinned": thinned,
+        "buffers": drawn,
+    }
+
+
+def _weight(rectangle: dict[str, Any]) -> int:
+    weight: int = rectangle["nbytes"] * (rectangle["end"] - rectangle["start"])
+    return weight

@@ -1,0 +1,184 @@
+"""From one line's text to one event, or a TraceError: the strict half of the reader that knows fields.
+
+The accepted fields and types are those of the dataclasses in `memo.events`, read once at import, so that the
+format has one definition. Nothing unknown passes: no unknown kind or field, no duplicate key, no NaN or Infinity, no
+float where an integer belongs, no integer outside [0, 2**63).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from memo.errors import TraceError
+from memo.events import CounterEvent, Event, Note, Span, Stall, StateChange, StepMark, Use
+
+__all__ = ["MAX_DEPTH", "MAX_INTEGER", "decode_event", "decode_object"]
+
+MAX_INTEGER = 2**63 - 1
+MAX_DEPTH = 32
+"""Nesting of the header's `meta`; Python's own parser gives up near 1000."""
+
+_EVENT_TYPES = (StateChange, Span, Stall, Use, CounterEvent, StepMark, Note)
+_Check = Callable[[object], Any]
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise TraceError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise TraceError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise TraceError(f"key {twice[:40]!r} stands twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+
+
+def decode_object(text: str) -> dict[str, Any]:
+    """One JSON object, strictly.
+
+    Raises:
+        TraceError: not JSON, not an object, or a value that no writer of ours produces.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise TraceError("nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError, and integers of over 4300 digits
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number is too long"
+        raise TraceError(f"not JSON ({reason})") from None
+    if not isinstance(value, dict):
+        raise TraceError("not a JSON object")
+    return value
+
+
+def check_depth(value: object, *, depth: int = 0) -> None:
+    """Refuses free-form values that nest deeper than MAX_DEPTH or hold integers outside 64 bits."""
+    if depth > MAX_DEPTH:
+        raise TraceError("nested too deeply")
+    if isinstance(value, dict):
+        for item in value.values():
+            check_depth(item, depth=depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_depth(item, depth=depth + 1)
+    elif isinstance(value, int) and not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
+        raise TraceError("an integer does not fit 64 bits")
+
+
+def natural(value: object) -> int:
+    """An integer in [0, 2**63)."""
+    if type(value) is not int:
+        raise TraceError(f"{_shown(value)} is no integer")
+    if not 0 <= value <= MAX_INTEGER:
+        raise TraceError(f"{_shown(value)} is outside 0 .. 2^63-1")
+    return value
+
+
+def text(value: object) -> str:
+    if type(value) is not str:
+        raise TraceError(f"{_shown(value)} is no text")
+    return value
+
+
+def _naturals(value: object) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise TraceError(f"{_shown(value)} is no list")
+    return tuple(natural(item) for item in value)
+
+
+def _member(members: type[enum.StrEnum]) -> _Check:
+    known = {str(member.value): member for member in members}
+
+    def check(value: object) -> enum.StrEnum:
+        found = known.get(value) if type(value) is str else None
+        if found is None:
+            raise TraceError(f"{_shown(value)} is none of {', '.join(known)}")
+        return found
+
+    return check
+
+
+def _shown(value: object) -> str:
+    return ascii(value)[:40]
+
+
+def _check_for(annotation: Any) -> _Check:
+    if isinstance(annotation, types.UnionType):
+        annotation = next(arm for arm in typing.get_args(annotation) if arm is not types.NoneType)
+    if annotation is int:
+        return natural
+    if annotation is str:
+        return text
+    if typing.get_origin(annotation) is tuple:
+        return _naturals
+    return _member(annotation)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """The fields of one event type and what each must be."""
+
+    make: Callable[..., Event]
+    checks: dict[str, _Check]
+    required: frozenset[str]
+
+
+class _Mark(enum.StrEnum):
+    """What a StepMark's phase may be."""
+
+    BEGIN = "begin"
+    END = "end"
+
+
+def _shape_of(event_type: type[Any]) -> _Shape:
+    hints = typing.get_type_hints(event_type) | ({"phase": _Mark} if event_type is StepMark else {})
+    fields = dataclasses.fields(event_type)
+    return _Shape(
+        make=event_type,
+        checks={field.name: _check_for(hints[field.name]) for field in fields},
+        required=frozenset(field.name for field in fields if field.default is dataclasses.MISSING),
+    )
+
+
+_SHAPES = {event_type.kind: _shape_of(event_type) for event_type in _EVENT_TYPES}
+
+
+def decode_event(line: dict[str, Any]) -> Event:
+    """The event that a line's object stands for.
+
+    Raises:
+        TraceError: unknown kind or field, missing field, wrong type, or a time that ends beyond 2**63.
+    """
+    kind = line.pop("k", None)
+    shape = _SHAPES.get(kind) if isinstance(kind, str) else None
+    if shape is None:
+        raise TraceError(f"unknown kind {_shown(kind)}")
+    checks = shape.checks
+    try:
+        values = {name: checks[name](value) for name, value in line.items()}
+    except KeyError as unknown:
+        raise TraceError(f"a {kind} has no field {_shown(unknown.args[0])}") from None
+    if not shape.required <= values.keys():
+        raise TraceError(f"a {kind} needs {', '.join(sorted(shape.required - values.keys()))}")
+    if values["t"] + values.get("d", 0) > MAX_INTEGER:
+        raise TraceError("a span ends beyond 2^63 ns")
+    return shape.make(**values)

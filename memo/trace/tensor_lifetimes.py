@@ -1,0 +1,161 @@
+"""The life of each saved storage, put together from the events that name its id; and the bytes it holds in each tier.
+
+A trace is a stream of transitions; a person asks about a tensor. `lives_of` groups by id (an id seen again after it
+was gone begins a new life); `holdings_of` replays the states into byte changes per tier, which every peak and every
+memory chart is made of. Both take what is there: a ring that dropped events must not stop the report.
+
+    state      live  leaving        away          returning      back           gone
+    device     n     n              0             n              n              0
+    lower tier 0     n (its tier)   n (its tier)  n (as before)  n (as before)  0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from memo.events import Event, Lane, Span, Stall, StateChange, TensorState, Tier, Use
+
+__all__ = ["Holding", "Life", "holdings_of", "layer_of", "lives_of"]
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+_TIERS = tuple(Tier)  # iterating an Enum class is ten times slower
+_ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One storage from its save to its end, as far as the trace saw it."""
+
+    id: int
+    step: int
+    module: str
+    nbytes: int
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    states: tuple[StateChange, ...]
+    uses: tuple[Use, ...]
+    moves: tuple[Span, ...]
+    """Its copies, in all lanes, by start."""
+    stalls: tuple[Stall, ...]
+
+    @property
+    def start_ns(self) -> int:
+        points: list[StateChange | Use | Span | Stall] = [*self.states[:1], *self.uses[:1]]
+        return min(event.t for event in (*points, *self.moves[:1], *self.stalls[:1]))
+
+    @property
+    def end_ns(self) -> int:
+        points: list[StateChange | Use] = [*self.states[-1:], *self.uses[-1:]]
+        spans: list[Span | Stall] = [*self.moves[-1:], *self.stalls[-1:]]
+        return max([event.t for event in points] + [span.t + span.d for span in spans])
+
+    @property
+    def tier(self) -> Tier:
+        """The lowest tier it reached."""
+        lanes = {move.lane for move in self.moves}
+        seen = {state.tier for state in self.states}
+        if Tier.DISK in seen or Lane.DISK_WRITE in lanes:
+            return Tier.DISK
+        return Tier.HOST if Tier.HOST in seen or Lane.D2H in lanes else Tier.DEVICE
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    states: list[StateChange] = dataclasses.field(default_factory=list)
+    uses: list[Use] = dataclasses.field(default_factory=list)
+    moves: list[Span] = dataclasses.field(default_factory=list)
+    stalls: list[Stall] = dataclasses.field(default_factory=list)
+
+    @property
+    def gone(self) -> bool:
+        return bool(self.states) and self.states[-1].to is TensorState.GONE
+
+    def finish(self, key: int) -> Life:
+        named = next((state for state in self.states if state.module is not None), None)
+        everything: list[StateChange | Use | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
+        sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
+        return Life(
+            id=key,
+            step=min(event.step for event in everything),
+            module=(named.module or "") if named else "",
+            nbytes=max(sizes, default=0),
+            shape=named.shape if named else None,
+            dtype=named.dtype if named else None,
+            states=tuple(self.states),
+            uses=tuple(self.uses),
+            moves=tuple(self.moves),
+            stalls=tuple(self.stalls),
+        )
+
+
+def lives_of(events: Iterable[Event]) -> list[Life]:
+    """Every life in events sorted by time, in order of birth."""
+    open_lives: dict[int, _Draft] = {}
+    drafts: list[tuple[int, _Draft]] = []
+    for event in events:
+        key = getattr(event, "id", None)
+        if key is None:
+            continue
+        draft = open_lives.get(key)
+        reborn = isinstance(event, StateChange) and draft is not None and draft.gone
+        if draft is None or reborn:
+            draft = open_lives[key] = _Draft()
+            drafts.append((key, draft))
+        if isinstance(event, StateChange):
+            draft.states.append(event)
+        elif isinstance(event, Use):
+            draft.uses.append(event)
+        elif isinstance(event, Span):
+            draft.moves.append(event)
+        elif isinstance(event, Stall):
+            draft.stalls.append(event)
+    return [draft.finish(key) for key, draft in drafts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """From `t` on, life number `life` holds `delta` bytes more (or fewer) in `tier`."""
+
+    t: int
+    tier: Tier
+    delta: int
+    life: int
+
+
+def holdings_of(lives: Sequence[Life]) -> list[Holding]:
+    """Every change of bytes in a tier, by time; at one instant what is given back stands before what is taken."""
+    changes = [holding for number, life in enumerate(lives) for holding in _replay(number, life)]
+    changes.sort(key=lambda holding: (holding.t, holding.delta))
+    return changes
+
+
+def _replay(number: int, life: Life) -> Iterator[Holding]:
+    held = dict.fromkeys(_TIERS, 0)
+    lower = Tier.HOST
+    for state in life.states:
+        if state.tier in (Tier.HOST, Tier.DISK):
+            lower = state.tier
+        wanted = dict.fromkeys(_TIERS, 0)
+        if state.to in _ON_DEVICE:
+            wanted[Tier.DEVICE] = state.nbytes
+        elif state.to is TensorState.LEAVING:
+            wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
+        if state.to in (TensorState.LEAVING, TensorState.AWAY):
+            wanted[lower] = state.nbytes
+        elif state.to in (
+            TensorState.RETURNING,
+            TensorState.BACK,
+        ):  # the engine gives the place back with the last handle
+            wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
+        for tier in _TIERS:
+            if wanted[tier] != held[tier]:
+                yield Holding(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)
+        held = wanted
+
+
+def layer_of(module: str) -> str:
+    """`model.layers.4` of `model.layers.4.mlp.up`; a name without a number is its own layer."""
+    found = _LAYER.match(module)
+    return found[0] if found else module

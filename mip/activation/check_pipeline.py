@@ -1,0 +1,233 @@
+"""Walks through a whole step of a stage with several chunks, turn by turn, layer by layer: the checker's own arithmetic.
+
+Keeps what every call of a chunk holds now and adds it all up while each layer runs, so that nothing has to be known of
+which moments are the fullest. Shares no code with the planner.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memo.mip.activation.check_step import Walk, copy_s, is_divided, moved, rounding_bytes, saved_bytes, whole_bytes
+from memo.mip.inputs.pipeline_schedules import Kind
+
+if TYPE_CHECKING:
+    from memo.mip.activation.plan import ActivationPlan
+    from memo.mip.inputs.pipeline_schedules import Turn
+
+__all__ = ["last_layer", "walk_turns"]
+
+_Layer = tuple[int, int, int]
+"""Chunk, microbatch, index of the layer."""
+
+
+class _State(enum.Enum):
+    """What a call's layer has on the device."""
+
+    WHOLE = enum.auto()
+    KEPT = enum.auto()
+    STILL = enum.auto()
+    """All but what has moved."""
+
+
+def last_layer(plan: ActivationPlan, stage: int) -> int:
+    """The one layer of a stage that does not move."""
+    return _chunks(plan, stage)[-1][-1]
+
+
+def walk_turns(plan: ActivationPlan, stage: int) -> Walk:
+    """Through all the turns of a step."""
+    return _Walker(plan, stage).walk()
+
+
+def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
+    """The layers of each chunk."""
+    pipeline, count = plan.problem.pipeline, len(plan.layers)
+    if pipeline.own is not None:
+        sizes = list(pipeline.own.layers)
+    else:
+        parts = 2 * pipeline.stages
+        sizes = [count // parts + (1 if part < count % parts else 0) for part in range(parts)]
+    bounds = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
+    return [range(bounds[place], bounds[place + 1]) for place in pipeline.places(stage)]
+
+
+def _next_backwards(turns: Sequence[Turn]) -> list[Turn | None]:
+    """For each turn the backward, or half of one, that comes next."""
+    found: list[Turn | None] = []
+    following: Turn | None = None
+    for turn in reversed(turns):
+        found.append(following)
+        following = following if turn.kind is Kind.FORWARD else turn
+    return found[::-1]
+
+
+class _Walker:
+    """One stage's step under way."""
+
+    def __init__(self, plan: ActivationPlan, stage: int) -> None:
+        self._plan, self._pipeline = plan, plan.problem.pipeline
+        self._profile = plan.problem.profile
+        self._known = self._profile.layer_profiles()
+        self._rates = plan.problem.hardware.lanes(plan.problem.budgets.ranks_per_node)
+        self._chunks = _chunks(plan, stage)
+        self._turns = self._pipeline.turns(stage)
+        self._split = {turn.chunk for turn in self._turns if turn.kind is Kind.WEIGHT}
+        self._following = _next_backwards(self._turns)
+        self._holds: dict[_Layer, _State] = {}
+        self._heads = self._embeddings = 0  # microbatches of which the ends hold what they save
+        self._gradients = 0  # bytes that wait for a second half
+        self._walk = Walk()
+        own = [index for chunk in self._chunks for index in chunk]
+        self._static = sum(self._known[index].static_bytes for index in own)
+        self._starts, self._ends = own[0] == 0, own[-1] == len(self._known) - 1
+        self._static += self._profile.embedding.static_bytes if self._starts else 0
+        self._static += self._profile.head.static_bytes if self._ends else 0
+
+    def walk(self) -> Walk:
+        latest: Turn | None = None  # forward, whose last layer stands whole
+        for at, turn in enumerate(self._turns):
+            if turn.kind is Kind.FORWARD:
+                self._forward(turn, latest)
+                latest = turn
+            else:
+                latest = None if latest is not None and latest.call == turn.call else latest
+                self._backward(turn, at, latest)
+        microbatches = self._pipeline.microbatches
+        self._walk.clock_s /= microbatches
+        self._walk.recompute_s /= microbatches
+        self._walk.written = sum(
+            moved(self._known[i], self._plan.layers[i])[1] for chunk in self._chunks for i in chunk
+        )
+        return self._walk
+
+    def _forward(self, turn: Turn, latest: Turn | None) -> None:
+        chunk = self._chunks[turn.chunk]
+        out_s = 0.0
+        if latest is not None:
+            out_s = self._out_s(self._chunks[latest.chunk][-1])
+        if chunk[0] == 0:
+            self._embeddings += 1
+            self._stands(self._profile.embedding.transient_bytes, None)
+            self._walk.clock_s += self._profile.embedding.forward_s
+        for index in chunk:
+            self._holds[turn.chunk, turn.microbatch, index] = _State.WHOLE
+            self._stands(self._transient(index), index)
+            self._walk.clock_s += max(self._known[index].forward_s, out_s)
+            out_s = self._out_s(index)
+            if index > chunk[0]:
+                self._holds[turn.chunk, turn.microbatch, index - 1] = _State.KEPT
+        if latest is not None:  # only now: while any of these layers ran, it may have been there
+            self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
+        if chunk[-1] == len(self._known) - 1:
+            self._heads += 1
+            self._stands(self._profile.head.transient_bytes, None)
+            self._walk.clock_s += self._profile.head.forward_s
+        self._lower_tiers()
+
+    def _backward(self, turn: Turn, at: int, latest: Turn | None) -> None:
+        chunk, second_half = self._chunks[turn.chunk], turn.kind is Kind.WEIGHT
+        has_head = chunk[-1] == len(self._known) - 1
+        order = list(chunk if second_half else reversed(chunk))
+        share = 0.5 if turn.chunk in self._split else 1.0
+        self._reach(turn, order[0], exposed=True)
+        if has_head:
+            if not second_half:
+                self._stands(self._profile.head.transient_bytes, None)
+            self._heads -= turn.kind is Kind.BACKWARD
+            self._walk.clock_s += share * self._profile.head.backward_s
+        for index, following in zip(order, [*order[1:], None], strict=True):
+            work_s = share * self._known[index].backward_s
+            if not second_half:
+                recompute_s = self._plan.layers[index].recompute_s(self._known[index])
+                self._walk.recompute_s += recompute_s
+                work_s += recompute_s
+            if following is not None:
+                self._walk.clock_s += max(work_s, self._reach(turn, following))
+            else:
+                self._walk.clock_s += max(work_s, self._read_ahead(at, latest))
+            if turn.kind is Kind.INPUT:
+                self._gradients += self._known[index].between_bytes
+            self._stands(self._transient(index), index)
+            if second_half:
+                self._gradients -= self._known[index].between_bytes
+            key = turn.chunk, turn.microbatch, index
+            if turn.kind is not Kind.INPUT:
+                del self._holds[key]
+            elif index != order[-1] or not self._goes_on(at):
+                self._holds[key] = _State.STILL
+        if second_half and has_head:
+            self._stands(self._profile.head.transient_bytes, None)
+            self._heads -= 1
+        if chunk[0] == 0:
+            self._walk.clock_s += share * self._profile.embedding.backward_s
+            self._embeddings -= turn.kind is not Kind.INPUT
+
+    def _goes_on(self, at: int) -> bool:
+        """The next backward is the second half of this turn's: the first layer stays where it is."""
+        following = self._following[at]
+        return following is not None and following.call == self._turns[at].call
+
+    def _read_ahead(self, at: int, latest: Turn | None) -> float:
+        """What backward comes to next, in another turn, while a turn's last layer runs: not what never moves."""
+        following = self._following[at]
+        if following is None or (latest is not None and following.call == latest.call):
+            return 0.0
+        chunk = self._chunks[following.chunk]
+        index = chunk[0] if following.kind is Kind.WEIGHT else chunk[-1]
+        return 0.0 if index == self._chunks[-1][-1] else self._reach(following, index)
+
+    def _reach(self, turn: Turn, index: int, *, exposed: bool = False) -> float:
+        """A layer is made whole, if its forward has been; how long its copies take, which are waited for if `exposed`."""
+        key = turn.chunk, turn.microbatch, index
+        if self._holds.get(key) in (None, _State.WHOLE):
+            return 0.0
+        self._holds[key] = _State.WHOLE
+        in_s = self._in_s(index)
+        if exposed:
+            self._walk.clock_s += in_s
+        return in_s
+
+    # Bytes.
+
+    def _stands(self, besides: float, layer: int | None) -> None:
+        held = self._static + sum(self._nbytes(key[2], state) for key, state in self._holds.items())
+        held += self._heads * self._profile.head.saved_bytes + self._embeddings * self._profile.embedding.saved_bytes
+        self._walk.stands(held + besides + self._gradients, layer)
+
+    def _nbytes(self, index: int, state: _State) -> float:
+        layer, plan = self._known[index], self._plan.layers[index]
+        if state is _State.WHOLE:
+            return whole_bytes(layer, plan)
+        saved = saved_bytes(layer, plan)
+        return saved * plan.kept if state is _State.KEPT else whole_bytes(layer, plan) - saved * (plan.host + plan.disk)
+
+    def _transient(self, index: int) -> float:
+        return max(self._known[index].forward_transient_bytes, self._known[index].backward_transient_bytes)
+
+    def _lower_tiers(self) -> None:
+        """After a forward, when they are fullest."""
+        layers = [key[2] for key in self._holds]
+        moving = [moved(self._known[index], self._plan.layers[index]) for index in layers]
+        self._walk.host = max(self._walk.host, sum(host for host, _ in moving))
+        self._walk.disk = max(self._walk.disk, sum(disk for _, disk in moving))
+        own = [index for chunk in self._chunks for index in chunk][:-1]
+        divided = is_divided([self._plan.layers[index] for index in own])
+        of_chunk: Mapping[int, float] = {
+            number: rounding_bytes([self._known[i] for i in chunk if i in own], divided=divided)
+            for number, chunk in enumerate(self._chunks)
+        }
+        calls: Sequence[tuple[int, int]] = list(dict.fromkeys(key[:2] for key in self._holds))
+        self._walk.rounding = max(self._walk.rounding, sum(of_chunk[chunk] for chunk, _ in calls))
+
+    # Time.
+
+    def _out_s(self, index: int) -> float:
+        host, disk = moved(self._known[index], self._plan.layers[index])
+        return copy_s(host, disk, self._rates.d2h_bytes_per_s, self._rates.disk_write_bytes_per_s)
+
+    def _in_s(self, index: int) -> float:
+        host, disk = moved(self._known[index], self._plan.layers[index])
+        return copy_s(host, disk, self._rates.h2d_bytes_per_s, self._rates.disk_read_bytes_per_s)

@@ -1,0 +1,138 @@
+"""Walks through what a stage does under a plan, with a clock and a balance of bytes: the checker's own arithmetic.
+
+Shares no code with the planner. Where a rank has one chunk, one microbatch stands for all of a step's; of several chunks the
+whole step is walked through, turn by turn (memo.mip.activation.check_pipeline).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memo.mip.activation.plan import ActivationPlan, LayerPlan
+    from memo.mip.inputs.profile import LayerProfile
+
+__all__ = ["Walk", "copy_s", "is_divided", "moved", "rounding_bytes", "saved_bytes", "walk_microbatch", "whole_bytes"]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Walk:
+    """What was found on the way through one stage; times are of one microbatch."""
+
+    clock_s: float = 0.0
+    recompute_s: float = 0.0
+    peak: float = 0.0
+    peak_layer: int | None = None
+    """None: an end of the model rather than a layer."""
+    host: float = 0.0
+    """The most that is held at once; so are the next two."""
+    disk: float = 0.0
+    rounding: float = 0.0
+    """What whole storages and whole pages may take of a tier beyond those."""
+    written: float = 0.0
+    """To disk, in one microbatch."""
+
+    def stands(self, nbytes: float, layer: int | None) -> None:
+        """On the device while a layer runs."""
+        if nbytes > self.peak:
+            self.peak, self.peak_layer = nbytes, layer
+
+
+def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int) -> Walk:
+    """Forward and backward through layers first to last, with so many microbatches held at once."""
+    problem = plan.problem
+    profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
+    known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
+    walk = Walk()
+    others = (flight - 1) * sum(
+        saved_bytes(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1)
+    )
+    if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole
+        others += (
+            whole_bytes(known[last], plan.layers[last])
+            - saved_bytes(known[last], plan.layers[last]) * plan.layers[last].kept
+        )
+    held = others + sum(known[index].static_bytes for index in range(first, last + 1))
+    if starts:
+        held += profile.embedding.static_bytes + flight * profile.embedding.saved_bytes
+    if ends:
+        held += profile.head.static_bytes + (flight - 1) * profile.head.saved_bytes
+    if starts:
+        walk.stands(held + profile.embedding.transient_bytes, None)
+        walk.clock_s += profile.embedding.forward_s + profile.embedding.backward_s
+    out_s = 0.0
+    for index in range(first, last + 1):
+        layer = known[index]
+        before = whole_bytes(known[index - 1], plan.layers[index - 1]) if index > first else 0
+        moving = max(layer.forward_transient_bytes, layer.backward_transient_bytes)
+        walk.stands(held + before + whole_bytes(layer, plan.layers[index]) + moving, index)
+        if index > first:  # the layer before keeps only what the plan keeps of it from the next one on
+            held += saved_bytes(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
+        walk.clock_s += max(layer.forward_s, out_s)
+        host, disk = moved(layer, plan.layers[index])
+        out_s = copy_s(host, disk, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
+        walk.host += host
+        walk.disk += disk
+    if ends:
+        stands = whole_bytes(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
+        walk.stands(held + stands, None)
+        walk.clock_s += profile.head.forward_s + profile.head.backward_s
+    for index in range(last, first - 1, -1):
+        recompute_s = plan.layers[index].recompute_s(known[index])
+        in_s = 0.0
+        if index > first:
+            host, disk = moved(known[index - 1], plan.layers[index - 1])
+            in_s = copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
+        walk.clock_s += max(known[index].backward_s + recompute_s, in_s)
+        walk.recompute_s += recompute_s
+    walk.written = walk.disk
+    walk.host *= flight
+    walk.disk *= flight
+    walk.rounding = flight * rounding_bytes(known[first:last], divided=is_divided(plan.layers[first:last]))
+    return walk
+
+
+def is_divided(plans: Sequence[LayerPlan]) -> bool:
+    """Whether some layer goes to two places."""
+    return any(0 < max(plan.kept, plan.host, plan.disk) < 1 for plan in plans)
+
+
+def rounding_bytes(known: Sequence[LayerProfile], *, divided: bool) -> float:
+    """A page for each storage; and where some layer is divided, one storage that does not fit into the first place."""
+    largest = max((layer.largest_storage_bytes for layer in known), default=0)
+    return sum(4096 * layer.storages for layer in known) + (largest if divided else 0)
+
+
+def saved_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
+    """At the plan's levels."""
+    at = {level.level.value: level.saved_bytes for level in layer.levels}
+    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
+    return layer.always_bytes + layer.other_bytes + sum(at.get(name, 0) * fraction for name, fraction in fractions)
+
+
+def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
+    """As the layer's own forward and backward have it: all that autograd saves, and of a divided one what its recompute is
+    given, and what is gathered of it to move."""
+    given = {level.level.value: level.beside_bytes for level in layer.levels}
+    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
+    divided = plan.matmul_tokens > 0 or plan.attention_tokens > 0
+    return layer.full_bytes + divided * sum(given.get(name, 0) * fraction for name, fraction in fractions)
+
+
+def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
+    """To the host, to the disk."""
+    saved = saved_bytes(layer, plan)
+    return saved * plan.host, saved * plan.disk
+
+
+def copy_s(host: float, disk: float, link_rate: float, disk_rate: float) -> float:
+    """Both kinds cross the link at once, each with half of it or as fast as its end takes them."""
+    if host + disk == 0:
+        return 0.0
+    disk_share = min(disk_rate, link_rate / 2) if host else min(disk_rate, link_rate)
+    host_share = link_rate - disk_share if disk else link_rate
+    first = min(host / host_share if host else 0.0, disk / disk_share if disk else 0.0) if host and disk else 0.0
+    host, disk = host - first * host_share, disk - first * disk_share
+    return first + max(host / link_rate if host > 0 else 0.0, disk / min(disk_rate, link_rate) if disk > 0 else 0.0)

@@ -1,0 +1,175 @@
+"""Checks an activation plan against every rule of `memo.mip.activation.plan`, independently of how it was made.
+
+Shares no code with the planner: it walks through one microbatch layer by layer, with a clock and a balance of bytes, or turn
+by turn through a whole step where a rank has several chunks (memo.mip.activation.check_step), and compares what it
+finds with the budgets and with what the plan itself predicts. The first rule broken is returned, in the
+order of `Rule`; a plan is valid when none is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from memo.errors import PlanInvalid
+from memo.mip.activation.check_pipeline import last_layer, walk_turns
+from memo.mip.activation.check_step import Walk, walk_microbatch
+from memo.mip.activation.plan import ActivationPlan
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
+from memo.units import format_bytes
+
+__all__ = ["Rule", "Violation", "check_plan", "require_valid"]
+
+PREDICTION_TOLERANCE = 1e-3
+"""How far a plan's own prediction may be from what its rules give, as a share."""
+
+SECONDS_A_DAY = 24 * 60 * 60
+
+
+class Rule(enum.StrEnum):
+    """What a valid plan keeps."""
+
+    LEVEL = "level"
+    """No token is at a level that its layer cannot have."""
+    LAST = "last"
+    """The last layer of a stage does not move."""
+    TIER = "tier"
+    """Nothing moves to a tier that is turned off or has no way there and back."""
+    DEVICE = "device"
+    """The device's budget is kept while every layer runs."""
+    HOST = "host"
+    DISK = "disk"
+    WEAR = "wear"
+    """What a day writes to the disks of a node stays within the budget."""
+    PREDICTION = "prediction"
+    """Step time and peaks are those that the plan claims."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """The first rule a plan breaks, in words and by name."""
+
+    rule: Rule
+    message: str
+    layer: int | None = None
+
+
+def require_valid(plan: ActivationPlan) -> None:
+    """Raises PlanInvalid with the first violation, if there is one."""
+    violation = check_plan(plan)
+    if violation is not None:
+        raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
+
+
+def check_plan(plan: ActivationPlan) -> Violation | None:
+    """The first rule that the plan breaks, or None."""
+    violation = _layers(plan)
+    if violation is not None:
+        return violation
+    pipeline = plan.problem.pipeline
+    if pipeline.chunks > 1:
+        walks = [walk_turns(plan, stage) for stage in range(pipeline.stages)]
+    else:
+        walks = [
+            walk_microbatch(plan, *bounds, flight=_flight(plan, stage)) for stage, bounds in enumerate(_bounds(plan))
+        ]
+    return _device(plan, walks) or _shared(plan, walks) or _prediction(plan, walks)
+
+
+def _bounds(plan: ActivationPlan) -> list[tuple[int, int]]:
+    """First and last layer of each stage."""
+    count, stages = len(plan.layers), plan.problem.pipeline.stages
+    sizes = [count // stages + (1 if stage < count % stages else 0) for stage in range(stages)]
+    return [(sum(sizes[:stage]), sum(sizes[: stage + 1]) - 1) for stage in range(stages)]
+
+
+def _flight(plan: ActivationPlan, stage: int) -> int:
+    """Microbatches that a stage of one chunk holds at once."""
+    pipeline = plan.problem.pipeline
+    if pipeline.schedule is PipelineSchedule.GPIPE:
+        return pipeline.microbatches
+    return pipeline.held or min(pipeline.microbatches, pipeline.stages - stage)
+
+
+def _lasts(plan: ActivationPlan) -> set[int]:
+    """The last layer of each stage."""
+    if plan.problem.pipeline.chunks > 1:
+        return {last_layer(plan, stage) for stage in range(plan.problem.pipeline.stages)}
+    return {last for _, last in _bounds(plan)}
+
+
+def _layers(plan: ActivationPlan) -> Violation | None:
+    problem, lasts = plan.problem, _lasts(plan)
+    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+    link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
+    drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
+    for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
+        possible = {level.level.value for level in known.levels}
+        for name, fraction in zip(("all", "matmuls", "attention"), layer.token_fractions, strict=True):
+            if fraction > 0 and name not in possible:
+                message = f"layer {index} has tokens at level {name!r}, which its class {known.name!r} cannot have"
+                return Violation(rule=Rule.LEVEL, message=message, layer=index)
+        if index in lasts and layer.host + layer.disk > 0:
+            return Violation(rule=Rule.LAST, message=f"layer {index} is a stage's last and moves", layer=index)
+        for name, fraction, budget, way in (
+            ("host", layer.host, problem.budgets.host_bytes, link),
+            ("disk", layer.disk, problem.budgets.disk_bytes, drive),
+        ):
+            if fraction > 0 and not (budget and way):
+                message = f"layer {index} moves to the {name}, which has {'no budget' if way else 'no bandwidth'}"
+                return Violation(rule=Rule.TIER, message=message, layer=index)
+    return None
+
+
+def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
+    budget = plan.problem.budgets.device_bytes
+    for walk in walks:
+        if walk.peak > budget + 0.5:
+            where = "an end of the model" if walk.peak_layer is None else f"layer {walk.peak_layer}"
+            message = f"{walk.peak:.0f} bytes at {where} are {walk.peak - budget:.0f} above the budget of {budget}"
+            return Violation(rule=Rule.DEVICE, message=message, layer=walk.peak_layer)
+    return None
+
+
+def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
+    """What the ranks of each node use together."""
+    budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
+    together = pipeline.stages_per_node
+    step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
+    ranks = budgets.ranks_per_node / together
+    for first in range(0, len(walks), together):
+        node = walks[first : first + together]
+        for rule, moved, budget in (
+            (Rule.HOST, [walk.host for walk in node], budgets.host_bytes),
+            (Rule.DISK, [walk.disk for walk in node], budgets.disk_bytes),
+        ):
+            used = ranks * sum(nbytes + walk.rounding for nbytes, walk in zip(moved, node, strict=True) if nbytes)
+            if used > budget + 0.5:
+                message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
+                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in node) else ""
+                return Violation(rule=rule, message=f"{message} ({format_bytes(budget)}){rounded}")
+        wear = budgets.disk_wear_bytes_per_day
+        a_day = ranks * pipeline.microbatches * sum(walk.written for walk in node)
+        a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
+        if wear is not None and a_day > wear * (1 + 1e-9) + 1:
+            message = f"{a_day:.4g} bytes a day are written to a node's disks, above the {wear:.4g} allowed"
+            return Violation(rule=Rule.WEAR, message=message)
+    return None
+
+
+def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
+    microbatches = plan.problem.pipeline.microbatches
+    for number, (walk, stage) in enumerate(zip(walks, plan.stages, strict=True)):
+        for name, claimed, found in (
+            ("microbatch_s", stage.microbatch_s, walk.clock_s),
+            ("recompute_s", stage.recompute_s, walk.recompute_s),
+            ("peak_device_bytes", stage.peak_device_bytes, walk.peak),
+            ("peak_host_bytes", stage.peak_host_bytes, walk.host),
+            ("peak_disk_bytes", stage.peak_disk_bytes, walk.disk),
+            ("disk_written_bytes", stage.disk_written_bytes, walk.written * microbatches),
+        ):
+            slack = 1e-9 if name.endswith("_s") else len(plan.layers)
+            if abs(claimed - found) > PREDICTION_TOLERANCE * abs(found) + slack:
+                message = f"stage {number} claims {name} {claimed:.6g}, but the plan's rules give {found:.6g}"
+                return Violation(rule=Rule.PREDICTION, message=message)
+    return None

@@ -1,0 +1,235 @@
+"""What a plan costs, by the rules of `memo.mip.activation.plan` written out: time by cause, and the peak of every tier.
+
+Plain arithmetic on one plan, without any model; the planner predicts with it after it has rounded. The simulator plays
+the same rules event by event and shares no code with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from memo.errors import PlanError
+from memo.mip.activation.memory_peaks import device_positions
+from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
+from memo.mip.activation.plan import (
+    PAGE,
+    ActivationProblem,
+    ChunkPrediction,
+    LayerPlan,
+    StagePrediction,
+    chunk_layers,
+    stage_layers,
+)
+from memo.mip.inputs.hardware import LaneRates
+from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.profile import LayerProfile
+
+__all__ = [
+    "Traffic",
+    "disk_delay",
+    "predict",
+    "rounding_bytes",
+    "stage_compute_s",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of one layer that move, each way."""
+
+    host_bytes: float
+    disk_bytes: float
+
+    @classmethod
+    def of(cls, layer: LayerProfile, plan: LayerPlan) -> Traffic:
+        """What a plan moves of a layer."""
+        saved = plan.saved_bytes(layer)
+        return cls(host_bytes=saved * plan.host, disk_bytes=saved * plan.disk)
+
+    def out_s(self, rates: LaneRates) -> tuple[float, float]:
+        """Time by the link, and by the disk; the later of the two counts."""
+        return self._copy_s(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
+
+    def in_s(self, rates: LaneRates) -> tuple[float, float]:
+        """The same on the way back."""
+        return self._copy_s(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
+
+    def _copy_s(self, link: float, disk: float) -> tuple[float, float]:
+        by_link = _time(self.host_bytes + self.disk_bytes, link)
+        if self.disk_bytes <= 0:
+            return by_link, 0.0
+        return by_link, _time(self.disk_bytes, min(link, disk)) + self.host_bytes * disk_delay(link, disk)
+
+
+def disk_delay(link: float, disk: float) -> float:
+    """Seconds by which a byte of host's holds up those of the disk's that cross the link in equal shares with it."""
+    return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
+
+
+def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
+    """What each stage does and holds under these layer plans.
+
+    Raises:
+        PlanError: they move bytes where there is no link.
+    """
+    return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
+
+
+def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
+    """What one rank of a stage may take of a tier beyond the bytes that move; `divided`: some layer goes to two places.
+
+    The last layer does not move. Of what the others keep too little because storages are whole, each pass over a chunk
+    carries less than one storage on to the next layer.
+    """
+    layers, last = problem.profile.layer_profiles(), stage_layers(problem, stage)[-1]
+    of_chunks = []
+    for chunk in chunk_layers(problem, stage):
+        moving = [layers[index] for index in chunk if index != last]
+        largest = max((layer.largest_storage_bytes for layer in moving), default=0)
+        of_chunks.append(PAGE * sum(layer.storages for layer in moving) + (largest if divided else 0))
+    return max(
+        sum(count * nbytes for count, nbytes in zip(held, of_chunks, strict=True))
+        for held in problem.pipeline.most_held(stage)
+    )
+
+
+def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
+    """Forward and backward of a stage's microbatch with everything in place."""
+    layers = problem.profile.layer_profiles()
+    parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
+    return sum(parts) + sum(sum(_ends_s(problem, index)) for index in stage_layers(problem, stage))
+
+
+def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
+    """Forward and backward of what stands before the first layer and behind the last, where this is one of them."""
+    ends = [problem.profile.embedding] if index == 0 else []
+    if index == len(problem.profile.layers) - 1:
+        ends.append(problem.profile.head)
+    return sum(end.forward_s for end in ends), sum(end.backward_s for end in ends)
+
+
+def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> StagePrediction:
+    indices = stage_layers(problem, stage)
+    layers = [problem.profile.layer_profiles()[index] for index in indices]
+    mine = [plans[index] for index in indices]
+    traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
+    kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
+    beside = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
+    host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
+    still = [layer.full_bytes + b - h - d for layer, b, h, d in zip(layers, beside, host, disk, strict=True)]
+    on_device = {"kept": kept, "beside": beside, "still": still}
+    stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic)
+    chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls)
+    return StagePrediction(
+        compute_s=stage_compute_s(problem, stage),
+        recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
+        forward_s=sum(chunk.forward_s for chunk in chunks),
+        stall_d2h_s=stalls.d2h_s,
+        stall_disk_write_s=stalls.disk_write_s,
+        stall_h2d_s=stalls.h2d_s,
+        stall_disk_read_s=stalls.disk_read_s,
+        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_positions(problem, stage))),
+        peak_host_bytes=round(_most(problem, stage, host)),
+        peak_disk_bytes=round(_most(problem, stage, disk)),
+        disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
+        chunks=tuple(chunks) if len(chunks) > 1 else None,
+    )
+
+
+def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
+    """Of all microbatches in flight, at the fullest time; `nbytes` are of the stage's layers."""
+    of_layers, of_chunks = iter(nbytes), []
+    for chunk in chunk_layers(problem, stage):
+        of_chunks.append(sum(next(of_layers) for _ in chunk))
+    return max(
+        sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
+        for held in problem.pipeline.most_held(stage)
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Stalls:
+    """Of one microbatch, by cause, and by what waits: a chunk's forward, backward or second half of it."""
+
+    d2h_s: float = 0.0
+    disk_write_s: float = 0.0
+    h2d_s: float = 0.0
+    disk_read_s: float = 0.0
+    of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        problem: ActivationProblem,
+        stage: int,
+        *,
+        layers: Sequence[LayerProfile],
+        plans: Sequence[LayerPlan],
+        traffic: Sequence[Traffic],
+    ) -> _Stalls:
+        """Of these layers of a stage."""
+        rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+        found = cls()
+        for window in copies_out(problem, stage):
+            late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans)
+            found._wait(window, late_s, "d2h_s" if by_link else "disk_write_s")
+        for window in copies_in(problem, stage):
+            late_s, by_link = _late(window, traffic[window.moving].in_s(rates), layers, plans)
+            found._wait(window, late_s, "h2d_s" if by_link else "disk_read_s")
+        return found
+
+    def _wait(self, window: Window, seconds: float, cause: str) -> None:
+        if seconds > 0:
+            setattr(self, cause, getattr(self, cause) + seconds)
+            self.of_turns[window.waits] = self.of_turns.get(window.waits, 0.0) + seconds
+
+
+def _late(
+    window: Window, copy_s: tuple[float, float], layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
+) -> tuple[float, bool]:
+    """What a copy takes longer than its window, and whether for the link rather than the disk."""
+    room_s = 0.0
+    if window.beside is not None:
+        layer = layers[window.beside]
+        room_s = window.share * (layer.forward_s if window.kind is Kind.FORWARD else layer.backward_s)
+        room_s += plans[window.beside].recompute_s(layer) if window.recomputes else 0.0
+    link_s, disk_s = copy_s
+    return window.times * (max(link_s, disk_s) - room_s), link_s >= disk_s
+
+
+def _predict_chunks(
+    problem: ActivationProblem,
+    stage: int,
+    *,
+    layers: Sequence[LayerProfile],
+    plans: Sequence[LayerPlan],
+    stalls: _Stalls,
+) -> list[ChunkPrediction]:
+    found, number = [], 0
+    for chunk, indices in enumerate(chunk_layers(problem, stage)):
+        forward_s = backward_s = recompute_s = 0.0
+        for index in indices:
+            ends_s = _ends_s(problem, index)
+            forward_s += layers[number].forward_s + ends_s[0]
+            backward_s += layers[number].backward_s + ends_s[1]
+            recompute_s += plans[number].recompute_s(layers[number])
+            number += 1
+        half = 0.5 if problem.pipeline.splits(stage, chunk) else 1.0
+        waits = {kind: stalls.of_turns.get((chunk, kind), 0.0) for kind in Kind}
+        found.append(
+            ChunkPrediction(
+                forward_s=forward_s + waits[Kind.FORWARD],
+                backward_s=half * backward_s + recompute_s + waits[Kind.BACKWARD] + waits[Kind.INPUT],
+                weight_s=(1 - half) * backward_s + waits[Kind.WEIGHT],
+            )
+        )
+    return found
+
+
+def _time(nbytes: float, bytes_per_s: float) -> float:
+    if nbytes <= 0:
+        return 0.0
+    if not bytes_per_s:
+        raise PlanError(f"the plan moves {nbytes:.0f} bytes over a link that has no bandwidth")
+    return nbytes / bytes_per_s

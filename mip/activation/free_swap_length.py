@@ -1,0 +1,38 @@
+"""From which sequence length swapping everything is free: a layer's bytes grow with it, attention's time with its square.
+
+In the paper's letters (MEMO, SIGMOD 2025, section 4.1), with S the bytes that a layer saves, B the link's rate and F its
+forward, full swap hides where S / B <= F; and on the way back where the same holds of its backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+from memo.mip.inputs.hardware import Hardware
+from memo.mip.inputs.profile import Profile
+
+__all__ = ["crossover_tokens"]
+
+
+def crossover_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
+    """The shortest length from which every layer's whole activations leave and return behind compute.
+
+    All else stays as in the profile: batch, parallelism, machine. None: it never is. Of backward's time, attention is
+    taken to be twice that of forward, which is the least it can be.
+    """
+    rates = machine.lanes(ranks_per_node)
+    longest = 0.0
+    for layer in profile.classes:
+        forward = _multiple(layer.full_bytes, rates.d2h_bytes_per_s, layer.forward_s, layer.attention_s)
+        backward = _multiple(layer.full_bytes, rates.h2d_bytes_per_s, layer.backward_s, 2 * layer.attention_s)
+        longest = max(longest, forward, backward)
+    return None if math.isinf(longest) else math.ceil(longest * profile.signature.tokens)
+
+
+def _multiple(nbytes: int, bytes_per_s: float, seconds: float, attention_s: float) -> float:
+    """The t for which copy t = linear t + attention t^2."""
+    linear_s = seconds - attention_s
+    copy_s = nbytes / bytes_per_s if bytes_per_s else math.inf
+    if copy_s <= linear_s:
+        return 0.0
+    return (copy_s - linear_s) / attention_s if attention_s else math.inf

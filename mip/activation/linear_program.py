@@ -1,0 +1,436 @@
+"""The linear program of activation planning, over groups of like layers.
+
+For a layer i of stage s: x_l the fraction of its tokens at level l, h and d the bytes that go to host and disk. Bytes are
+in units of the largest layer's, times in units of the mean layer's, so that the solver's tolerances mean something.
+
+    minimise  sum_s T_s  +  (M - 1) T  +  small prices that settle ties
+
+    (1)  sum_l x_l = 1                                       levels
+    (2)  S = fixed + sum_l x_l saved_l;  K = S - h - d >= 0  what is saved, what of it is kept
+    (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, the slowest sets the pace
+    (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
+    (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
+         w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation.cost.disk_delay)
+         of several chunks, and of split backwards, with what memo.mip.activation.overlap_windows pairs instead of i and i+1
+    (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + still(p, j) (full_j + G_j - h_j - d_j) <= device
+         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept is
+         (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
+    (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
+         instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
+    (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
+    (9)  h = d = 0 for a stage's last layer
+   (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
+
+MEMO's two inequalities (SIGMOD 2025, section 4.1) are (4) with out_i = 0 and (7), with x_all its alpha. There are no
+integers: fractions of tokens are rounded to tiles afterwards, downwards, which no row objects to; and a tier may hold any
+part of a layer's storages. Where a stage's layers are of one class most of them share their variables (`Sharing`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+from memo.errors import SolverFailed
+from memo.mip.activation.bottlenecks import Limit, Resource
+from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
+from memo.mip.activation.memory_peaks import Position, device_positions
+from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
+from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
+from memo.mip.activation.rounding import most_lost_bytes
+from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.profile import LayerProfile, Level
+from memo.mip.solvers import Backend, pulp, solve_model
+
+__all__ = ["DAY_S", "Model", "Sharing"]
+
+DAY_S = 86400.0
+TIME_LIMIT_S = 60.0
+
+MARGIN = 1e-6
+"""Of the largest layer's bytes: the solver takes rows that are broken by a tenth of this for kept, and budgets are hard."""
+
+# What breaks ties: a byte moved costs a ten-thousandth of its copy's time, on disk twice that, so what may as well stay
+# stays.
+MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
+
+
+class Sharing(enum.Enum):
+    """Which layers of a chunk share their variables, where all its layers are of one class."""
+
+    UNIFORM = "all but the last two"
+    INTERIOR = "all but the first and the last three"
+    """Loses nothing, or next to nothing where recomputes are given what autograd does not save: the earlier a layer, the
+    more room there is for that. May treat the first and the third last otherwise for no gain."""
+    NONE = "none"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Group:
+    """Layers of one chunk that share variables."""
+
+    stage: int
+    chunk: int
+    layer: LayerProfile
+    members: list[int]
+    """Positions within the stage."""
+    x: dict[Level, pulp.LpVariable]
+    host: pulp.LpVariable | int
+    disk: pulp.LpVariable | int
+    saved: pulp.LpAffineExpression
+    recompute: pulp.LpAffineExpression
+    beside: pulp.LpAffineExpression
+    """G: what its recompute is given and autograd does not save."""
+
+    @property
+    def kept(self) -> pulp.LpAffineExpression:
+        return self.saved - self.host - self.disk
+
+
+class Model:
+    """One problem's program. `relaxed`: that tier's budget may be exceeded, and by how much is all that is minimised.
+
+    `staying`: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes less of
+    the tiers; None: any part of any layer may stay.
+    """
+
+    def __init__(
+        self,
+        problem: ActivationProblem,
+        *,
+        sharing: Sharing = Sharing.INTERIOR,
+        staying: int | None = None,
+        relaxed: Resource | None = None,
+    ) -> None:
+        self.problem = problem
+        self.staying = staying
+        self._sharing = sharing
+        self._rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+        layers = problem.profile.layer_profiles()
+        self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
+        stages = range(problem.pipeline.stages)
+        self._compute = [stage_compute_s(problem, stage) for stage in stages]
+        self._second = sum(self._compute) / len(layers) or 1.0
+        self.solved = False
+        self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
+        self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
+        self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
+        self._relaxed = relaxed
+        self._prices = pulp.LpAffineExpression()
+        self._pace = self._program.add_variable("T", 0, None)
+        self._total = pulp.LpAffineExpression()  # sum_s T_s
+        self._stills: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._stages = [self._groups(stage) for stage in stages]
+        for stage in stages:
+            self._time_rows(stage)
+            self._device_rows(stage)
+        for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
+            self._node_rows(range(first, first + problem.pipeline.stages_per_node))
+        step = self._total + (problem.pipeline.microbatches - 1) * self._pace
+        self._program += step + self._prices if self._excess is None else self._excess
+
+    def solve(self) -> bool:
+        """Whether there is a solution; it can be read afterwards.
+
+        Raises:
+            SolverFailed: the solver crashed, or ran out of time.
+        """
+        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=TIME_LIMIT_S)
+        if not solved.proven:
+            raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
+        self.solved = solved.found
+        return self.solved
+
+    @property
+    def shares(self) -> bool:
+        """Whether there are layers that share variables."""
+        return any(len(group.members) > 1 for groups in self._stages for group in groups)
+
+    @property
+    def step_s(self) -> float:
+        """The solution's, before any rounding."""
+        pace = (self.problem.pipeline.microbatches - 1) * float(self._pace.varValue or 0.0)
+        return (float(pulp.value(self._total)) + pace) * self._second
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much the relaxed tier is too small; for wear, bytes a day."""
+        assert self._excess is not None
+        return float(self._excess.varValue or 0.0) * self._byte
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """The solution, one plan for each layer of the profile, as exact fractions."""
+        plans = [LayerPlan()] * len(self.problem.profile.layers)
+        for stage, groups in enumerate(self._stages):
+            indices = stage_layers(self.problem, stage)
+            for group in groups:
+                plan = self._layer_plan(group)
+                for member in group.members:
+                    plans[indices[member]] = plan
+        return plans
+
+    def limits(self) -> list[Limit]:
+        """The rows that keep the step from being shorter, the one that is worth most first."""
+        found = []
+        for row, resource, where, unit in self._limits:
+            price = -float(row.pi or 0.0)
+            if price > 1e-9:
+                found.append(Limit(resource=resource, where=where, saving=price * self._second / unit))
+        return found
+
+    # Variables.
+
+    def _groups(self, stage: int) -> list[_Group]:
+        layers = self.problem.profile.layer_profiles()
+        mine = [layers[index] for index in stage_layers(self.problem, stage)]
+        groups, start = [], 0
+        for chunk, indices in enumerate(chunk_layers(self.problem, stage)):
+            own = range(start, start + len(indices))
+            groups += [self._group(stage, chunk, mine, members) for members in self._members(mine, own)]
+            start = own.stop
+        return groups
+
+    def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
+        """Which of a chunk's layers go together."""
+        first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(own))}[self._sharing]
+        alike = len(own) > first + last and len({mine[number].name for number in own}) == 1
+        shared = own[first : len(own) - last] if alike else range(0)
+        members = [[number] for number in own if number not in shared]
+        if shared:
+            members.insert(first, list(shared))
+        return members
+
+    def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
+        layer, name = mine[members[0]], f"{stage}_{members[0]}"
+        x = {known.level: self._program.add_variable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
+        self._program += pulp.lpSum(x.values()) == 1  # (1)
+        given = [known for known in layer.levels if known.beside_bytes]
+        alone = self.problem.pipeline.most_held(stage) == ((1,),)
+        if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
+            self._program += x[Level.SAVE_ALL] == 1  # it stands whole in any case: nothing of it is gathered
+            given = []
+        budgets, rates = self.problem.budgets, self._rates
+        moves = members[-1] < len(mine) - (self.staying or 1)
+        link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
+        drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
+        to_host = link and (budgets.host_bytes or self._relaxed is Resource.HOST)
+        to_disk = drive and (budgets.disk_bytes or self._relaxed is Resource.DISK)
+        group = _Group(
+            stage=stage,
+            chunk=chunk,
+            layer=layer,
+            members=members,
+            x=x,
+            host=self._program.add_variable(f"h_{name}", 0, None) if to_host else 0,
+            disk=self._program.add_variable(f"d_{name}", 0, None) if to_disk else 0,
+            saved=pulp.lpSum(
+                [layer.fixed_bytes / self._byte]
+                + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
+            ),
+            recompute=pulp.lpSum(x[known.level] * (known.recompute_s / self._second) for known in layer.levels),
+            beside=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
+        )
+        if to_host or to_disk:
+            self._program += group.kept >= 0  # (2)
+        if self.staying is not None and moves:
+            self._program += group.kept == 0  # (10)
+        return group
+
+    # Rows.
+
+    def _time_rows(self, stage: int) -> None:
+        groups = self._stages[stage]
+        total = (
+            pulp.lpSum(len(group.members) * group.recompute for group in groups) + self._compute[stage] / self._second
+        )
+        out = self._hidden(stage, copies_out(self.problem, stage), self._copy_out)
+        back = self._hidden(stage, copies_in(self.problem, stage), self._copy_in)
+        total += pulp.lpSum(out + back)
+        self._total += total
+        if self.problem.pipeline.microbatches > 1:
+            self._program += self._pace >= total  # (3)
+
+    def _hidden(
+        self, stage: int, windows: Iterable[Window], row: Callable[[_Group, _Group | None, Window], pulp.LpVariable]
+    ) -> list[pulp.LpAffineExpression]:
+        """The stalls of all these copies, each kind of them once."""
+        group_of = {member: group for group in self._stages[stage] for member in group.members}
+        times: collections.Counter[tuple[int, int | None, Kind]] = collections.Counter()
+        first: dict[tuple[int, int | None, Kind], Window] = {}
+        for window in windows:
+            moving = group_of[window.moving]
+            if isinstance(moving.host, int) and isinstance(moving.disk, int):
+                continue
+            beside = None if window.beside is None else group_of[window.beside].members[0]
+            key = (moving.members[0], beside, window.kind)
+            times[key] += window.times  # type: ignore[assignment]  # counts of turns are fractions of microbatches
+            first.setdefault(key, window)
+        return [
+            times[key] * row(group_of[key[0]], None if key[1] is None else group_of[key[1]], window)
+            for key, window in first.items()
+        ]
+
+    def _copy_out(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
+        """(4)"""
+        rates = self._rates
+        moved = self._seconds(rates.d2h_bytes_per_s)
+        self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
+        forward = 0.0 if beside is None else beside.layer.forward_s / self._second
+        lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
+        return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, beside, window))
+
+    def _copy_in(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
+        """(5)"""
+        rates = self._rates
+        backward: pulp.LpAffineExpression | float = 0.0
+        if beside is not None:
+            backward = window.share * beside.layer.backward_s / self._second
+            backward += beside.recompute if window.recomputes else 0.0
+        lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
+        return self._copy(moving, *lane, backward, Resource.COPY_IN, name=_name(moving, beside, window))
+
+    def _copy(
+        self,
+        moving: _Group,
+        link: float,
+        disk: float,
+        window: pulp.LpAffineExpression | float,
+        resource: Resource,
+        *,
+        name: str,
+    ) -> pulp.LpVariable:
+        """The stall of one copy, with a row for the link and one for the disk."""
+        way = "forward" if resource is Resource.COPY_OUT else "backward"
+        stall = self._program.add_variable(f"{way}_{name}", 0, None)
+        row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
+        self._add(row, resource, f"the link's window in {way}", unit=self._second)
+        if not isinstance(moving.disk, int):
+            by_disk = moving.disk * self._seconds(min(link, disk))
+            held_up = moving.host * (disk_delay(link, disk) * self._byte / self._second)
+            row = stall >= by_disk + held_up - window
+            self._add(row, resource, f"the disk's window in {way}", unit=self._second)
+        return stall
+
+    def _device_rows(self, stage: int) -> None:
+        device = self.problem.budgets.device_bytes
+        for position in _telling(device_positions(self.problem, stage)):
+            used = pulp.LpAffineExpression()
+            for group in self._stages[stage]:
+                kept, whole, still = (
+                    sum(counts[member] for member in group.members)
+                    for counts in (position.kept, position.whole, position.still)
+                )
+                used += kept * group.kept + whole * group.beside
+                used += still * self._still(group) if still else 0
+            room = (device - position.resident_bytes) / self._byte
+            self._budget(used, room, Resource.DEVICE, f"at {position.name}")  # (6)
+
+    def _still(self, group: _Group) -> pulp.LpAffineExpression:
+        """All that does not move, computed again or not; also when less is saved than asked, for tokens are rounded."""
+        whole, moved = group.layer.full_bytes / self._byte + group.beside, group.host + group.disk
+        if isinstance(moved, int):
+            return whole
+        key = (group.stage, group.members[0])
+        if key not in self._stills:
+            lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
+            still = self._stills[key] = self._program.add_variable(f"still_{group.stage}_{group.members[0]}", 0, None)
+            self._program += still >= whole - moved
+            self._program += still >= whole - group.saved + lost
+        return pulp.LpAffineExpression(self._stills[key])
+
+    def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
+        """The most of a lower tier that one rank of a stage holds."""
+        counts = self.problem.pipeline.most_held(stage)
+        sums = [
+            pulp.lpSum(
+                held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk)
+                for group in self._stages[stage]
+            )
+            for held in counts
+        ]
+        if len(sums) == 1:
+            return sums[0]
+        most = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
+        for one in sums:
+            self._program += most >= one
+        return pulp.LpAffineExpression(most)
+
+    def _node_rows(self, stages: range) -> None:
+        problem, budgets = self.problem, self.problem.budgets
+        ranks = budgets.ranks_per_node // len(stages)
+        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage in stages)
+        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage in stages)
+        written = pulp.lpSum(
+            ranks * len(group.members) * problem.pipeline.microbatches * group.disk
+            for stage in stages
+            for group in self._stages[stage]
+        )
+        rounding = ranks * sum(rounding_bytes(problem, stage, divided=self.staying is None) for stage in stages)
+        for used, budget, tier in (
+            (host, budgets.host_bytes, Resource.HOST),
+            (disk, budgets.disk_bytes, Resource.DISK),
+        ):
+            room = budget - rounding if tier is self._relaxed else max(0, budget - rounding)
+            self._budget(used, room / self._byte, tier, "of the node")  # (7)
+        if budgets.disk_wear_bytes_per_day is None or not written:
+            return
+        per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second
+        for stage in stages:
+            busy = self._compute[stage] / self._second + pulp.lpSum(
+                len(group.members) * group.recompute for group in self._stages[stage]
+            )
+            least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
+            row = written <= per_second * problem.pipeline.microbatches * busy - min(MARGIN, least)  # (8)
+            self._add(row, Resource.WEAR, "of the node", unit=self._byte * DAY_S)
+
+    def _budget(self, used: pulp.LpAffineExpression, room: float, resource: Resource, where: str) -> None:
+        if self._relaxed is resource and self._excess is not None:
+            used, room = used - self._excess, room - MARGIN  # a budget larger by the excess then has its margin
+        else:
+            room = max(room - MARGIN, min(room, 0.0))
+        if used or room < 0:
+            self._add(pulp.lpSum([used]) <= room, resource, where, unit=self._byte)
+
+    def _add(self, row: pulp.LpConstraint, resource: Resource, where: str, *, unit: float) -> None:
+        self._program += row
+        self._limits.append((row, resource, where, unit))
+
+    def _seconds(self, bytes_per_s: float) -> float:
+        """Time units for one byte unit."""
+        return self._byte / bytes_per_s / self._second
+
+    def _layer_plan(self, group: _Group) -> LayerPlan:
+        x = {level: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for level, variable in group.x.items()}
+        rest = 1.0 - x.get(Level.SAVE_MATMULS, 0.0) - x.get(Level.SAVE_ATTENTION, 0.0)
+        saved = float(pulp.value(group.saved))
+        host, disk = (max(float(pulp.value(part) or 0.0), 0.0) for part in (group.host, group.disk))
+        host, disk = (part if part > MARGIN else 0.0 for part in (host, disk))
+        if saved - host - disk < MARGIN and host + disk > 0.0:
+            saved = host + disk
+        return LayerPlan(
+            all_tokens=max(rest, 0.0),
+            matmul_tokens=x.get(Level.SAVE_MATMULS, 0.0),
+            attention_tokens=x.get(Level.SAVE_ATTENTION, 0.0),
+            kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
+            host=host / saved if saved else 0.0,
+            disk=disk / saved if saved else 0.0,
+        )
+
+
+def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
+    """Of one kind of copies; a chunk's own need no more than what moves."""
+    name = f"{moving.stage}_{moving.members[-1]}"
+    if window.beside == window.moving + 1 and moving.chunk == (beside or moving).chunk:
+        return name
+    return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
+
+
+def _telling(positions: Sequence[Position]) -> list[Position]:
+    """From the last backwards: those that no other says more than."""
+    found: list[Position] = []
+    for position in sorted(positions, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
+        if not any(other.says_more_than(position) for other in found):
+            found.append(position)
+    return found

@@ -1,0 +1,75 @@
+"""How long a pipeline's step takes, given what one microbatch takes on each stage: who waits for whom.
+
+Owns the waiting alone: a forward waits for the stage before, a backward for the one behind, the second half of a split
+backward for nothing but its rank. The simulator plays the same with every copy, and shares no code with this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memo.mip.inputs.pipeline_schedules import Kind
+
+if TYPE_CHECKING:
+    from memo.mip.activation.plan import Pipeline, StagePrediction
+
+__all__ = ["microbatches_s"]
+
+
+def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+    """When the last backward of a step ends."""
+    if pipeline.chunks > 1:
+        return _in_turns(pipeline, stages)
+    ahead = max(pipeline.stages, pipeline.in_flight(0))
+    shown = min(pipeline.microbatches, 4 * ahead)  # by then each one more takes the slowest stage's time
+    pace = max(stage.microbatch_s for stage in stages)
+    first = _one_chunk_each(dataclasses.replace(pipeline, microbatches=shown), stages)
+    return first + (pipeline.microbatches - shown) * pace
+
+
+def _one_chunk_each(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+    count = len(stages)
+    clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
+    done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # ends of backwards, of forwards
+    while any(len(backwards) < pipeline.microbatches for backwards, _ in done):
+        for number, stage in enumerate(stages):
+            backwards, forwards = done[number]
+            while (at := len(backwards) + len(forwards)) < len(orders[number]):
+                forward = orders[number][at]
+                giver = number - 1 if forward else number + 1
+                if 0 <= giver < count:
+                    given, mine = done[giver][forward], done[number][forward]
+                    if len(given) <= len(mine):
+                        break
+                    clock[number] = max(clock[number], given[len(mine)])
+                clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
+                done[number][forward].append(clock[number])
+    return max(clock)
+
+
+def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+    count, last = len(stages), pipeline.chunks * len(stages) - 1
+    clock, at = [0.0] * count, [0] * count
+    orders = [pipeline.turns(stage) for stage in range(count)]
+    places = [pipeline.places(stage) for stage in range(count)]
+    ends: dict[
+        tuple[int, bool, int], float
+    ] = {}  # of a place's forward, or of that of its backward which others wait for
+    while any(done < len(order) for done, order in zip(at, orders, strict=True)):
+        for number, stage in enumerate(stages):
+            while at[number] < len(orders[number]):
+                turn = orders[number][at[number]]
+                place, forward = places[number][turn.chunk], turn.kind is Kind.FORWARD
+                giver = place - 1 if forward else place + 1
+                if turn.kind is not Kind.WEIGHT and 0 <= giver <= last and pipeline.own is None:
+                    given = ends.get((giver, forward, turn.microbatch))
+                    if given is None:
+                        break
+                    clock[number] = max(clock[number], given)
+                clock[number] += stage.turn_s(turn.chunk, turn.kind)
+                if turn.kind is not Kind.WEIGHT:
+                    ends[place, forward, turn.microbatch] = clock[number]
+                at[number] += 1
+    return max(clock)

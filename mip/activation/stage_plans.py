@@ -1,0 +1,66 @@
+"""One stage's part of a pipeline's plan, as a plan of its own: what the stage's ranks carry out.
+
+Owns the cut alone. The part keeps the whole plan's signature, its rates and what was predicted of the stage; its budgets of
+host and disk are what the stage needs of them, as if the node had no other stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memo.mip.activation.cost import rounding_bytes
+from memo.mip.activation.plan import (
+    ActivationPlan,
+    ActivationProblem,
+    OwnTurns,
+    Pipeline,
+    chunk_layers,
+    stage_layers,
+)
+from memo.mip.inputs.profile import EndProfile
+
+__all__ = ["needs", "stage_plan"]
+
+
+def needs(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
+    """Bytes of host and disk that one rank of a stage may take, with what whole storages and pages take beyond the plan."""
+    own = stage_layers(plan.problem, stage)
+    rounding = rounding_bytes(plan.problem, stage, divided=any(plan.layers[index].divided for index in own))
+    known = plan.stages[stage]
+    rounding += 1  # of the predicted peaks
+    host, disk = known.peak_host_bytes, known.peak_disk_bytes
+    return host and host + rounding, disk and disk + rounding
+
+
+def stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
+    """The part of one stage, which holds as many microbatches as in the whole pipeline; chunk after chunk of its layers."""
+    problem, own = plan.problem, stage_layers(plan.problem, stage)
+    profile, ranks = problem.profile, problem.budgets.ranks_per_node
+    host, disk = needs(plan, stage)
+    return dataclasses.replace(
+        plan,
+        problem=dataclasses.replace(
+            problem,
+            profile=dataclasses.replace(
+                profile,
+                layers=tuple(profile.layers[index] for index in own),
+                embedding=profile.embedding if own[0] == 0 else EndProfile(),
+                head=profile.head if own[-1] == len(profile.layers) - 1 else EndProfile(),
+            ),
+            budgets=dataclasses.replace(
+                problem.budgets, host_bytes=ranks * host, disk_bytes=ranks * disk, disk_wear_bytes_per_day=None
+            ),
+            pipeline=_alone(problem, stage),
+        ),
+        layers=tuple(plan.layers[index] for index in own),
+        stages=(plan.stages[stage],),
+    )
+
+
+def _alone(problem: ActivationProblem, stage: int) -> Pipeline:
+    pipeline = problem.pipeline
+    if pipeline.chunks == 1:
+        return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage))
+    sizes = tuple(len(chunk) for chunk in chunk_layers(problem, stage))
+    own = OwnTurns(layers=sizes, turns=pipeline.turns(stage))
+    return Pipeline(microbatches=pipeline.microbatches, own=own)

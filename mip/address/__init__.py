@@ -1,0 +1,37 @@
+"""Address planning: buffers with lifetimes and sizes go in, offsets come out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.mip.address.checker import check as check, require_valid as require_valid
+    from memo.mip.address.files import (
+        PROBLEM_FORMAT as PROBLEM_FORMAT,
+        VERSION as VERSION,
+        Notes as Notes,
+        plan_to_csv as plan_to_csv,
+        plan_to_json as plan_to_json,
+        problem_to_json as problem_to_json,
+        read_annotated as read_annotated,
+        read_plan as read_plan,
+        read_problem as read_problem,
+        write_file as write_file,
+    )
+    from memo.mip.address.problem import DEVICE as DEVICE, Buffer as Buffer, Plan as Plan, Problem as Problem
+    from memo.mip.address.solver import Method as Method, Progress as Progress, solve as solve
+    from memo.mip.address.svg import write_picture as write_picture
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "checker": "check require_valid",
+            "files": "Notes PROBLEM_FORMAT VERSION plan_to_csv plan_to_json "
+            "problem_to_json read_annotated read_plan read_problem write_file",
+            "problem": "Buffer DEVICE Plan Problem",
+            "solver": "Method Progress solve",
+            "svg": "write_picture",
+        },
+    )

@@ -1,0 +1,142 @@
+"""Checks a plan against every rule, independently of how it was made.
+
+Shares no code with the solvers: it reads only the nouns. One sweep over the buffers' spans in time, with the live ones
+kept sorted by offset, so two live neighbours that overlap are found in O(n log n) comparisons. The first rule broken is
+returned, in the order of `Rule`; a plan is valid when none is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import enum
+
+from memo.errors import PlanInvalid
+from memo.mip.address.problem import Buffer, Plan
+
+__all__ = ["Rule", "Violation", "check", "require_valid"]
+
+
+class Rule(enum.StrEnum):
+    """What a valid plan keeps."""
+
+    SHAPE = "shape"
+    """One offset for each buffer and one entry for each arena."""
+    BOUNDS = "bounds"
+    """Every buffer lies inside its arena, at an offset that is not negative."""
+    ALIGNMENT = "alignment"
+    """Every offset is a multiple of the buffer's and the problem's alignment, every arena of the problem's."""
+    FIXED = "fixed"
+    """A buffer with a fixed offset lies there."""
+    CAPACITY = "capacity"
+    """No arena is larger than its capacity."""
+    OVERLAP = "overlap"
+    """Buffers of one arena whose lives overlap share no byte."""
+    BOUND = "bound"
+    """No arena is smaller than the lower bound it claims."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """The first rule a plan breaks, in words and by name."""
+
+    rule: Rule
+    message: str
+    buffers: tuple[str, ...] = ()
+    """Ids: one, or two for an overlap."""
+
+
+def require_valid(plan: Plan) -> None:
+    """Raises PlanInvalid with the first violation, if there is one."""
+    violation = check(plan)
+    if violation is not None:
+        raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
+
+
+def check(plan: Plan) -> Violation | None:
+    """The first rule that the plan breaks, or None."""
+    return _shape(plan) or _each_buffer(plan) or _each_arena(plan) or _overlap(plan)
+
+
+def _shape(plan: Plan) -> Violation | None:
+    buffers, offsets = plan.problem.buffers, plan.offsets
+    if len(offsets) != len(buffers):
+        return Violation(rule=Rule.SHAPE, message=f"{len(offsets)} offsets for {len(buffers)} buffers")
+    names = [arena.name for arena in plan.arenas]
+    if sorted(names) != sorted({buffer.arena for buffer in buffers}):
+        return Violation(rule=Rule.SHAPE, message=f"the plan's arenas are {names}, not those of its buffers")
+    return None
+
+
+def _each_buffer(plan: Plan) -> Violation | None:
+    sizes = {arena.name: arena.nbytes for arena in plan.arenas}
+    for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
+        size = sizes[buffer.arena]
+        if offset < 0 or offset + buffer.nbytes > size:
+            words = f"lies in bytes [{offset}, {offset + buffer.nbytes}) of an arena of {size}"
+            return _one(Rule.BOUNDS, buffer, words)
+        for alignment in (plan.problem.alignment, buffer.alignment):
+            if offset % alignment:
+                return _one(Rule.ALIGNMENT, buffer, f"lies at {offset}, which is {offset % alignment} past {alignment}")
+        if buffer.fixed_offset not in (None, offset):
+            return _one(Rule.FIXED, buffer, f"lies at {offset}, but is fixed at {buffer.fixed_offset}")
+    return None
+
+
+def _each_arena(plan: Plan) -> Violation | None:
+    for arena in plan.arenas:
+        if arena.nbytes % plan.problem.alignment:
+            words = f"arena {arena.name!r} of {arena.nbytes} bytes is no multiple of {plan.problem.alignment}"
+            return Violation(rule=Rule.ALIGNMENT, message=words)
+        capacity = plan.problem.capacities.get(arena.name)
+        if capacity is not None and arena.nbytes > capacity:
+            words = f"arena {arena.name!r} needs {arena.nbytes} bytes, {arena.nbytes - capacity} more than its capacity"
+            return Violation(rule=Rule.CAPACITY, message=words)
+        if arena.nbytes < arena.lower_bound_nbytes:
+            words = f"arena {arena.name!r} of {arena.nbytes} bytes claims a lower bound of {arena.lower_bound_nbytes}"
+            return Violation(rule=Rule.BOUND, message=words)
+    return None
+
+
+def _one(rule: Rule, buffer: Buffer, words: str) -> Violation:
+    return Violation(rule=rule, message=f"buffer {buffer.id!r} {words}", buffers=(buffer.id,))
+
+
+def _overlap(plan: Plan) -> Violation | None:
+    for name in sorted({buffer.arena for buffer in plan.problem.buffers}):
+        violation = _overlap_in(name, plan)
+        if violation is not None:
+            return violation
+    return None
+
+
+def _overlap_in(arena: str, plan: Plan) -> Violation | None:
+    """Sweeps time; ends go before starts of the same instant. `live` holds (offset, index) of disjoint byte ranges."""
+    buffers, offsets = plan.problem.buffers, plan.offsets
+    events = []
+    for index, buffer in enumerate(buffers):
+        if buffer.arena == arena and buffer.nbytes:
+            for start, end in buffer.spans():
+                events += [(start, 1, index), (end, 0, index)]
+    live: list[tuple[int, int]] = []
+    for time, begins, index in sorted(events):
+        key = (offsets[index], index)
+        at = bisect.bisect_left(live, key)
+        if not begins:
+            del live[at]
+            continue
+        for below, above in ((live[at - 1] if at else None, key), (key, live[at] if at < len(live) else None)):
+            if below and above and below[0] + buffers[below[1]].nbytes > above[0]:
+                return _two(plan, time, below[1], above[1])
+        live.insert(at, key)
+    return None
+
+
+def _two(plan: Plan, time: int, below: int, above: int) -> Violation:
+    lower, upper = plan.problem.buffers[below], plan.problem.buffers[above]
+    shared = min(plan.offsets[below] + lower.nbytes, plan.offsets[above] + upper.nbytes) - plan.offsets[above]
+    words = (
+        f"buffers {lower.id!r} and {upper.id!r} are both live at {time} and share {shared} bytes "
+        f"from offset {plan.offsets[above]} of arena {lower.arena!r}"
+    )
+    return Violation(rule=Rule.OVERLAP, message=words, buffers=(lower.id, upper.id))

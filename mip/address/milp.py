@@ -1,0 +1,123 @@
+"""The mixed-integer model of address planning, in MEMO's letters, for either level of its bi-level formulation.
+
+Level 1 is this model for the buffers of one layer's forward or backward pass, level 2 the same model for the step with
+each of those passes as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common
+divisor: in bytes both solvers call feasible models infeasible. What a solver answers is not believed: its addresses
+only give an order, the buffers are packed again in whole units in that order, and its claim of optimality counts only
+when the result is as small as it said.
+"""
+
+from __future__ import annotations
+
+import time
+
+from memo.mip.address.instance import Instance
+from memo.mip.address.portfolio import ArenaSolver
+from memo.mip.solvers import Backend, pulp, solve_model
+
+__all__ = ["MAX_PAIRS", "Model", "overlapping_pairs", "pack_in_order", "solve_flat"]
+
+MAX_PAIRS = 6000
+"""Beyond so many overlapping pairs, one binary variable each, neither solver gets anywhere in a minute."""
+
+
+class Model:
+    """min M  subject to, for every tensor i and every pair (i, j) of tensors that live at one time,
+
+    (1)  A_i + S_i <= M                          every tensor ends below the peak
+    (2)  A_i + S_i <= A_j + (1 - z_ij) * L       z_ij = 1: i lies below j
+    (3)  A_j + S_j <= A_i + z_ij * L             z_ij = 0: j lies below i
+    (4)  LB <= M <= UB,  A_i >= 0,  z_ij in {0, 1}
+
+    with S_i the sizes, A_i the addresses, L an upper bound of every address.
+    """
+
+    def __init__(self, instance: Instance, *, lower: int, incumbent: tuple[int, ...]) -> None:
+        sizes, upper = instance.sizes, instance.height(incumbent)
+        self.program = pulp.LpProblem("address_plan", pulp.LpMinimize)
+        self.M = self.program.add_variable("M", lower, upper)  # (4)
+        multiples = []
+        self.A = []
+        for i, alignment in enumerate(instance.alignments):
+            # A whole multiple of the alignment where there is one; without, whole sizes make A whole by themselves.
+            whole = pulp.LpContinuous if alignment == 1 else pulp.LpInteger
+            multiples.append(self.program.add_variable(f"a_{i}", 0, (upper - sizes[i]) // alignment, cat=whole))
+            self.A.append(pulp.LpAffineExpression({multiples[i]: alignment}))
+        self.program += self.M
+        for i, size in enumerate(sizes):
+            self.program += self.A[i] + size <= self.M  # (1)
+            if instance.fixed[i] >= 0:
+                self.program += self.A[i] == instance.fixed[i]
+        for i, j in overlapping_pairs(instance):
+            z = self.program.add_variable(f"z_{i}_{j}", cat=pulp.LpBinary)
+            self.program += self.A[i] + sizes[i] <= self.A[j] + (1 - z) * upper  # (2)
+            self.program += self.A[j] + sizes[j] <= self.A[i] + z * upper  # (3)
+            z.setInitialValue(int(incumbent[i] < incumbent[j]))
+        self.M.setInitialValue(upper)
+        for i, at in enumerate(incumbent):
+            multiples[i].setInitialValue(at // instance.alignments[i])
+
+    def addresses(self) -> list[float]:
+        """A as the solver left it."""
+        return [float(pulp.value(address)) for address in self.A]
+
+
+def solve_flat(
+    solver: ArenaSolver, *, deadline: float, backend: Backend = Backend.HIGHS, max_pairs: int = MAX_PAIRS
+) -> None:
+    """Improves the incumbent by the portfolio, and if that misses the bound by the model, warm-started from it.
+
+    Raises:
+        SolverFailed: the solver crashed; the incumbent stays.
+    """
+    instance = solver.instance
+    if solver.impossible:
+        return
+    solver.portfolio(deadline=deadline)
+    if solver.optimal or not solver.offsets or len(overlapping_pairs(instance, most=max_pairs)) > max_pairs:
+        return
+    model = Model(instance, lower=solver.lower, incumbent=solver.offsets)
+    solved = solve_model(model.program, backend=backend, time_limit_s=deadline - time.monotonic())
+    if not solved.found:
+        return
+    addresses = model.addresses()
+    packed = pack_in_order(instance, sorted(range(instance.n), key=lambda i: (addresses[i], i)))
+    if packed is None:
+        return
+    solver.offer(packed, f"{backend.value} model")
+    claimed = round(float(model.M.varValue))
+    if solved.proven and solver.upper == claimed:
+        solver.lower = max(solver.lower, claimed)
+
+
+def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tuple[int, int]]:
+    """Every pair of buffers that live in a common section, once; with `most`, no more once there are more than that."""
+    pairs: set[tuple[int, int]] = set()
+    inside: list[list[int]] = [[] for _ in range(instance.n_sections)]
+    for index, spans in enumerate(instance.spans):
+        for span in spans:
+            for section in range(*span):
+                inside[section].append(index)
+    for live in inside:
+        for k, i in enumerate(live):
+            pairs.update((i, j) for j in live[k + 1 :])
+            if most is not None and len(pairs) > most:
+                return sorted(pairs)
+    return sorted(pairs)
+
+
+def pack_in_order(instance: Instance, order: list[int]) -> tuple[int, ...] | None:
+    """Each buffer at the lowest place above those before it that it meets; None if a fixed one's place is taken."""
+    top = [0] * instance.n_sections
+    offsets = [0] * instance.n
+    for i in order:
+        sections = [s for span in instance.spans[i] for s in range(*span)]
+        at = -(-max(top[s] for s in sections) // instance.alignments[i]) * instance.alignments[i]
+        if instance.fixed[i] >= 0:
+            if at > instance.fixed[i]:
+                return None
+            at = instance.fixed[i]
+        offsets[i] = at
+        for s in sections:
+            top[s] = at + instance.sizes[i]
+    return tuple(offsets)

@@ -1,0 +1,155 @@
+"""The nouns of address planning: buffers with lifetimes and sizes, the problem they make, and the plan that places them.
+
+All frozen, all pure data, all checkable without a device. Lifetimes are half-open: a buffer that ends at t and one that
+starts at t may share bytes. Whether offsets are right is for `memo.mip.address.checker` alone to say; nothing here looks.
+
+    Problem(buffers, alignment, capacities) ── solve ──▶ Plan(problem, offsets, arenas)
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+
+from memo.errors import PlanError
+
+__all__ = ["DEVICE", "MAX_NBYTES", "ArenaPlan", "Buffer", "Plan", "Problem", "Status"]
+
+DEVICE = "device"
+"""The arena of a buffer that names none."""
+
+MAX_NBYTES = 1 << 62
+"""Sizes, offsets and times stay below this, and so does the sum of all sizes: 64-bit arithmetic never overflows."""
+
+
+class Status(enum.StrEnum):
+    """What is known of an arena's size."""
+
+    OPTIMAL = "optimal"
+    """No smaller arena exists: it meets the lower bound, or the search below it was exhausted."""
+    FEASIBLE = "feasible"
+    """It fits; a smaller one may exist."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Bytes that must lie at one address while they live."""
+
+    id: str
+    start: int
+    """First instant at which the bytes are in use."""
+    end: int
+    """First instant at which they no longer are."""
+    nbytes: int
+    alignment: int = 1
+    """The offset is a multiple of this and of the problem's alignment."""
+    fixed_offset: int | None = None
+    """The address, when it is not the planner's to choose."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Half-open spans inside the life in which the contents are dead and the bytes may be lent."""
+    arena: str = DEVICE
+    group: str = ""
+    """The layer's pass it belongs to, such as `layers.3.forward`, when it does not outlive it; empty when it does."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end", "nbytes", "alignment"):
+            if abs(getattr(self, name)) > MAX_NBYTES:
+                raise PlanError(f"buffer {self.id!r}: {name} is beyond 2^62")
+        if self.start >= self.end:
+            raise PlanError(f"buffer {self.id!r}: life [{self.start}, {self.end}) is empty")
+        if self.nbytes < 0 or self.alignment < 1:
+            raise PlanError(f"buffer {self.id!r}: {self.nbytes} bytes aligned to {self.alignment} cannot be placed")
+        if self.fixed_offset is not None and not 0 <= self.fixed_offset <= MAX_NBYTES:
+            raise PlanError(f"buffer {self.id!r}: fixed offset {self.fixed_offset} is outside every arena")
+        at = self.start
+        for start, end in self.gaps:
+            if not at < start < end < self.end:
+                raise PlanError(f"buffer {self.id!r}: gap [{start}, {end}) is not in order strictly inside the life")
+            at = end
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The half-open spans in which the bytes are in use: the life without its gaps."""
+        at = self.start
+        for start, end in self.gaps:
+            yield at, start
+            at = end
+        yield at, self.end
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Buffers to be placed, each in the arena it names."""
+
+    buffers: tuple[Buffer, ...]
+    alignment: int = 1
+    """Every offset and every arena's size is a multiple of this."""
+    capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Arenas that must not grow beyond so many bytes; an arena not named here has no limit."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.alignment <= MAX_NBYTES:
+            raise PlanError(f"alignment {self.alignment} is not between 1 and 2^62")
+        counts = collections.Counter(buffer.id for buffer in self.buffers)
+        if len(counts) != len(self.buffers):
+            name, count = counts.most_common(1)[0]
+            raise PlanError(f"{count} buffers have the id {name!r}; each needs one of its own")
+        if sum(buffer.nbytes + self.alignment + buffer.alignment for buffer in self.buffers) > MAX_NBYTES:
+            raise PlanError("the buffers' sizes add up to more than 2^62 bytes")
+        for arena, nbytes in self.capacities.items():
+            if nbytes < 0:
+                raise PlanError(f"the capacity of arena {arena!r} is negative")
+
+    @property
+    def arenas(self) -> tuple[str, ...]:
+        """The arenas that hold a buffer, by name."""
+        return tuple(sorted({buffer.arena for buffer in self.buffers}))
+
+    def of(self, arena: str) -> tuple[Buffer, ...]:
+        """The buffers of one arena, in the problem's order."""
+        return tuple(buffer for buffer in self.buffers if buffer.arena == arena)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaPlan:
+    """One arena: how large it must be, and how good that is."""
+
+    name: str
+    nbytes: int
+    """A multiple of the problem's alignment."""
+    lower_bound_nbytes: int
+    """No placement of these buffers is smaller."""
+    status: Status
+    method: str
+    """Which solver found it, for people."""
+
+    @property
+    def gap(self) -> float:
+        """How far the size may be above the best possible, as a fraction of the bound."""
+        return self.nbytes / self.lower_bound_nbytes - 1 if self.lower_bound_nbytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A problem and where each of its buffers goes."""
+
+    problem: Problem
+    offsets: tuple[int, ...]
+    """`offsets[i]` is where `problem.buffers[i]` begins in its arena."""
+    arenas: tuple[ArenaPlan, ...]
+    """By name; one for each arena that holds a buffer."""
+    seed: int = 0
+
+    @property
+    def status(self) -> Status:
+        """OPTIMAL when every arena is."""
+        optimal = all(arena.status is Status.OPTIMAL for arena in self.arenas)
+        return Status.OPTIMAL if optimal else Status.FEASIBLE
+
+    def arena(self, name: str) -> ArenaPlan:
+        """The arena of that name; KeyError if no buffer is in it."""
+        for arena in self.arenas:
+            if arena.name == name:
+                return arena
+        raise KeyError(name)

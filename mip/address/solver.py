@@ -1,0 +1,224 @@
+"""The face of the planner: `solve(problem)` gives a checked plan or says why there is none.
+
+Owns the way from bytes to units and back, the sharing of time among arenas, and the errors. Every plan has passed
+`memo.mip.address.checker` before it is returned. Solvers of integer models are imported where they are first used:
+`Method.SEARCH`, all that a training run needs, works without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from memo.errors import Infeasible, SolverTimeout
+from memo.mip.address.checker import require_valid
+from memo.mip.address.instance import make_instance
+from memo.mip.address.lower_bound import peak
+from memo.mip.address.portfolio import ArenaSolver
+from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
+
+__all__ = ["Method", "Progress", "solve"]
+
+
+class Method(enum.StrEnum):
+    """Which solvers may work on a plan."""
+
+    AUTO = "auto"
+    """Portfolio, then search; where buffers name their group, the bi-level models between, and the better one is kept."""
+    SEARCH = "search"
+    """Portfolio, then search."""
+    MIP = "mip"
+    """Portfolio, then one flat mixed-integer model by HiGHS; for small problems and for comparison."""
+    MIP_CBC = "mip-cbc"
+    """The same by CBC."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where the work on one arena stands."""
+
+    arena: str
+    elapsed_s: float
+    nbytes: int | None
+    """The best plan so far."""
+    lower_bound_nbytes: int
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 0.0,
+    method: Method = Method.AUTO,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+    known: Mapping[str, Mapping[str, int]] | None = None,
+) -> Plan:
+    """Places every buffer, each arena as small as the time allows.
+
+    `known` are placements that others found, by a name for each: offsets by buffer. The plan is worse than none of them.
+
+    An arena with a capacity is only asked to fit; one without is made smaller until it is proven optimal, within `gap`
+    of the bound, or the time is up. Ctrl-C ends the work early, too, and keeps the best plan, if there is one.
+
+    Raises:
+        Infeasible: proven; the message names the arena, the instant, and what would fit.
+        SolverTimeout: no plan within the capacities was found in time, and none was proven impossible.
+        KeyboardInterrupt: pressed before there was a plan.
+    """
+    began = time.monotonic()
+    offsets: dict[str, int] = {}
+    arenas = []
+    names = problem.arenas
+    for done, name in enumerate(names):
+        deadline = time.monotonic() + (began + time_limit_s - time.monotonic()) / (len(names) - done)
+        work = _ArenaWork(problem, name, seed=seed, began=began, progress=progress, known=known or {})
+        arenas.append(work.run(deadline=deadline, gap=gap, method=method))
+        offsets.update(work.offsets)
+    plan = Plan(
+        problem=problem,
+        offsets=tuple(offsets[buffer.id] for buffer in problem.buffers),
+        arenas=tuple(arenas),
+        seed=seed,
+    )
+    require_valid(plan)
+    return plan
+
+
+class _ArenaWork:
+    """One arena, from its buffers in bytes to its part of the plan."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        name: str,
+        *,
+        seed: int,
+        began: float,
+        progress: Callable[[Progress], None] | None,
+        known: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        self._known = known
+        self._problem, self._name, self._began, self._progress = problem, name, began, progress
+        everything = problem.of(name)
+        _require_possible(problem, name, everything)
+        self._buffers = [buffer for buffer in everything if buffer.nbytes]
+        self._empty = [buffer for buffer in everything if not buffer.nbytes]
+        self._instance = make_instance(self._buffers, alignment=problem.alignment)
+        capacity = problem.capacities.get(name)
+        self._capacity = capacity
+        self.offsets: dict[str, int] = {buffer.id: buffer.fixed_offset or 0 for buffer in self._empty}
+        self._solver = ArenaSolver(
+            self._instance,
+            capacity=None if capacity is None else capacity // self._instance.unit,
+            seed=seed,
+            report=self._report,
+        )
+
+    def run(self, *, deadline: float, gap: float, method: Method) -> ArenaPlan:
+        solver = self._solver
+        self._report(solver)
+        try:
+            if method in (Method.MIP, Method.MIP_CBC):
+                from memo.mip.address.milp import solve_flat
+                from memo.mip.solvers import Backend
+
+                backend = Backend.HIGHS if method is Method.MIP else Backend.CBC
+                solve_flat(solver, deadline=deadline, backend=backend)
+            else:
+                solver.portfolio(deadline=deadline, gap=gap)
+                self._follow_known(deadline=deadline, gap=gap)
+                grouped = method is Method.AUTO and any(buffer.group for buffer in self._buffers)
+                if grouped and not solver.done(deadline=deadline, gap=gap):
+                    from memo.mip.address.bilevel import solve_by_layers
+
+                    solve_by_layers(solver, self._buffers, alignment=self._problem.alignment, deadline=deadline)
+                solver.search(deadline=deadline, gap=gap)
+        except KeyboardInterrupt:
+            if not solver.fits:
+                raise
+        if solver.impossible or not solver.fits:
+            raise self._no_plan(proven=solver.impossible)
+        unit = self._instance.unit
+        pairs = zip(self._buffers, solver.offsets, strict=True)
+        self.offsets |= {buffer.id: offset * unit for buffer, offset in pairs}
+        floor = max((buffer.fixed_offset or 0 for buffer in self._empty), default=0)
+        return ArenaPlan(
+            name=self._name,
+            nbytes=max((solver.upper or 0) * unit, floor),
+            lower_bound_nbytes=max(solver.lower * unit, floor),
+            status=Status.OPTIMAL if solver.optimal else Status.FEASIBLE,
+            method=solver.method or "nothing to place",
+        )
+
+    def _follow_known(self, *, deadline: float, gap: float) -> None:
+        """Those placements that have all of this arena's buffers."""
+        for name, offsets in self._known.items():
+            if self._solver.done(deadline=deadline, gap=gap):
+                return
+            if all(buffer.id in offsets for buffer in self._buffers):
+                places = [(offsets[buffer.id], index) for index, buffer in enumerate(self._buffers)]
+                self._solver.follow([index for _, index in sorted(places)], f"first fit by {name}", deadline=deadline)
+
+    def _no_plan(self, *, proven: bool) -> Infeasible | SolverTimeout:
+        solver, unit, capacity = self._solver, self._instance.unit, self._capacity or 0
+        known = f"; {solver.upper * unit} bytes are known to do" if solver.upper else ""
+        if not proven:
+            least = solver.lower * unit
+            return SolverTimeout(
+                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below {least} "
+                f"bytes{known}); give it more time or a larger capacity"
+            )
+        at, load = peak(self._buffers, alignment=self._problem.alignment)
+        if load > capacity:
+            words = (
+                f"at instant {at} the live buffers need {load} bytes, "
+                f"{load - capacity} more than its capacity of {capacity}"
+            )
+        else:
+            words = f"no placement is within {capacity} bytes, though at most {load} are live at once"
+        return Infeasible(f"arena {self._name!r}: {words}; it takes at least {solver.lower * unit} bytes{known}")
+
+    def _report(self, solver: ArenaSolver) -> None:
+        if self._progress is not None:
+            unit = self._instance.unit
+            self._progress(
+                Progress(
+                    arena=self._name,
+                    elapsed_s=time.monotonic() - self._began,
+                    nbytes=None if solver.upper is None else solver.upper * unit,
+                    lower_bound_nbytes=solver.lower * unit,
+                )
+            )
+
+
+def _require_possible(problem: Problem, name: str, buffers: Sequence[Buffer]) -> None:
+    """Refuses fixed buffers that no planner could make right."""
+    fixed = [buffer for buffer in buffers if buffer.fixed_offset is not None]
+    for buffer in fixed:
+        alignment = math.lcm(problem.alignment, buffer.alignment)
+        if (buffer.fixed_offset or 0) % alignment:
+            raise Infeasible(
+                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, which is no multiple of its alignment {alignment}"
+            )
+    end = max((buffer.fixed_offset or 0 for buffer in fixed if not buffer.nbytes), default=0)
+    capacity = problem.capacities.get(name)
+    if capacity is not None and end > capacity:
+        raise Infeasible(f"arena {name!r}: a buffer is fixed at {end}, beyond its capacity of {capacity} bytes")
+    fixed = sorted((buffer for buffer in fixed if buffer.nbytes), key=lambda buffer: buffer.fixed_offset or 0)
+    for one, other in itertools.combinations(fixed, 2):
+        below = (one.fixed_offset or 0) + _rounded(one.nbytes, problem.alignment)
+        if below > (other.fixed_offset or 0) and _meet(one, other):
+            raise Infeasible(f"buffers {one.id!r} and {other.id!r} are fixed on common bytes while both live")
+
+
+def _rounded(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _meet(one: Buffer, other: Buffer) -> bool:
+    return any(a < d and c < b for a, b in one.spans() for c, d in other.spans())

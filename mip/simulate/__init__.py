@@ -1,0 +1,28 @@
+"""A step played under an activation plan, with no GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.mip.simulate.proof import prove as prove
+    from memo.mip.simulate.result import (
+        Peak as Peak,
+        Simulation as Simulation,
+        StageSimulation as StageSimulation,
+        Wait as Wait,
+    )
+    from memo.mip.simulate.simulator import simulate as simulate
+    from memo.mip.simulate.trace_events import stage_events as stage_events
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "proof": "prove",
+            "result": "Peak Simulation StageSimulation Wait",
+            "simulator": "simulate",
+            "trace_events": "stage_events",
+        },
+    )

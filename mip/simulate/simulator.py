@@ -1,0 +1,223 @@
+"""Simulates one training step under an activation plan, event by event, independently of how the plan was made.
+
+Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages. Shares no model
+with the planner, only the nouns: the two are held against each other before a plan is used.
+
+    plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
+
+Ranks of a node do the same at the same time, so each has its share of links, disks and host memory. Bytes are whole:
+a fraction of a layer is rounded down to bytes for the device and each tier, and what that leaves is computed again: a plan
+that fits to the last byte must not break a budget by what rounding adds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from memo.errors import PlanInvalid
+from memo.events import Tier
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, LayerPlan, Pipeline, chunk_layers, stage_layers
+from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.profile import EndProfile, LayerProfile
+from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
+from memo.mip.simulate.stage import Stage
+
+__all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
+
+MAX_CALLS = 200_000
+"""Layers times microbatches: about 20 microseconds and 3 KiB each."""
+_ALMOST = 1e-6
+"""Of a byte: what floating point took away of a whole one."""
+
+
+def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> Simulation:
+    """One step under the plan, on the machine it was made for or on that of another problem with as many layers.
+
+    Raises:
+        PlanInvalid: the plan is of another model, moves bytes over a link that is not there, or has too many microbatches.
+    """
+    problem = problem or plan.problem
+    if len(problem.profile.layers) != len(plan.layers):
+        raise PlanInvalid(f"the plan has {len(plan.layers)} layers and the profile {len(problem.profile.layers)}")
+    pipeline = problem.pipeline
+    if pipeline.microbatches * len(plan.layers) > MAX_CALLS:
+        raise PlanInvalid(
+            f"{pipeline.microbatches} microbatches of {len(plan.layers)} layers are more than the {MAX_CALLS} passes "
+            "that are simulated; a step of fewer microbatches shows the same"
+        )
+    stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
+    if pipeline.chunks > 1:
+        _run_turns(stages, pipeline)
+    else:
+        _run(stages, pipeline)
+    for stage in stages:
+        stage.step(problem.profile.optimizer_s)
+    results = [stage.result() for stage in stages]
+    return Simulation(
+        step_s=max(stage.now_s for stage in stages),
+        stages=tuple(_with_node_budgets(results, problem, number) for number in range(len(results))),
+    )
+
+
+def require_within_budgets(simulation: Simulation) -> None:
+    """Refuses a plan under which the step breaks a budget.
+
+    Raises:
+        PlanInvalid: names the stage, the tier, the moment and the bytes.
+    """
+    for number, peak in simulation.overflows:
+        stage = f"stage {number}: " if len(simulation.stages) > 1 else ""
+        raise PlanInvalid(
+            f"{stage}in {peak.where}, {peak.t_s:.3f} s into the step, {peak.tier} holds {peak.nbytes} bytes, "
+            f"{peak.over_nbytes} more than its budget of {peak.budget_nbytes}"
+        )
+
+
+def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
+    """What a layer does under its plan."""
+    saved = plan.saved_bytes(layer)
+    kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
+    whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
+    recompute_s = plan.recompute_s(layer)
+    return LayerWork(
+        name=name,
+        forward_s=layer.forward_s,
+        backward_s=layer.backward_s,
+        recompute_s=recompute_s,
+        nbytes={
+            Part.KEPT: kept,
+            Part.HOST: host,
+            Part.DISK: disk,
+            Part.RECOMPUTED: whole - kept - host - disk,
+        },
+        between_nbytes=layer.between_bytes,
+        forward_transient_nbytes=layer.forward_transient_bytes,
+        backward_transient_nbytes=layer.transient_bytes if recompute_s else layer.backward_transient_bytes,
+    )
+
+
+def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) -> Stage:
+    profile, budgets = problem.profile, problem.budgets
+    known, mine, pipeline = profile.layer_profiles(), stage_layers(problem, number), problem.pipeline
+    first, last = mine[0] == 0, mine[-1] == len(known) - 1
+    static = sum(known[layer].static_bytes for layer in mine)
+    static += profile.embedding.static_bytes * first + profile.head.static_bytes * last
+    return Stage(
+        *(
+            [layer_work(f"layers.{layer}", known[layer], plans[layer]) for layer in chunk]
+            for chunk in chunk_layers(problem, number)
+        ),
+        turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
+        rates=problem.hardware.lanes(budgets.ranks_per_node),
+        static_nbytes=static,
+        budgets={Tier.DEVICE: budgets.device_bytes},
+        embedding=_end_work("embedding", profile.embedding) if first else None,
+        head=_end_work("head", profile.head) if last else None,
+    )
+
+
+def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
+    """Gives a stage's lower tiers their budgets: what the node's other stages leave, divided among the stage's ranks."""
+    budgets, together = problem.budgets, problem.pipeline.stages_per_node
+    ranks = budgets.ranks_per_node // together
+    first = number // together * together
+    neighbours = [stages[other] for other in range(first, first + together) if other != number]
+    peaks = []
+    for peak in stages[number].peaks:
+        if peak.tier is not Tier.DEVICE:
+            node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
+            left = node_bytes - ranks * sum(neighbour.peak(peak.tier).nbytes for neighbour in neighbours)
+            peak = dataclasses.replace(peak, budget_nbytes=max(0, left) // ranks)
+        peaks.append(peak)
+    return dataclasses.replace(stages[number], peaks=tuple(peaks))
+
+
+def _end_work(name: str, end: EndProfile) -> EndWork:
+    return EndWork(
+        name=name,
+        forward_s=end.forward_s,
+        backward_s=end.backward_s,
+        saved_nbytes=end.saved_bytes,
+        transient_nbytes=end.transient_bytes,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """Where a stage is in its order, and when its microbatches were done in either direction."""
+
+    order: list[bool]
+    at: int = 0
+    forward_s: list[float] = dataclasses.field(default_factory=list)
+    backward_s: list[float] = dataclasses.field(default_factory=list)
+
+
+def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
+    """Runs every stage's order; a pass begins when its stage is free and the neighbour has done its part.
+
+    Stages share nothing but these moments, so each pass can be played as soon as what it waits for is known.
+    """
+    count = len(stages)
+    done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
+    while any(own.at < len(own.order) for own in done):
+        for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
+            while own.at < len(own.order) and _advance(stage, number, done):
+                own.at += 1
+
+
+def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
+    """1F1B: True for the forward, False for the backward of the next microbatch, as the stage runs them."""
+    ahead = pipeline.in_flight(stage)
+    yield from [True] * ahead
+    for _ in range(pipeline.microbatches - ahead):
+        yield False
+        yield True
+    yield from [False] * ahead
+
+
+def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
+    """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
+    own = done[number]
+    forward = own.order[own.at]
+    neighbour = number - 1 if forward else number + 1
+    if 0 <= neighbour < len(done):
+        times = done[neighbour].forward_s if forward else done[neighbour].backward_s
+        microbatch = len(own.forward_s if forward else own.backward_s)
+        if len(times) <= microbatch:
+            return False
+        stage.idle(times[microbatch])
+    if forward:
+        stage.forward()
+        own.forward_s.append(stage.now_s)
+    else:
+        stage.backward()
+        own.backward_s.append(stage.now_s)
+    return True
+
+
+def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
+    """The same with several chunks a stage, in the order of their turns. A stage alone waits for nobody."""
+    waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
+    done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
+    ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
+    while any(waiting):
+        for number, stage in enumerate(stages):
+            places = pipeline.places(number)
+            while waiting[number]:
+                turn = waiting[number][0]
+                forward = turn.kind is Kind.FORWARD
+                giver = places[turn.chunk] + (-1 if forward else 1)
+                if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
+                    if (giver, turn.microbatch, forward) not in done:
+                        break
+                    stage.idle(done[giver, turn.microbatch, forward])
+                waiting[number].popleft()
+                if forward:
+                    stage.forward(turn.chunk)
+                else:
+                    stage.backward()
+                if turn.kind is not Kind.WEIGHT:
+                    done[places[turn.chunk], turn.microbatch, forward] = stage.now_s

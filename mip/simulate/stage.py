@@ -1,0 +1,385 @@
+"""Plays the work of one pipeline stage as the swap engine would run it, copy by copy.
+
+Owns the order of events within a stage and the bytes each tier holds. Knows layers as `LayerWork`, no plan and no
+planner's model: what a step costs follows from what happens in it.
+
+    forward    layer 0 | layer 1 | layer 2 | ... | head         a layer's copies are issued when its forward ends
+    copies             |  out 0  |  out 1  |
+    dropped                      ^ end of layer 1: the compute stream waits for out 0, then layer 0's sources go
+
+    backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
+    reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
+
+So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
+another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
+
+A stage may have several chunks, whose turns follow one another in an order that is given. Of a backward in two halves the
+second runs from the first layer on; what moved goes away in between, what was computed again stays.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import operator
+from collections.abc import Mapping, Sequence
+
+from memo.events import Lane, StallCause, TensorState, Tier, UseKind
+from memo.mip.inputs.hardware import LaneRates
+from memo.mip.inputs.pipeline_schedules import Kind, Turn
+from memo.mip.simulate.links import Copy, Links, Queue
+from memo.mip.simulate.result import (
+    EndWork,
+    Holding,
+    LayerWork,
+    Part,
+    Peak,
+    Span,
+    StageSimulation,
+    Transition,
+    Usage,
+    Wait,
+)
+
+__all__ = ["Stage"]
+
+_MOVED = ((Part.HOST, Tier.HOST, Queue.HOST_OUT, Queue.HOST_IN), (Part.DISK, Tier.DISK, Queue.DISK_OUT, Queue.DISK_IN))
+
+
+class _State(enum.Enum):
+    """A call's life: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once.
+
+    Between the halves of a backward RETURNING -> AWAY.
+    """
+
+    LIVE = enum.auto()
+    """Whole on the device; no copy is issued."""
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    """The device holds what is kept, and nothing else; between two halves also what was computed again."""
+    RETURNING = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """One layer in one microbatch."""
+
+    number: int
+    work: LayerWork
+    state: _State = _State.LIVE
+    out: Sequence[Copy] = ()
+    back: Sequence[Copy] = ()
+    how: UseKind = UseKind.LIVE
+    """In which way backward comes by what was moved."""
+    computed_again: bool = False
+
+    @property
+    def away_nbytes(self) -> int:
+        """What the device must have room for before backward, or its second half, while the call is away."""
+        return self.work.moved_nbytes if self.computed_again else self.work.dropped_nbytes
+
+
+class Stage:
+    """One rank's compute stream, and what happens beside it."""
+
+    def __init__(
+        self,
+        *chunks: Sequence[LayerWork],
+        rates: LaneRates,
+        turns: Sequence[Turn] = (),
+        static_nbytes: int = 0,
+        budgets: Mapping[Tier, int] | None = None,
+        embedding: EndWork | None = None,
+        head: EndWork | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._turns = collections.deque(turn for turn in turns if turn.kind is not Kind.FORWARD)
+        self._ends = (embedding or EndWork(name="embedding"), head or EndWork(name="head"))
+        self._links = Links(rates)
+        self._ledger = _Ledger(budgets or {})
+        self._ledger.change(0.0, Tier.DEVICE, static_nbytes)
+        self._calls: dict[tuple[int, int], list[_Call]] = {}  # by chunk and microbatch, in the order of the forwards
+        self._microbatches = [0] * len(chunks)
+        self._made = 0
+        self._held: _Call | None = None  # its copies wait until another forward begins
+        self._undropped: _Call | None = None
+        self._spans: list[Span] = []
+        self._waits: list[Wait] = []
+        self._transitions: list[Transition] = []
+        self._usages: list[Usage] = []
+
+    @property
+    def now_s(self) -> float:
+        """How far the compute stream has come."""
+        return self._links.now_s
+
+    def idle(self, until_s: float) -> None:
+        """Another stage has to be waited for; copies go on."""
+        if until_s > self.now_s:
+            self._links.advance(until_s)
+
+    def forward(self, chunk: int = 0) -> None:
+        """The forward of the next microbatch."""
+        embedding, head = self._ends
+        held, self._held = self._held, None
+        if held is not None:
+            self._send(held)
+        if chunk == 0:
+            self._end_forward(embedding)
+        calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._chunks[chunk])]
+        self._made += len(calls)
+        for call in calls:
+            self._forward(call, is_last=call is calls[-1])
+        self._held = calls[-1]
+        self._calls[chunk, self._microbatches[chunk]] = calls
+        self._microbatches[chunk] += 1
+        if chunk == len(self._chunks) - 1:
+            self._end_forward(head)
+
+    def backward(self) -> None:
+        """The next backward, or half of one: where no order of turns was given, of the earliest microbatch that is alive."""
+        embedding, head = self._ends
+        turn = self._turns.popleft() if self._turns else self._earliest()
+        calls = self._calls[turn.call] if turn.kind is Kind.INPUT else self._calls.pop(turn.call)
+        order = calls if turn.kind is Kind.WEIGHT else calls[::-1]
+        has_head, has_embedding = turn.chunk == len(self._chunks) - 1, turn.chunk == 0
+        if has_head and turn.kind is not Kind.WEIGHT:
+            self._end_backward(head, turn.kind)
+        then = self._next_turn()
+        for call, following in zip(order, [*order[1:], None], strict=True):
+            if following is not None:
+                self._backward(call, following, turn.kind, same_turn=True)
+            else:
+                stays = then is not None and then[0].call == turn.call
+                self._backward(call, None if then is None or stays else then[1], turn.kind, stays=stays)
+        if has_head and turn.kind is Kind.WEIGHT:
+            self._end_backward(head, turn.kind)
+        if has_embedding:
+            self._end_backward(embedding, turn.kind)
+
+    def _earliest(self) -> Turn:
+        (chunk, microbatch), _ = next(iter(self._calls.items()))
+        return Turn(chunk=chunk, kind=Kind.BACKWARD, microbatch=microbatch)
+
+    def _next_turn(self) -> tuple[Turn, _Call] | None:
+        """What backward will come to next, and the first layer it then reaches; None while that has no forward yet."""
+        if not self._turns and not self._calls:
+            return None
+        turn = self._turns[0] if self._turns else self._earliest()
+        calls = self._calls.get(turn.call)
+        return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
+
+    def step(self, optimizer_s: float) -> None:
+        """The optimizer."""
+        self._work(Lane.COMPUTE, "optimizer", "optimizer", optimizer_s)
+
+    def result(self) -> StageSimulation:
+        """All that has happened so far."""
+        return StageSimulation(
+            end_s=self.now_s,
+            spans=tuple(self._spans),
+            waits=tuple(self._waits),
+            copies=tuple(self._links.copies),
+            transitions=tuple(self._transitions),
+            usages=tuple(self._usages),
+            holdings=tuple(self._ledger.holdings),
+            peaks=self._ledger.peaks(),
+        )
+
+    # Forward.
+
+    def _forward(self, call: _Call, *, is_last: bool) -> None:
+        work = call.work
+        self._hold(Tier.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
+        self._change(call, TensorState.LIVE, *Part)
+        self._work(Lane.COMPUTE, work.name, "forward", work.forward_s)
+        self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
+        if not is_last:
+            self._send(call)
+        before, self._undropped = self._undropped, call
+        if before is not None and before.state is _State.LEAVING:
+            self._drop(before)
+
+    def _send(self, call: _Call) -> None:
+        """Issues the copies out; their room in the lower tiers is taken now."""
+        call.state = _State.LEAVING
+        copies = []
+        for part, tier, queue, _ in _MOVED:
+            nbytes = call.work.of(part)
+            if nbytes:
+                self._hold(tier, nbytes)
+                copies.append(self._links.put(queue, call=call.number, module=call.work.name, nbytes=nbytes))
+        call.out = copies
+        self._change(call, TensorState.LEAVING, Part.HOST, Part.DISK)
+
+    def _drop(self, call: _Call) -> None:
+        """Waits until the copies out have ended, then gives up what is not kept."""
+        self._wait(StallCause.DRAIN, call, call.out)
+        call.state = _State.AWAY
+        self._hold(Tier.DEVICE, -call.work.dropped_nbytes)
+        self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
+        self._change(call, TensorState.GONE, Part.RECOMPUTED)
+
+    # Backward.
+
+    def _backward(
+        self, call: _Call, following: _Call | None, kind: Kind, *, same_turn: bool = False, stays: bool = False
+    ) -> None:
+        """`stays`: the second half begins with this call, and not another backward."""
+        work = call.work
+        self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
+        if kind is Kind.INPUT:
+            self._hold(Tier.DEVICE, work.between_nbytes)
+        self._reach(call, following, same_turn=same_turn)
+        returning = call.state is _State.RETURNING
+        if returning:
+            self._wait(StallCause.RELOAD, call, call.back)
+            self._change(call, TensorState.BACK, Part.HOST, Part.DISK)
+        self._use(call)
+        if returning and not call.computed_again:
+            self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
+        self._work(Lane.COMPUTE, work.name, "backward", work.backward_s * _share(kind))
+        self._hold(Tier.DEVICE, -work.backward_transient_nbytes)
+        if kind is Kind.WEIGHT:
+            self._hold(Tier.DEVICE, -work.between_nbytes)
+        if kind is not Kind.INPUT:
+            self._end(call)
+        elif returning and not stays:
+            self._leave_again(call)
+
+    def _reach(self, call: _Call, following: _Call | None, *, same_turn: bool) -> None:
+        """What the call has away must come back now; what backward reaches next may, if the device has room."""
+        if self._held is call:
+            self._held = None
+        if self._undropped is call:
+            self._undropped = None
+        if call.state is _State.AWAY:
+            self._fetch(call, UseKind.FETCHED)
+        if following is not None and self._worth_fetching(following, same_turn=same_turn):
+            self._fetch(following, UseKind.PREFETCHED)
+
+    def _worth_fetching(self, following: _Call, *, same_turn: bool) -> bool:
+        """It is away, there is room, and it is needed next: not after another forward, unless it has bytes to bring."""
+        if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.away_nbytes):
+            return False
+        return same_turn or bool(following.out)
+
+    def _leave_again(self, call: _Call) -> None:
+        """Half of the backward is done: what moved goes, without a copy, and what was computed again stays."""
+        call.state, call.computed_again = _State.AWAY, True
+        self._hold(Tier.DEVICE, -call.away_nbytes)
+        self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
+
+    def _fetch(self, call: _Call, how: UseKind) -> None:
+        """Takes the whole buffer and issues the reloads into it."""
+        call.state, call.how = _State.RETURNING, how
+        self._hold(Tier.DEVICE, call.away_nbytes)
+        call.back = [
+            self._links.put(queue, call=call.number, module=call.work.name, nbytes=call.work.of(part))
+            for part, _, _, queue in _MOVED
+            if call.work.of(part)
+        ]
+        self._change(call, TensorState.RETURNING, Part.HOST, Part.DISK)
+        if not call.computed_again:
+            self._change(call, TensorState.LIVE, Part.RECOMPUTED)
+
+    def _use(self, call: _Call) -> None:
+        for part in (Part.KEPT, Part.HOST, Part.DISK):
+            if call.work.of(part):
+                how = UseKind.LIVE if part is Part.KEPT else call.how
+                self._usages.append(Usage(t_s=self.now_s, call=call.number, part=part, how=how))
+
+    def _end(self, call: _Call) -> None:
+        """The layer's gradients are made: nothing of the call is needed any more."""
+        work = call.work
+        self._hold(Tier.DEVICE, -work.saved_nbytes)
+        if call.out:
+            for part, tier, _, _ in _MOVED:
+                self._hold(tier, -work.of(part))
+        self._change(call, TensorState.GONE, *Part)
+
+    # The ends, which hold what they save.
+
+    def _end_forward(self, end: EndWork) -> None:
+        self._hold(Tier.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
+        self._work(Lane.COMPUTE, end.name, "forward", end.forward_s)
+        self._hold(Tier.DEVICE, -end.transient_nbytes)
+
+    def _end_backward(self, end: EndWork, kind: Kind) -> None:
+        self._hold(Tier.DEVICE, end.transient_nbytes, f"{end.name} backward")
+        self._work(Lane.COMPUTE, end.name, "backward", end.backward_s * _share(kind))
+        self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
+
+    # What happens and is told.
+
+    def _work(self, lane: Lane, module: str, phase: str, seconds: float) -> None:
+        if seconds:
+            start_s = self.now_s
+            self._links.advance(start_s + seconds)
+            self._spans.append(Span(lane=lane, module=module, phase=phase, start_s=start_s, end_s=self.now_s))
+
+    def _wait(self, cause: StallCause, call: _Call, copies: Sequence[Copy]) -> None:
+        start_s = self.now_s
+        self._links.wait(copies)
+        if self.now_s > start_s:
+            latest = max(copies, key=operator.attrgetter("end_s"))
+            assert latest.slowest is not None
+            self._waits.append(
+                Wait(
+                    cause=cause,
+                    call=call.number,
+                    module=call.work.name,
+                    lane=latest.slowest,
+                    start_s=start_s,
+                    end_s=self.now_s,
+                )
+            )
+
+    def _change(self, call: _Call, to: TensorState, *parts: Part) -> None:
+        for part in parts:
+            nbytes = call.work.of(part)
+            if nbytes:
+                self._transitions.append(
+                    Transition(t_s=self.now_s, call=call.number, module=call.work.name, part=part, to=to, nbytes=nbytes)
+                )
+
+    def _hold(self, tier: Tier, nbytes: int, where: str | None = None) -> None:
+        self._ledger.change(self.now_s, tier, nbytes, where)
+
+
+def _share(kind: Kind) -> float:
+    """Of a layer's backward, in a turn."""
+    return 0.5 if kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
+
+
+class _Ledger:
+    """Bytes in each tier, over time."""
+
+    def __init__(self, budgets: Mapping[Tier, int]) -> None:
+        self.holdings: list[Holding] = []
+        self._budgets = budgets
+        self._where = "begin"
+        self._held = dict.fromkeys(Tier, 0)
+        self._most = dict.fromkeys(Tier, (0, 0.0, ""))
+
+    def fits(self, tier: Tier, nbytes: int) -> bool:
+        """Whether the tier has room for so many bytes more."""
+        budget = self._budgets.get(tier)
+        return budget is None or self._held[tier] + nbytes <= budget
+
+    def change(self, t_s: float, tier: Tier, nbytes: int, where: str | None = None) -> None:
+        """More bytes, or fewer; `where` names what the compute stream is at from now on."""
+        self._where = where or self._where
+        if nbytes:
+            held = self._held[tier] = self._held[tier] + nbytes
+            self.holdings.append(Holding(t_s=t_s, tier=tier, nbytes=held))
+            if held > self._most[tier][0]:
+                self._most[tier] = (held, t_s, self._where)
+
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most each tier held."""
+        return tuple(
+            Peak(tier=tier, nbytes=nbytes, t_s=t_s, where=where, budget_nbytes=self._budgets.get(tier))
+            for tier, (nbytes, t_s, where) in self._most.items()
+        )

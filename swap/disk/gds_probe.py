@@ -1,0 +1,143 @@
+"""Tells whether GPUDirect Storage works for a directory, and if not, why: by look-ups first, then by a trial process.
+
+The look-ups cost nothing and name what to change. Only when they find no obstacle is GDS tried, in a subprocess with a
+time limit: kvikio's driver call never returns on some machines that cannot do GDS.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Mount", "mount_of", "obstacles", "trial", "try_gds"]
+
+_TRIAL_LIMIT_S = 20.0
+_TRIAL_BYTES = 64 << 20
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_NETWORK = frozenset({"nfs", "nfs4", "lustre", "beegfs", "gpfs", "wekafs"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """The file system that holds a directory."""
+
+    source: str
+    kind: str
+    options: str
+    block_device: str | None
+    """Its name in /sys/block, such as nvme0n1; None when there is none."""
+
+
+def mount_of(directory: Path, *, root: Path = Path("/")) -> Mount:
+    """From /proc/self/mountinfo, the longest mount point that holds the directory."""
+    best: tuple[int, Mount] | None = None
+    resolved = directory.resolve()
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        number, point, options = left.split()[2], left.split()[4].replace("\\040", " "), left.split()[5]
+        kind, source, super_options = [*right.split(), "", ""][:3]
+        if resolved.is_relative_to(point) and (best is None or len(point) >= best[0]):
+            mount = Mount(
+                source=source,
+                kind=kind,
+                options=f"{options},{super_options}",
+                block_device=_block_device(number, root),
+            )
+            best = (len(point), mount)
+    if best is None:
+        return Mount(source="unknown", kind="unknown", options="", block_device=None)
+    return best[1]
+
+
+def _block_device(number: str, root: Path) -> str | None:
+    """The whole disk of `major:minor`; a partition lies one folder below its disk."""
+    entry = root / "sys/dev/block" / number
+    if not entry.exists():
+        return None
+    path = entry.resolve()
+    return path.parent.name if (path / "partition").exists() else path.name
+
+
+def obstacles(directory: Path, *, root: Path = Path("/")) -> list[str]:
+    """What keeps GPUDirect Storage from this directory, each with what to do; empty when nothing is known to."""
+    found = _driver_obstacles(root)
+    mount = mount_of(directory, root=root)
+    if mount.kind in _IN_MEMORY:
+        found.append(f"{mount.kind} is memory, not a disk: choose a directory on an NVMe drive")
+    elif mount.kind == "overlay":
+        found.append("overlay file system (a container's own root): mount a host directory on NVMe into the container")
+    elif mount.kind == "ext4" and "data=ordered" not in mount.options.split(","):
+        found.append("ext4 must be mounted with data=ordered written out: mount -o remount,data=ordered, or in fstab")
+    elif mount.kind not in ("ext4", "xfs") and mount.kind not in _NETWORK:
+        found.append(f"file system {mount.kind} is not one that GPUDirect Storage takes: use ext4 or xfs on NVMe")
+    found += _device_obstacles(mount)
+    if importlib.util.find_spec("kvikio") is None:
+        found.append("kvikio is not installed: pip install 'memo-train[gpu]'")
+    return found
+
+
+def _driver_obstacles(root: Path) -> list[str]:
+    if not (root / "proc/driver/nvidia/version").exists():
+        return ["no NVIDIA driver is loaded"]
+    if (root / "proc/driver/nvidia-fs/version").exists():
+        return []
+    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
+        return ["nvidia-fs is not visible in this container: load it on the host and pass /dev/nvidia-fs* through"]
+    return ["the kernel module nvidia-fs is not loaded: install nvidia-gds, then modprobe nvidia-fs"]
+
+
+def _device_obstacles(mount: Mount) -> list[str]:
+    name = mount.block_device
+    if name is None or name.startswith(("nvme", "md")):
+        return []
+    if name.startswith("vd"):
+        return [f"{name} is a virtio disk of a virtual machine: pass an NVMe drive through to it"]
+    if name.startswith("dm-"):
+        return [f"{name} is a device-mapper volume (LVM or encryption): use the NVMe drive or a partition itself"]
+    return [f"{name} is no NVMe drive"]
+
+
+def try_gds(directory: Path) -> list[str]:
+    """Writes and reads through GDS in a subprocess; what went wrong, or nothing when the bytes came back."""
+    code = "import sys; from memo.swap.disk.gds_probe import trial; trial(sys.argv[1])"
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code, os.fspath(directory)],
+            capture_output=True,
+            text=True,
+            timeout=_TRIAL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"a trial did not return within {_TRIAL_LIMIT_S:.0f} s: the GDS driver hangs; run gdscheck -p"]
+    lines = result.stdout.strip().splitlines()
+    if result.returncode == 0 and lines and json.loads(lines[-1]) == {"equal": True}:
+        return []
+    reason = (result.stderr.strip().splitlines() or ["the bytes did not come back"])[-1]
+    return [f"a trial failed: {reason}"]
+
+
+def trial(directory: str) -> None:
+    """Round trip of random bytes through a GdsDisk on the first GPU; prints whether they came back."""
+    import torch
+
+    from memo.swap.backends.cuda import CudaBackend, copy_stream
+    from memo.swap.disk.gds import GdsDisk
+
+    device = torch.device("cuda", 0)
+    backend = CudaBackend(device)
+    disk = GdsDisk([directory], _TRIAL_BYTES, new_stream=lambda: copy_stream(device))
+    source = torch.randint(0, 256, (_TRIAL_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    extent = disk.reserve(_TRIAL_BYTES)
+    assert extent is not None, "the store was made of this size"
+    ready = backend.compute_event()
+    disk.write(extent, source, after=(ready,)).synchronize()
+    disk.read(extent, target, after=(ready,)).synchronize()
+    print(json.dumps({"equal": torch.equal(source, target)}))
+    disk.close()

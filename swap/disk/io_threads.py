@@ -1,0 +1,228 @@
+"""The threads of the disk tier: which piece of which operation runs next.
+
+Owns the queues and the life of every operation from submit to done. Reads go before writes: a read is what backward
+waits for, a write is what nobody does. An operation is queued only when its `after` events are done, so a thread never
+waits while another operation could run. What is not done yet at submit is waited for by a gate, one thread for reads
+and one for writes, in order of submission; since an event can only depend on work issued before it, that order cannot
+deadlock.
+
+    submit ──▶ gate (only if `after` is not done) ──▶ queue of reads / of writes ──▶ I/O threads, piece by piece
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from memo.errors import MemoError
+from memo.swap.disk.operation import DiskOperation, Kind, Piece, Stage
+from memo.swap.memory.page_aligned import Bounce
+
+__all__ = ["IoPool"]
+
+_GATE_JOIN_S = 1.0  # a gate may wait for an event that never comes; it is a daemon and may be left behind
+
+
+class IoPool:
+    """`threads` daemon threads that call `transfer(operation, piece, bounce)`."""
+
+    def __init__(
+        self, threads: int, transfer: Callable[[DiskOperation, Piece, Bounce], None], *, bounce_bytes: int
+    ) -> None:
+        self.busy_ns = dict.fromkeys(Kind, 0)
+        self._transfer = transfer
+        self._bounce_bytes = bounce_bytes
+        self._changed = threading.Condition()
+        self._queues: dict[Kind, deque[DiskOperation]] = {Kind.READ: deque(), Kind.WRITE: deque()}
+        self._open: set[DiskOperation] = set()
+        self._active = dict.fromkeys(Kind, 0)
+        self._active_since_ns = dict.fromkeys(Kind, 0)
+        self._closing = False
+        self._pid = os.getpid()
+        self._gates: dict[Kind, SimpleQueue[DiskOperation | None]] = {}
+        self._gate_threads: list[threading.Thread] = []
+        self._threads = [self._start(self._work, f"memo-disk-{index}") for index in range(threads)]
+
+    @property
+    def alive(self) -> bool:
+        """False once closed, and in a forked child, which has none of the threads."""
+        return not self._closing and os.getpid() == self._pid
+
+    def submit(self, operation: DiskOperation) -> None:
+        """Runs the operation once its `after` events are done; the caller has checked that the pool is alive."""
+        ready = all(event.query() for event in operation.after)
+        with self._changed:
+            self._open.add(operation)
+            operation.extent.pending += 1
+            if self._closing:  # closed by another thread since the caller looked
+                self._refuse(operation)
+            elif ready:
+                self._enqueue(operation)
+            else:
+                self._gate(operation.kind).put(operation)
+
+    def cancel(self, operation: DiskOperation) -> bool:
+        """Ends an operation of which no piece has begun."""
+        with self._changed:
+            if operation.stage not in (Stage.WAITING, Stage.QUEUED):
+                return False
+            self._finish(operation)
+            return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Completes what runs, fails what has not begun, ends the threads. True when all I/O threads have ended."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            self._closing = True
+            for operation in list(self._open):
+                if operation.stage in (Stage.WAITING, Stage.QUEUED):
+                    self._refuse(operation)
+            for gate in self._gates.values():
+                gate.put(None)
+            self._changed.notify_all()
+        me = threading.current_thread()
+        if me in self._threads:  # a garbage collection on an I/O thread closes the store
+            return False
+        for thread in self._threads:
+            thread.join(timeout_s)
+        for thread in self._gate_threads:
+            if thread is not me:
+                thread.join(_GATE_JOIN_S)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self, target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    # Gates
+
+    def _gate(self, kind: Kind) -> SimpleQueue[DiskOperation | None]:
+        if kind not in self._gates:
+            self._gates[kind] = SimpleQueue()
+            self._gate_threads.append(self._start(self._watch, f"memo-disk-gate-{kind.value}", self._gates[kind]))
+        return self._gates[kind]
+
+    def _watch(self, gate: SimpleQueue[DiskOperation | None]) -> None:
+        while (operation := gate.get()) is not None:
+            failure = _wait_for(operation)
+            with self._changed:
+                if operation.stage is not Stage.WAITING:  # cancelled, or the pool is closing
+                    continue
+                if failure is None:
+                    operation.after = ()
+                    self._enqueue(operation)
+                else:
+                    self._fail(operation, failure)
+
+    def _enqueue(self, operation: DiskOperation) -> None:
+        operation.stage = Stage.QUEUED
+        self._queues[operation.kind].append(operation)
+        self._changed.notify(len(operation.pieces))
+
+    # I/O threads
+
+    def _work(self) -> None:
+        bounce = Bounce(self._bounce_bytes)
+        while (task := self._take()) is not None:
+            operation, piece = task
+            failure: BaseException | None = None
+            try:
+                # Done already, so this does not block; it raises what the event's own operation raised.
+                failure = _wait_for(operation)
+                if failure is None:
+                    self._transfer(operation, piece, bounce)
+            except BaseException as error:
+                failure = error
+            self._piece_done(operation, failure)
+
+    def _take(self) -> tuple[DiskOperation, Piece] | None:
+        with self._changed:
+            while True:
+                for kind in (Kind.READ, Kind.WRITE):
+                    task = self._next_piece(self._queues[kind])
+                    if task is not None:
+                        return task
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+    def _next_piece(self, queue: deque[DiskOperation]) -> tuple[DiskOperation, Piece] | None:
+        while queue:
+            operation = queue[0]
+            if operation.stage is Stage.DONE or operation.next_piece == len(operation.pieces):
+                queue.popleft()
+                continue
+            piece = operation.pieces[operation.next_piece]
+            operation.next_piece += 1
+            now = time.monotonic_ns()
+            if operation.stage is Stage.QUEUED:
+                operation.stage = Stage.RUNNING
+                operation.start_ns = now
+            if not self._active[operation.kind]:
+                self._active_since_ns[operation.kind] = now
+            self._active[operation.kind] += 1
+            return operation, piece
+        return None
+
+    def _piece_done(self, operation: DiskOperation, failure: BaseException | None) -> None:
+        with self._changed:
+            now = time.monotonic_ns()
+            self._active[operation.kind] -= 1
+            if not self._active[operation.kind]:
+                self.busy_ns[operation.kind] += now - self._active_since_ns[operation.kind]
+            operation.unfinished -= 1
+            if failure is not None:
+                self._fail(operation, failure)
+            if not operation.unfinished:
+                operation.end_ns = now
+                self._finish(operation)
+
+    def _fail(self, operation: DiskOperation, failure: BaseException) -> None:
+        """Keeps the first failure and skips the pieces not begun."""
+        if operation.failure is None:
+            _drop_frames(failure)
+            if isinstance(failure, MemoError):
+                operation.failure = (type(failure), str(failure), failure.__cause__)
+            else:
+                operation.failure = (operation.kind.error, f"{operation.describe()} failed: {failure!r}", failure)
+        operation.unfinished -= len(operation.pieces) - operation.next_piece
+        operation.next_piece = len(operation.pieces)
+        if operation.stage is Stage.WAITING:
+            self._finish(operation)
+
+    def _refuse(self, operation: DiskOperation) -> None:
+        message = f"{operation.describe()} was still {operation.stage.value} when the store was closed"
+        operation.failure = (operation.kind.error, message, None)
+        self._finish(operation)
+
+    def _finish(self, operation: DiskOperation) -> None:
+        if operation.stage is Stage.DONE:
+            return
+        operation.extent.pending -= 1
+        self._open.discard(operation)
+        operation.finish()
+
+
+def _wait_for(operation: DiskOperation) -> BaseException | None:
+    """The failure of an event before this operation, or None once all of them are done."""
+    for event in operation.after:
+        if operation.stage is Stage.DONE:
+            return None
+        try:
+            event.synchronize()
+        except Exception as error:
+            return error
+    return None
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """A traceback holds the frames it went through, and they hold the tensor."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,198 @@
+"""The scratch space: one file in each directory, their bytes as one range, divided into extents.
+
+Owns the files and who has which bytes, not their transfer. Several directories are striped block by block: byte L of the
+space is in file (L / block) mod n. Space is allocated on the file system before it is given out, so a full disk shows at
+construction or at `reserve`, hardly ever in a write.
+
+From the second step on extents lie where a plan of the first step's lives puts them, without holes; a step is over when
+nothing is held. The plan is advice (memo.swap.memory.planned_layout): what does not follow it is served by first fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memo.errors import ScratchFull, SwapError
+from memo.swap.disk.operation import DiskExtent, Piece
+from memo.swap.disk.raw_file import BLOCK_ALIGN, NO_SPACE, RawFile, error_name
+from memo.swap.memory.free_list import FreeList
+from memo.swap.memory.planned_layout import StepRecorder
+from memo.units import format_bytes
+
+__all__ = ["ScratchSpace"]
+
+_GROWTH_BYTES = 1 << 30
+
+
+class ScratchSpace:
+    """Extents over anonymous files. Thread-safe.
+
+    `capacity` is a hard budget over all directories, allocated at once; None grows on demand and leaves `spare_bytes`
+    free on each file system.
+
+    Raises:
+        ScratchUnusable: a directory is missing, not writable, or unsafe.
+        ScratchFull: the file systems do not have `capacity` bytes. Either way nothing is left open.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        capacity: int | None,
+        *,
+        block_bytes: int,
+        spare_bytes: int,
+        open_file: Callable[[Path], RawFile],
+    ) -> None:
+        if not directories:
+            raise ValueError("a disk store needs at least one directory")
+        if block_bytes <= 0 or block_bytes % BLOCK_ALIGN:
+            raise ValueError(f"block_bytes must be a multiple of {BLOCK_ALIGN}, is {block_bytes}")
+        paths = [Path(directory) for directory in directories]
+        self.place = ", ".join(map(str, paths))
+        self.files: list[RawFile] = []
+        self._block_bytes = block_bytes
+        self._growing = capacity is None
+        self._spare_bytes = spare_bytes
+        self._free = FreeList(0, align=BLOCK_ALIGN)
+        self._recorder = StepRecorder()
+        self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, and the step
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for path in paths:
+                self.files.append(open_file(path))
+            whole = 0 if capacity is None else capacity - capacity % BLOCK_ALIGN
+            if whole:
+                self._preallocate(whole)
+            undo.pop_all()
+
+    @property
+    def capacity(self) -> int:
+        return self._free.capacity
+
+    @property
+    def used(self) -> int:
+        return self._free.used
+
+    @property
+    def peak(self) -> int:
+        return self._free.peak
+
+    def reserve(self, nbytes: int) -> DiskExtent | None:
+        """A range of at least `nbytes`, or None when the budget, or the file system, is used up."""
+        if nbytes <= 0:
+            raise ValueError(f"cannot reserve {nbytes} bytes")
+        with self._lock:
+            if not self._claims:
+                self._recorder.end_step(BLOCK_ALIGN, self._free.capacity)
+            number, planned = self._recorder.claim(nbytes)
+            offset = self._place(nbytes, planned)
+            if offset is None:
+                return None
+            self._claims[offset] = number, self._recorder.step
+        return DiskExtent(offset, -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN)
+
+    def _place(self, nbytes: int, planned: int | None) -> int | None:
+        if planned is not None:
+            if self._free.allocate_at(planned, nbytes):
+                return planned
+            self._recorder.missed()
+        offset = self._free.allocate(nbytes)
+        if offset is None and self._growing and self._grow(nbytes):
+            offset = self._free.allocate(nbytes)
+        return offset
+
+    def release(self, extent: DiskExtent) -> None:
+        """Gives the range back.
+
+        Raises:
+            SwapError: an operation on it is pending, or it was released before; nothing changes.
+        """
+        with self._lock:
+            if extent.pending:
+                raise SwapError(
+                    f"the extent at {extent.offset} is released while {extent.pending} operations run on it"
+                )
+            if extent.released:
+                raise SwapError(f"the extent at {extent.offset} is released twice")
+            extent.released = True
+            self._free.free(extent.offset)
+            self._recorder.release(*self._claims.pop(extent.offset))
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        for file in self.files:
+            file.close()
+
+    def split(self, offset: int, nbytes: int) -> list[Piece]:
+        """Pieces that end at block boundaries of the space, so that each lies in one file."""
+        pieces, start = [], 0
+        while start < nbytes:
+            block, within = divmod(offset + start, self._block_bytes)
+            row, index = divmod(block, len(self.files))
+            length = min(self._block_bytes - within, nbytes - start)
+            pieces.append(
+                Piece(
+                    start=start,
+                    nbytes=length,
+                    file_index=index,
+                    file_offset=row * self._block_bytes + within,
+                )
+            )
+            start += length
+        return pieces
+
+    def _file_bytes(self, capacity: int, index: int) -> int:
+        """Length of file `index` when the space has `capacity` bytes."""
+        rows, rest = divmod(capacity, self._block_bytes * len(self.files))
+        return rows * self._block_bytes + min(max(rest - index * self._block_bytes, 0), self._block_bytes)
+
+    def _preallocate(self, capacity: int) -> None:
+        for index, file in enumerate(self.files):
+            needed = self._file_bytes(capacity, index)
+            free = file.free_bytes()
+            try:
+                # Asked first: allocating terabytes only to find the end takes long, and starves others meanwhile.
+                if needed > free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if needed:
+                    file.fallocate(needed)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                raise ScratchFull(
+                    f"cannot reserve {format_bytes(needed)} of scratch in {file.directory}: {error_name(error)};"
+                    f" {format_bytes(free)} are free; lower the disk budget or give another directory"
+                ) from error
+        self._free.extend(capacity)
+
+    def _grow(self, nbytes: int) -> bool:
+        """Extends the files for `nbytes` more, in large steps while the file system has room for them."""
+        stripe = self._block_bytes * len(self.files)
+        for step in (max(nbytes, _GROWTH_BYTES), nbytes):
+            capacity = self._free.capacity + -(-step // stripe) * stripe
+            if self._extend_files(capacity):
+                self._free.extend(capacity - self._free.capacity)
+                return True
+        return False
+
+    def _extend_files(self, capacity: int) -> bool:
+        for index, file in enumerate(self.files):
+            needed = self._file_bytes(capacity, index)
+            more = needed - self._file_bytes(self._free.capacity, index)
+            if file.free_bytes() - more < self._spare_bytes:
+                return False
+            try:
+                if more:
+                    file.fallocate(needed)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                return False
+        return True

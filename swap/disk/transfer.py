@@ -1,0 +1,159 @@
+"""Moves one piece between a tensor and a scratch file: alignment, short transfers, retries, checksums.
+
+O_DIRECT takes whole blocks at aligned addresses. Where a tensor has them the kernel reads or writes its memory
+directly; anything else goes through the calling thread's bounce block. A piece counts as moved only with its full byte
+count. Nothing read from the disk is ever interpreted: with `verify` its checksum is compared to the one kept in RAM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from memo.errors import CorruptBlock
+from memo.swap.disk.operation import DiskOperation, Kind, Piece
+from memo.swap.disk.raw_file import BLOCK_ALIGN, RawFile, error_name
+from memo.swap.memory.page_aligned import Bounce, padded_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Transfer"]
+
+READ_RETRIES = 2
+_RETRY_PAUSE_S = 0.01
+_MAX_BARREN = 200  # calls in a row that move no whole block (EINTR, EAGAIN, a few bytes) before that is an error
+_BARREN_PAUSE_S = 0.001
+
+
+class Transfer:
+    """The bytes of all pieces of one store, and their counters. Thread-safe."""
+
+    def __init__(self, files: Sequence[RawFile], *, verify: bool) -> None:
+        self.files = files
+        self.verify = verify
+        self.bytes_moved = dict.fromkeys(Kind, 0)
+        self.errors = dict.fromkeys(Kind, 0)
+        self.read_retries = 0
+        self.lock = threading.Lock()
+
+    def run(self, operation: DiskOperation, piece: Piece, bounce: Bounce) -> None:
+        """Moves `piece` completely.
+
+        Raises:
+            StoreWriteError, StoreReadError, CorruptBlock: it could not be.
+        """
+        tensor = operation.tensor
+        assert tensor is not None, "an operation keeps its tensor until it is done"
+        file = self.files[piece.file_index]
+        try:
+            if operation.kind is Kind.WRITE:
+                self._write(file, tensor, operation, piece, bounce)
+            else:
+                self._read_with_retries(file, tensor, operation, piece, bounce)
+        except OSError as error:
+            with self.lock:
+                self.errors[operation.kind] += 1
+            raise operation.kind.error(
+                f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
+                f" failed: {error_name(error)}"
+            ) from error
+        except CorruptBlock:
+            with self.lock:
+                self.errors[operation.kind] += 1
+            raise
+
+    def _write(
+        self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce
+    ) -> None:
+        data = _direct_view(file, tensor, piece)
+        if data is None:
+            data = bounce.view[: _whole_blocks(piece.nbytes)]
+            ctypes.memmove(bounce.address, tensor.data_ptr() + piece.start, piece.nbytes)
+        if self.verify:
+            operation.extent.checksums[piece.start] = zlib.crc32(data[: piece.nbytes])
+        _move_fully(file.pwrite, data, piece.file_offset, "wrote")
+        self._count(Kind.WRITE, len(data))
+
+    def _read_with_retries(
+        self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce
+    ) -> None:
+        for attempt in range(READ_RETRIES + 1):
+            try:
+                return self._read(file, tensor, operation, piece, bounce)
+            except (OSError, CorruptBlock):
+                if attempt == READ_RETRIES:
+                    raise
+                with self.lock:
+                    self.read_retries += 1
+                time.sleep(_RETRY_PAUSE_S)
+        return None
+
+    def _read(
+        self, file: RawFile, tensor: torch.Tensor, operation: DiskOperation, piece: Piece, bounce: Bounce
+    ) -> None:
+        direct = _direct_view(file, tensor, piece)
+        data = bounce.view[: _whole_blocks(piece.nbytes)] if direct is None else direct
+        _move_fully(file.pread, data, piece.file_offset, "read")
+        self._count(Kind.READ, len(data))
+        if self.verify and zlib.crc32(data[: piece.nbytes]) != operation.extent.checksums.get(piece.start):
+            raise CorruptBlock(
+                f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
+                " are not the bytes that were written there; the disk or something on the way to it is faulty"
+            )
+        if direct is None:
+            ctypes.memmove(tensor.data_ptr() + piece.start, bounce.address, piece.nbytes)
+
+    def _count(self, kind: Kind, nbytes: int) -> None:
+        with self.lock:
+            self.bytes_moved[kind] += nbytes
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ALIGN) * BLOCK_ALIGN
+
+
+def _direct_view(file: RawFile, tensor: torch.Tensor, piece: Piece) -> memoryview | None:
+    """The tensor's own memory for this piece in whole blocks, or None when O_DIRECT would refuse it."""
+    address = tensor.data_ptr()
+    if (address + piece.start) % file.memory_align:
+        return None
+    if piece.nbytes % BLOCK_ALIGN == 0:
+        return tensor.numpy().data[piece.start : piece.start + piece.nbytes]
+    length = _whole_blocks(piece.nbytes)
+    if piece.start + length > padded_bytes(address, tensor.numel()):
+        return None
+    return memoryview((ctypes.c_char * length).from_address(address + piece.start)).cast("B")
+
+
+def _move_fully(move: Callable[[memoryview, int], int], data: memoryview, offset: int, verb: str) -> None:
+    """Repeats `move` until every byte of `data` has gone; resumes at a block boundary, as O_DIRECT demands.
+
+    Raises:
+        OSError: as `move` did; EIO when it moves nothing.
+    """
+    done, barren = 0, 0
+    while done < len(data):
+        try:
+            count = move(data[done:], offset + done)
+        except (InterruptedError, BlockingIOError) as error:
+            count, stopped = 0, error.errno or errno.EIO
+        else:
+            if count == 0:
+                raise OSError(errno.EIO, f"the system {verb} nothing of {len(data) - done} bytes: end of file")
+            stopped = errno.EIO
+        reached = done + count
+        if reached < len(data):
+            reached -= reached % BLOCK_ALIGN
+        barren = 0 if reached > done else barren + 1
+        if barren > _MAX_BARREN:
+            raise OSError(stopped, f"{os.strerror(stopped)}; {barren} calls in a row made no progress")
+        if barren:
+            time.sleep(_BARREN_PAUSE_S)
+        done = reached

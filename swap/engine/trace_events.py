@@ -1,0 +1,138 @@
+"""Trace events of the engine: one for each transition, copy, layer, use and wait.
+
+Copies and layers take time on the device, so their spans are kept here until they have ended and are emitted at the end of
+a step; everything else is emitted at once. Without a trace there is no journal, and no clock is read for it.
+Layers, copies and recomputes are also ranges for the device's own profiler (NVTX).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from memo.events import Lane, Note, Span, Stall, StateChange, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from memo.events import StallCause, Tracer, UseKind
+    from memo.swap.backends.protocol import Backend, Stamp, Timed
+    from memo.swap.engine.saved_storage import SavedStorage
+
+__all__ = ["TraceEvents"]
+
+
+class Began(NamedTuple):
+    """The beginning of a layer's pass: its time, None where that is not measured, and the number of its range."""
+
+    stamp: Stamp | None
+    range: int
+
+
+class TraceEvents:
+    """The events of one engine, timed by its backend."""
+
+    def __init__(self, tracer: Tracer, backend: Backend) -> None:
+        self._backend = backend
+        self._tracer = tracer
+        self._copies: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
+        self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
+        self._backward: tuple[str, Began] | None = None  # the layer whose backward is under way
+
+    def changed(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
+        """A storage has made a transition; with the first one comes the tensor it was saved for."""
+        tracer = self._tracer
+        tracer.emit(
+            StateChange(
+                t=tracer.now(),
+                step=tracer.step,
+                id=saved.id,
+                to=saved.state,
+                nbytes=saved.nbytes,
+                tier=saved.place.tier.name if saved.place is not None else None,
+                module=saved.module if first is not None else None,
+                shape=tuple(first.shape) if first is not None else None,
+                dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
+            )
+        )
+
+    def copying(self, ident: int, nbytes: int, lane: Lane, event: Timed) -> None:
+        """A copy has been issued."""
+        self._copies.append((ident, nbytes, lane, event))
+
+    def begin(self, name: str) -> Began:
+        """A layer's forward or backward begins."""
+        return Began(self._backend.stamp(), self._backend.begin_range(name))
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Around the issue of a copy or a recompute."""
+        number = self._backend.begin_range(name)
+        try:
+            yield
+        finally:
+            self._backend.end_range(number)
+
+    def forward_ended(self, module: str, began: Began) -> None:
+        """A layer's forward is issued."""
+        self._ended(module, "forward", began)
+
+    def _ended(self, module: str, phase: str, began: Began) -> None:
+        self._backend.end_range(began.range)
+        ended = self._backend.stamp()
+        if began.stamp is not None and ended is not None:
+            self._layers.append((module, Lane.COMPUTE, phase, began.stamp, ended))
+
+    def recompute_ended(self, module: str, began: Stamp, ended: Stamp) -> None:
+        """A layer's recompute is issued."""
+        self._layers.append((module, Lane.RECOMPUTE, "backward", began, ended))
+
+    def backward_reached(self, module: str) -> None:
+        """Backward has come to another layer."""
+        self.backward_left()
+        self._backward = (module, self.begin(f"backward {module}"))
+
+    def backward_left(self) -> None:
+        """Backward is through with the layer it was in."""
+        if self._backward is not None:
+            module, began = self._backward
+            self._ended(module, "backward", began)
+            self._backward = None
+
+    def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
+        """A compute stream, or the host in its place, has waited for a copy."""
+        t, step = self._tracer.at(begin_ns), self._tracer.step
+        self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
+
+    def used(self, saved: SavedStorage, how: UseKind) -> None:
+        """Backward has asked for a storage."""
+        self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
+
+    def noted(self, cause: str, message: str) -> None:
+        """A warning or a fallback."""
+        self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
+
+    def end_step(self) -> None:
+        """Emits the spans that have ended since the last call; keeps those still running."""
+        self.backward_left()
+        tracer = self._tracer
+        for _ in range(len(self._copies)):
+            ident, nbytes, lane, event = self._copies.popleft()
+            if not event.query():
+                self._copies.append((ident, nbytes, lane, event))
+                continue
+            interval = event.interval_ns()
+            if interval is not None:
+                start, end = tracer.at(interval[0]), tracer.at(interval[1])
+                tracer.emit(Span(t=start, d=end - start, step=tracer.step, lane=lane, id=ident, nbytes=nbytes))
+        for _ in range(len(self._layers)):
+            module, lane, phase, first, second = self._layers.popleft()
+            begin_ns, end_ns = first.ns(), second.ns()
+            if begin_ns is None or end_ns is None:
+                self._layers.append((module, lane, phase, first, second))
+                continue
+            t = tracer.at(begin_ns)
+            tracer.emit(Span(t=t, d=tracer.at(end_ns) - t, step=tracer.step, lane=lane, module=module, phase=phase))

@@ -1,0 +1,1 @@
+"""Token-wise recompute: what a layer computes again in backward for the tokens that did not move."""

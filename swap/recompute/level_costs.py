@@ -1,0 +1,89 @@
+"""Costs of each recompute level of a layer, counted and timed while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from memo.swap.token_levels import LayerCosts, Level
+
+__all__ = ["Costs", "now_s"]
+
+
+def now_s(device: torch.device) -> float:
+    """The host's clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+class Costs:
+    """One layer's, as its last forward and all its recomputes had them."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._tokens = 0
+        self._input_bytes = 0
+        self._always_bytes = 0
+        self._bytes_per_token: dict[Level, float] = {}
+        self._beside_per_token: dict[Level, float] = {}
+        self._seconds_per_token: dict[Level, float] = {Level.SAVE_ALL: 0.0}
+
+    def counted(
+        self,
+        *,
+        tokens: int,
+        input_bytes: int,
+        always_bytes: int,
+        bytes_per_token: dict[Level, float],
+        beside_per_token: dict[Level, float] | None = None,
+    ) -> None:
+        """A forward has ended."""
+        if tokens != self._tokens:
+            self._seconds_per_token = {Level.SAVE_ALL: 0.0}
+        self._tokens = tokens
+        self._input_bytes = input_bytes
+        self._always_bytes = always_bytes
+        self._bytes_per_token = bytes_per_token
+        self._beside_per_token = beside_per_token or {}
+
+    def counted_whole(self, *, tokens: int, input_bytes: int, nbytes: int) -> None:
+        """A forward has ended whose tokens were not divided; says less than what `counted` said of the same length."""
+        if tokens != self._tokens or len(self._bytes_per_token) <= 1:
+            self.counted(
+                tokens=tokens,
+                input_bytes=input_bytes,
+                always_bytes=0,
+                bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
+            )
+
+    def ran(self, level: Level, tokens: int, seconds: float) -> None:
+        """A recompute of some tokens has ended. The shortest counts: others waited for a copy, or ran for the first time."""
+        each = seconds / tokens
+        self._seconds_per_token[level] = min(each, self._seconds_per_token.get(level, each))
+
+    @property
+    def seconds_per_token(self) -> dict[Level, float]:
+        """Of the levels that have run at this length."""
+        return dict(self._seconds_per_token)
+
+    def took(self, seconds_per_token: Mapping[Level, float]) -> None:
+        """A layer like this one took so long for it at this length."""
+        for level, seconds in seconds_per_token.items():
+            self._seconds_per_token.setdefault(level, seconds)
+
+    def snapshot(self) -> LayerCosts | None:
+        """None before the first forward at the end of which they could be counted."""
+        if not self._bytes_per_token:
+            return None
+        return LayerCosts(
+            layer=self._layer,
+            tokens=self._tokens,
+            input_bytes=self._input_bytes,
+            always_bytes=self._always_bytes,
+            bytes_per_token=dict(self._bytes_per_token),
+            beside_per_token=dict(self._beside_per_token),
+            recompute_s_per_token=dict(self._seconds_per_token),
+        )

@@ -1,0 +1,204 @@
+"""Agreement among the ranks that a layer talks to: a recompute repeats its collectives, so all ranks run it or none.
+
+Owns which groups each layer talks to, heard in its first forward, and the exchanges that decide. Every exchange happens at a
+place in the program that all ranks of a group pass: at a layer's first call, at the first layer of a forward, at a trial. No
+rank ever decides by its own memory, its own measurements or its own luck alone.
+
+A run without a process group has no such layers, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.swap.recompute.axis.operator_rules import Unproven
+from memo.swap.recompute.axis.operators import group_of
+from memo.swap.tensor_kinds import are_wrapped
+
+__all__ = ["Hearing", "Ranks", "all_say", "everyones"]
+
+_T = TypeVar("_T")
+_Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
+
+
+def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    if _is_played(group):
+        return [value] * dist.get_world_size(group)
+    said: list[_T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, value, group=group)
+    return cast("list[_T]", said)
+
+
+def all_say(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank says what reads the same, by one number of each. A collective call."""
+    if _is_played(group):
+        return True
+    digest = _digest(value)
+    bounds = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+    least, most = bounds.tolist()
+    return bool(least == -most)
+
+
+def _is_played(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank plays its part alone: what the collectives of torch's fake group give means nothing."""
+    return bool(dist.get_backend(group) == "fake")
+
+
+class Hearing(TorchDispatchMode):
+    """Notes the groups that a layer's forward talks to. Of sharded tensors too it is the collectives that count: what is
+    computed of their parts alone, each rank can compute again by itself."""
+
+    def __init__(self, layer: str, given: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer = layer
+        self.given = given
+        """The shape of its input."""
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and are_wrapped(types):
+            return NotImplemented
+        self._note(group_of(func, args))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and group.size() > 1:
+            self.groups.setdefault(group.group_name, group)
+
+
+class Ranks:
+    """One manager's view of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.disagreed: dict[str, str] = {}
+        """Layers that ranks were told different things about, and what; they are treated as if told nothing."""
+        self._device = device
+        self._groups: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # of each layer that was heard
+        self._agreed = False
+
+    def begin_forward(self) -> None:
+        """What ranks were told may have changed since the last one."""
+        self._agreed = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anybody to talk to."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def listen(self, layer: str, given: str) -> Hearing | None:
+        """To put around the layer's forward; None where everything is known."""
+        return Hearing(layer, given) if layer not in self._groups and self.several else None
+
+    def heard(self, hearing: Hearing, told: str) -> None:
+        """A layer's first forward has ended; `told` is what this rank was told to do with it. A collective call."""
+        layer = hearing.layer
+        self._groups[layer] = tuple(hearing.groups.values())
+        for group in self._groups[layer]:
+            self._compare({layer: (told, self.disagreed.get(layer))}, hearing.given, group)
+
+    def talks(self, layer: str) -> bool:
+        """Whether the layer is known to talk to other ranks."""
+        return bool(self._groups.get(layer))
+
+    def partners(self, layer: str) -> tuple[str, ...]:
+        """Names of the groups that the layer talks to."""
+        return tuple(group.group_name for group in self._groups.get(layer, ()))
+
+    def say_the_same(self, layer: str, value: object) -> bool:
+        """Whether all ranks that the layer talks to do. A collective call."""
+        same = True
+        for group in self._groups.get(layer, ()):
+            answers = everyones((value, same), group)
+            same = all(answer == (value, True) for answer in answers)
+        return same
+
+    def agree(self, told: Callable[[str], str], given: str) -> set[str]:
+        """Before a forward's first layer that talks: whether all ranks were told the same of each, and given inputs of the
+        same shape. A collective call.
+
+        Returns the layers of which they are told the same again.
+        """
+        if self._agreed:
+            return set()
+        self._agreed = True
+        before = set(self.disagreed)
+        self.disagreed.clear()
+        groups = {group.group_name: group for groups in self._groups.values() for group in groups}
+        for group in groups.values():
+            ours = {
+                layer: (told(layer), self.disagreed.get(layer))
+                for layer, groups_ in self._groups.items()
+                if group in groups_
+            }
+            if not all_say((sorted(ours.items()), given), group, self._device):
+                self._compare(ours, given, group)
+        return before - set(self.disagreed)
+
+    def require(self, layer: str, reason: str | None, form: object = None) -> None:
+        """No rank has a reason why this call must not be treated, and the forms are the same. A collective call.
+
+        Raises:
+            Unproven: one has, or they are not; on every rank.
+        """
+        said = (reason, _digest(form))
+        for group in self._groups.get(layer, ()):
+            answers = everyones(said, group)
+            ranks = dist.get_process_group_ranks(group)
+            for rank, (theirs, digest) in zip(ranks, answers, strict=True):
+                if theirs is not None:
+                    said = (theirs, 0)
+                    break
+                if digest != answers[0][1]:
+                    said = (f"ranks {ranks[0]} and {rank}, which compute it together, would divide it differently", 0)
+                    break
+        if said[0] is not None:
+            raise Unproven(said[0])
+
+    def all_have(self, layer: str, room: bool) -> bool:
+        """Whether every rank that the layer talks to says so. A collective call."""
+        groups = [group for group in self._groups.get(layer, ()) if not _is_played(group)]
+        if not groups:
+            return room
+        have = torch.tensor(int(room), device=self._device)
+        for group in groups:
+            dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
+        return bool(have)
+
+    def _compare(self, ours: _Told, given: str, group: dist.ProcessGroup) -> None:
+        """Names the layers that ranks of the group were told different things about, or other groups of theirs were; with
+        inputs of different shapes that is every layer."""
+        answers = everyones((dict(ours), given), group)
+        ranks = dist.get_process_group_ranks(group)
+        shapes = _difference([shape for _, shape in answers], ranks, "was given", "give all batches of one shape")
+        for layer in ours:
+            said = [theirs[layer] for theirs, _ in answers]
+            reason = next((theirs for _, theirs in said if theirs is not None), None)
+            reason = reason or _difference([told for told, _ in said], ranks, "was told", "tell all the same") or shapes
+            if reason is not None:
+                self.disagreed[layer] = reason
+
+
+def _difference(said: Sequence[str], ranks: Sequence[int], how: str, what_to_do: str) -> str | None:
+    """The first rank that says something else, against the first of all."""
+    other = next((number for number, theirs in enumerate(said) if theirs != said[0]), None)
+    if other is None:
+        return None
+    others = f"rank {ranks[other]} {said[other]}"
+    return f"rank {ranks[0]} {how} {said[0]} and {others}, and they compute it together; {what_to_do}"
+
+
+def _digest(value: object) -> int:
+    """The same number on every rank for what reads the same."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())

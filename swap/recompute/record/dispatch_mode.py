@@ -1,0 +1,75 @@
+"""Base dispatch mode over plain local tensors; `Aside` suspends a mode while the engine runs operators of its own.
+
+A mode is told of the operators that run on this rank's own plain tensors. A sharded tensor's own code goes first, and comes
+back with the parts that this rank has and with the collectives between them; what it asks fakes, to learn a shape, is no
+part of the layer either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from memo.swap.recompute.axis.operators import Given
+from memo.swap.tensor_kinds import are_wrapped
+
+__all__ = ["Aside", "SleepingMode"]
+
+
+class SleepingMode(TorchDispatchMode):
+    """A mode that passes every call on while it is asleep, and else has it `called`."""
+
+    asleep = False
+    supports_higher_order_operators = True  # they are passed on as any operator
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled: run operator by operator it would round in another way."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and are_wrapped(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if self.asleep or _asked_for_shapes():
+            return func(*args, **kwargs)
+        given = Given(func, args, kwargs)
+        return given.call() if given.operator.awaits else self.called(given)
+
+    def called(self, given: Given) -> Any:
+        """Calls an operator on plain tensors."""
+        raise NotImplementedError
+
+
+def _asked_for_shapes() -> bool:
+    """Whether operators run on fakes now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class Aside:
+    """`with Aside(mode):` around the engine's own operators.
+
+    Taken off the stack the mode costs them nothing. Where another mode lies above, it is put to sleep: some 10 us each.
+    """
+
+    __slots__ = ("_is_off", "_mode")
+
+    def __init__(self, mode: SleepingMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._is_off = _get_current_dispatch_mode() is self._mode
+        if self._is_off:
+            _pop_mode()
+        else:
+            self._mode.asleep = True
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_off:
+            _push_mode(self._mode)
+        else:
+            self._mode.asleep = False

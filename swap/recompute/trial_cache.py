@@ -1,0 +1,182 @@
+"""Record of trials, and which other calls need none: at a new length one layer of each class is tried.
+
+What a trial finds depends on three things, and each is looked at again where it changes:
+
+    the layer       state of its own, what its forward leaves behind: every layer is tried itself, once for each course of
+                    its recompute (operators, levels, what is wanted)
+    the shapes      rounding: a library chooses a matrix product's kernel by height and width. Layers of one class (type,
+                    shapes of parameters) that divide alike run the same kernels, so the first one answers for the others
+    the tokens      nothing: the proof has carried the axis through every operator of this very call, whatever its length
+
+So a run over ever new lengths tries one layer a length and not all. A trial that failed speaks for its layer alone.
+
+All of it is bounded: what was not used for longest is forgotten, and tried again if it comes back. Ranks that compute a
+layer together forget alike, since each class forgets by the calls of its own layers.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memo.lru import LRU
+from memo.swap.recompute.axis.operator_rules import tensors_in
+from memo.swap.recompute.guards.rng_and_autocast import Precision
+from memo.swap.recompute.record.layer_arguments import but_for_sizes, describe
+
+if TYPE_CHECKING:
+    from memo.swap.layers import Layer
+    from memo.swap.recompute.rank_agreement import Ranks
+    from memo.swap.recompute.token_split import Division
+    from memo.swap.token_levels import Level
+
+__all__ = ["Kind", "TrialResult", "Trials"]
+
+MOST_REFUSED = 256
+"""Kinds of calls of one layer."""
+MOST_SHOWN = 2048
+"""Shapes of one class of layers, each with every way that its tokens are divided."""
+MOST_SHORT = 3
+"""Trials of a layer in a row that may find no memory before it is refused."""
+MOST_COURSES = 64
+"""Of one layer."""
+
+_Course = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Calls of one kind are treated alike: same layer, same mode, same arguments but for the tensors' content."""
+
+    layer: str
+    call: tuple[Any, ...]
+    is_whole: bool = False
+    """It is to run again whole, not in part."""
+    no_pairs: bool = False
+    """What could be a mask over pairs of tokens is none (memo.swap.recompute.axis.argument_axes)."""
+
+    @classmethod
+    def of(cls, layer: Layer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+        device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+        described = tuple(describe(value) for value in tree_leaves((tuple(args), kwargs)))
+        return cls(layer=layer.name, call=(layer.module.training, Precision.now(device), described))
+
+    @property
+    def repeated(self) -> Kind:
+        """The same call, to run again whole."""
+        return dataclasses.replace(self, is_whole=True)
+
+    @property
+    def without_pairs(self) -> Kind:
+        """The same call, with its arguments read in another way."""
+        return dataclasses.replace(self, no_pairs=True)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of whatever layer."""
+        return (self.is_whole, self.no_pairs, self.call)
+
+    def course(self, division: Division | None) -> _Course:
+        """What it does whatever its sizes are."""
+        training, precision, described = self.call
+        done = None if division is None else division.steps
+        return (self.is_whole, self.no_pairs, training, precision, tuple(map(but_for_sizes, described)), done)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """Outcome of a trial that passed."""
+
+    deviation: float
+    """Largest difference, in units of trial.BOUND of its type; 0 where all bytes were the same."""
+    seconds_per_token: Mapping[Level, float]
+    """Of the recompute."""
+
+
+class _Class:
+    """Layers that run the same kernels where they divide alike."""
+
+    def __init__(self) -> None:
+        self.shown: LRU[tuple[Any, ...], TrialResult] = LRU(MOST_SHOWN)
+        self.calls: LRU[tuple[Any, ...], bool] = LRU(MOST_SHOWN)
+
+    def all(self) -> tuple[LRU[Any, Any], ...]:
+        """That is remembered."""
+        return self.shown, self.calls
+
+
+class Trials:
+    """Of one manager's layers."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._refused: dict[str, LRU[Kind, str]] = {}
+        self._short: collections.Counter[str] = collections.Counter()
+        """Of each layer, the trials in a row that found no memory."""
+        self._courses: dict[str, LRU[_Course, bool]] = {}
+        self._first: dict[object, str] = {}
+        """Of each class, the layer that was tried first."""
+        self._classes: dict[str, _Class] = {}
+
+    def refuse(self, kind: Kind, reason: str) -> None:
+        """Calls of this kind must not be treated so."""
+        self._refused.setdefault(kind.layer, LRU(MOST_REFUSED))[kind] = reason
+
+    def ran_short(self, kind: Kind, reason: str) -> None:
+        """Records a trial that found no memory; `MOST_SHORT` of a layer in a row refuse its kind of call."""
+        self._short[kind.layer] += 1
+        if self._short[kind.layer] >= MOST_SHORT:
+            self.refuse(kind, reason)
+
+    def found_room(self, layer: str) -> bool:
+        """Records that the layer is divided; True where its last call was not, for want of memory."""
+        return self._short.pop(layer, 0) > 0
+
+    def refusal(self, kind: Kind) -> str | None:
+        """Why they must not."""
+        known = self._refused.get(kind.layer)
+        return None if known is None else known.get(kind)
+
+    def find(self, kind: Kind, division: Division | None) -> TrialResult | None:
+        """What is known of a call; None where its layer must be tried."""
+        alike = self._classes.get(kind.layer)
+        shown = None if alike is None else alike.shown.get(_form(kind, division))
+        return shown if shown is not None and kind.course(division) in self._courses[kind.layer] else None
+
+    def were_of(self, kind: Kind) -> bool:
+        """Whether a call of this kind would need no trial if it divides as before."""
+        alike = self._classes.get(kind.layer)
+        return alike is not None and kind.key in alike.calls
+
+    def add(self, kind: Kind, division: Division | None, module: torch.nn.Module, shown: TrialResult) -> None:
+        """A trial has passed. The first one of a layer is a collective call."""
+        if kind.layer not in self._classes:
+            self._assign(kind.layer, module)
+        alike = self._classes[kind.layer]
+        self._courses[kind.layer][kind.course(division)] = True
+        alike.calls[kind.key] = True
+        form = _form(kind, division)
+        before = alike.shown.get(form)
+        alike.shown[form] = shown if before is None or before.deviation < shown.deviation else before
+
+    def _assign(self, layer: str, module: torch.nn.Module) -> None:
+        """A layer to its class; to one of its own where another rank would take it for something else."""
+        first = self._first.setdefault((self._ranks.partners(layer), _class_of(module)), layer)
+        if not self._ranks.say_the_same(layer, first):
+            first = layer
+        self._classes[layer] = self._classes.setdefault(first, _Class())
+        self._courses[layer] = LRU(MOST_COURSES)
+
+
+def _form(kind: Kind, division: Division | None) -> tuple[Any, ...]:
+    return (kind.key, None if division is None else division.form)
+
+
+def _class_of(module: torch.nn.Module) -> object:
+    parameters = ((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return type(module), tuple(parameters)

@@ -1,0 +1,17 @@
+"""Where moved bytes rest: device memory, host memory, disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memo.lazy import attach
+
+if TYPE_CHECKING:
+    from memo.swap.tiers.host_and_disk import DiskTier as DiskTier, HostTier as HostTier, Tier as Tier
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "host_and_disk": "DiskTier HostTier Tier",
+        },
+    )

@@ -1,0 +1,162 @@
+"""Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among four levels.
+
+Pure data: a planner chooses it, the token-wise treatment (memo.swap.recompute.token_wise) carries it out. The tokens
+of a layer are cut into consecutive ranges in the order of the levels, so that what is saved of any tensor is one
+prefix of its tokens.
+
+    tokens      0            k1              k2            s
+                |  SAVE_ALL  |  SAVE_MATMULS   |  SAVE_ATTENTION   |
+    saved         everything   matrix products   attention          (the layer's input and attention's results always)
+    repeated      nothing      element-wise      all but attention
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+
+from memo.errors import UsageError
+
+__all__ = [
+    "COMPARED",
+    "LEAST_TOKENS",
+    "LayerCosts",
+    "Level",
+    "Setting",
+    "TokenLevels",
+    "comparing_nbytes",
+    "setting_of",
+    "tile_of",
+]
+
+# A matrix product over the last rows gives the bits of the product over all of them where each row stands at the same
+# place of its kernel's tile in both, and where the kernel is the same one. So sequences are divided at multiples of a tile:
+# long ones at one of every kernel, short ones at one of a CPU's. And no range is computed again that is lower than what
+# libraries have kernels of their own for.
+_LONG_TILE, _SHORT_TILE = 256, 8
+_LONG = 8 * _LONG_TILE
+LEAST_TOKENS = 16
+
+COMPARED = 1 << 19
+"""Numbers that a trial compares at once; bounds `comparing_nbytes`."""
+
+# A planner's fractions come out of floating-point arithmetic.
+_SLACK = 1e-6
+
+
+class Level(enum.Enum):
+    """What is saved of a token's activations; the rest is computed again in backward."""
+
+    SAVE_ALL = "everything is saved, nothing is repeated"
+    SAVE_MATMULS = (
+        "results of attention and of matrix products (ranks' sums of them) are saved, element-wise work is repeated"
+    )
+    SAVE_ATTENTION = "results of attention are saved, everything else is repeated"
+    SAVE_INPUT = "the layer runs again from its input, attention too; for whole layers only"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLevels:
+    """Fractions of a layer's tokens at each level, in the order of the tokens."""
+
+    all: float = 0.0
+    matmuls: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        shares = (self.all, self.matmuls, self.attention)
+        if not all(-_SLACK <= share <= 1 + _SLACK for share in shares) or abs(sum(shares) - 1) > _SLACK:
+            raise UsageError(
+                f"levels: {self.all:g}, {self.matmuls:g} and {self.attention:g} are no fractions of the tokens with sum 1"
+            )
+
+    @classmethod
+    def of_alpha(cls, alpha: float) -> TokenLevels:
+        """MEMO's two levels: the first `alpha` of the tokens moves whole, of the others only attention's results do."""
+        if not 0.0 <= alpha <= 1.0:
+            raise UsageError(f"alpha: {alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)")
+        return cls(all=alpha, attention=1.0 - alpha)
+
+    def ends(self, tokens: int) -> tuple[int, int]:
+        """Where the first and the second range end, of `tokens` tokens."""
+        first, second = _kept(self.all, tokens), _kept(self.all + self.matmuls, tokens)
+        if tokens - LEAST_TOKENS < second < tokens:
+            second = max(0, tokens - LEAST_TOKENS) // tile_of(tokens) * tile_of(tokens)
+        return min(first, second), second
+
+    @property
+    def repeats_nothing(self) -> bool:
+        return self.all >= 1 - _SLACK
+
+    def __str__(self) -> str:
+        if self.matmuls < _SLACK:
+            return f"alpha {self.all:g}"
+        return f"levels {self.all:g} all, {self.matmuls:g} matmuls, {self.attention:g} attention"
+
+
+Setting = TokenLevels | Level
+"""A layer's setting: how its tokens are divided, or one level for all of them."""
+
+
+def setting_of(value: object) -> TokenLevels | Level:
+    """The setting that a caller gives as levels, one level, alpha, or three fractions.
+
+    Raises:
+        UsageError: it is none of these, or its fractions do not sum to 1.
+    """
+    if isinstance(value, TokenLevels) or value is Level.SAVE_INPUT:
+        return value
+    if isinstance(value, Level):
+        return TokenLevels(**{value.name.removeprefix("SAVE_").lower(): 1.0})
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return TokenLevels.of_alpha(value)
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
+        return TokenLevels(all=value[0], matmuls=value[1], attention=value[2])
+    raise UsageError(f"alpha, levels: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
+
+
+def tile_of(tokens: int) -> int:
+    """Tokens of which each range of a sequence of `tokens` tokens is a multiple."""
+    return _LONG_TILE if tokens >= _LONG else _SHORT_TILE
+
+
+def _kept(fraction: float, tokens: int) -> int:
+    if fraction >= 1 - _SLACK:
+        return tokens
+    return max(0, math.floor(fraction * tokens + _SLACK)) // tile_of(tokens) * tile_of(tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """What each level costs one layer, as its last forward had it: the numbers that a planner divides tokens by."""
+
+    layer: str
+    tokens: int
+    """Of one sequence; bytes per token are those of all sequences of the batch."""
+    input_bytes: int
+    """All that is moved at level SAVE_INPUT."""
+    always_bytes: int
+    """Moved at every other level: the layer's input, attention's results, and what no token owns."""
+    bytes_per_token: dict[Level, float]
+    """Moved besides, for each token at that level; a mask of dropout takes one bit an element. A layer that is not proven
+    to treat tokens apart has level SAVE_ALL only."""
+    beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
+    """Of these, what autograd does not save and a recompute at that level is given."""
+    recompute_s_per_token: dict[Level, float]
+    """Shortest time seen of repeating at that level; only levels that have run, and SAVE_ALL, which repeats nothing."""
+
+    def nbytes(self, levels: TokenLevels) -> int:
+        """Bytes that the layer moves when its tokens are divided so."""
+        first, second = levels.ends(self.tokens)
+        counts = {Level.SAVE_ALL: first, Level.SAVE_MATMULS: second - first, Level.SAVE_ATTENTION: self.tokens - second}
+        return self.always_bytes + round(sum(count * self.bytes_per_token[level] for level, count in counts.items()))
+
+
+def comparing_nbytes(nbytes: int) -> int:
+    """The most bytes that a trial takes to compare two tensors of `nbytes`, in half precision or wider, beside them.
+
+    Bits are compared a byte for a byte; numbers take two doubles and a flag (memo.swap.recompute.comparison).
+    """
+    return max(min(nbytes, 8 * COMPARED), 17 * min(nbytes // 2, COMPARED))

@@ -1,0 +1,164 @@
+"""Plans made while training keep the device's budget: what is left free for the rest, and what comes of a step above it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from planning_machine import (
+    LAYERS,
+    MIXED,
+    TOKENS,
+    Machine,
+    make,
+    step,
+    tight,
+)
+
+from memo.autoplan.actuator_protocol import MEASURING, SAFEST
+from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
+from memo.mip.activation.plan import ActivationPlan, Pipeline
+from memo.mip.activation.solver import solve_problem
+
+
+def test_the_plan_of_a_longer_step_leaves_room_for_what_else_grows() -> None:
+    machine = tight(9)
+    auto = make(machine)
+    for _ in range(6):
+        machine.transient_bytes = machine.device_bytes // 10
+        step(auto, machine)
+    step(auto, machine, tokens=2 * TOKENS)
+    plan = auto.plan
+    assert plan is not None
+    assert plan.problem.budgets.device_bytes == machine.device_bytes - 2 * machine.transient_bytes
+    assert machine.growths[-1] == 2.0
+
+
+def test_a_longer_step_before_there_is_a_plan_is_bounded_anew() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    step(auto, machine, tokens=2 * TOKENS)
+    step(auto, machine, tokens=4 * TOKENS)
+    assert machine.used == [MEASURING, MIXED, MIXED, MIXED]
+    assert machine.growths == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_step_above_the_budget_is_told_and_planned_anew_though_all_was_settled() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(6):
+        step(auto, machine)
+    first = auto.plan
+    assert first is not None
+    assert auto.use().phase == "settled"
+    step(auto, machine, tokens=60)
+    assert auto.plan is first
+    machine.transient_bytes = taken = machine.device_bytes // 4
+    with pytest.warns(RuntimeWarning, match=r"a step of 2 x 60 tokens took .* of device memory more than its budget"):
+        step(auto, machine)
+    second = auto.plan
+    assert second is not None
+    assert second.stages[0].peak_device_bytes <= machine.device_bytes - taken
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(4):
+            step(auto, machine)
+    assert auto.use().phase == "settled"
+
+
+@pytest.mark.filterwarnings("ignore:a step of .* more than its budget:RuntimeWarning")
+def test_a_peak_above_the_budget_makes_the_next_plan_keep_less() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    first = auto.plan
+    assert first is not None
+    step(auto, machine)
+    machine.peak = first.stages[0].peak_device_bytes + (excess := 100_000)  # fractions were kept as whole storages
+    for _ in range(4):
+        auto.before_forward()
+        auto.before_layer((torch.zeros(2, TOKENS, 8),), {})
+        machine.tell()
+        machine.peak = min(machine.peak, first.stages[0].peak_device_bytes)
+    second = auto.plan
+    assert second is not None
+    assert second.stages[0].peak_device_bytes <= first.stages[0].peak_device_bytes - excess
+
+
+def test_a_plan_that_does_nothing_is_looked_at_once_too() -> None:
+    machine = tight(20)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.declined is not None
+    machine.transient_bytes = machine.device_bytes * 3 // 4  # which the steps that were measured did not need
+    with pytest.warns(RuntimeWarning, match="more than its budget"):
+        step(auto, machine)
+    assert auto.plan is not None
+    assert auto.plan.declined is None
+    assert auto.plan.stages[0].peak_device_bytes <= machine.device_bytes // 4
+
+
+def test_plans_that_never_hold_the_budget_give_way_to_the_safest_setting() -> None:
+    machine = tight(4.5)
+    auto = make(machine)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3 + 2 * (MAX_CORRECTIONS + 3)):
+            step(auto, machine)
+            if isinstance(machine.used[-1], ActivationPlan):
+                machine.peak = machine.device_bytes + 1
+    assert machine.used[-1] is SAFEST
+    assert auto.plan is None
+    assert "took more device memory than the budget" in auto.use().lines()[0]
+    assert sum("no plan" in str(one.message) for one in told) == 1
+
+
+def test_microbatches_in_flight_each_keep_what_the_budget_has_room_for() -> None:
+    """Two forwards before the first backward: both microbatches' kept bytes are in the predicted peak."""
+    machine = tight(9)
+    auto = make(machine)
+    for number in range(4):
+        step(auto, machine)
+        if number == 2:
+            machine.tell()
+    plan = auto.plan
+    assert plan is not None
+    assert (plan.problem.pipeline.microbatches, plan.problem.pipeline.in_flight(0)) == (2, 2)
+    assert plan.problem.budgets.device_bytes == machine.device_bytes
+    one = dataclasses.replace(plan.problem, pipeline=Pipeline())
+    kept = sum(solve_problem(one).layers[n].kept for n in range(len(LAYERS)))
+    assert sum(layer.kept * sum(layer.token_fractions[:2]) for layer in plan.layers) < kept
+
+
+def test_the_schedule_says_how_many_microbatches_are_in_flight() -> None:
+    machine = tight(9)
+    auto = AutoPlan(machine, solve_problem, held=2)
+    for number in range(4):
+        step(auto, machine)
+        if number == 2:
+            for _ in range(4):
+                machine.tell()
+    plan = auto.plan
+    assert plan is not None
+    assert (plan.problem.pipeline.microbatches, plan.problem.pipeline.held) == (5, 2)
+
+
+def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> None:
+    machine = Machine(device_bytes=1 << 10)
+    machine.others_bytes = 3 << 20  # a user's budget is for all of it
+    auto = make(machine)
+    for _ in range(3):
+        step(auto, machine)
+    with pytest.warns(RuntimeWarning, match="no plan: .*, beside 3 MiB for everything but saved tensors; every layer"):
+        step(auto, machine)
+    step(auto, machine)
+    assert machine.used[-1] is SAFEST
+    assert auto.plan is None
+    assert auto.use().why_not is not None
+    assert auto.use().lines()[0].startswith("plan: none: ")

@@ -1,0 +1,163 @@
+"""When a plan is made, tried, corrected and kept, on a machine that is told how long its layers take."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from planning_machine import (
+    MIXED,
+    TOKENS,
+    Machine,
+    make,
+    step,
+    tight,
+)
+
+from memo.autoplan.actuator_protocol import MEASURING
+from memo.autoplan.controller import MAX_CORRECTIONS
+from memo.mip.activation.plan import ActivationPlan
+
+
+def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(8):
+        step(auto, machine)
+    assert machine.used[:2] == [MEASURING, MIXED]
+    assert isinstance(machine.used[2], ActivationPlan)
+    assert len(machine.used) == 3, "a prediction that holds needs no other plan"
+    assert machine.used[2].declined is None
+    assert machine.used[2].problem.profile.mlp_tiles == machine.mlp_tiles, "or the model could not be given it again"
+    assert auto.use().phase == "settled"
+    assert auto.use().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
+    assert machine.heard_by is None, "a settled run is listened to no longer"
+
+
+def test_nothing_is_done_where_everything_fits() -> None:
+    machine = Machine(device_bytes=1 << 40)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    plan = auto.plan
+    assert plan is not None
+    assert plan.declined is not None
+    assert plan.declined.startswith("fits in ")
+    assert str(auto.use().lines()[0]).startswith("plan: declined: fits in ")
+
+
+def test_another_length_is_planned_at_once_and_remembered() -> None:
+    machine = tight(9)
+    auto = make(machine)
+    for _ in range(6):
+        step(auto, machine)
+    first = auto.plan
+    step(auto, machine, tokens=2 * TOKENS)
+    second = auto.plan
+    assert second is not None
+    assert second.problem.profile.signature.tokens == 2 * TOKENS
+    assert machine.used[-1] is second
+    step(auto, machine)
+    assert auto.plan is first
+    assert machine.used[-1] is first
+    assert auto.use().plans == 2
+
+
+def test_lengths_that_never_come_again_are_measured_as_one_and_share_plans() -> None:
+    machine = tight(30)
+    auto = make(machine)
+    drawn = random.Random(3)
+    lengths = drawn.sample(range(TOKENS, 3 * TOKENS), 2 * TOKENS)
+    for number, length in enumerate(lengths):
+        step(auto, machine, tokens=length)
+        if number < 3:
+            assert auto.plan is None
+            assert machine.used[-1] == (MEASURING if number == 0 else MIXED)
+        else:
+            assert auto.plan is not None
+            made_for = auto.plan.problem.profile.signature.tokens
+            assert length <= made_for <= 1.25 * length, "never for fewer tokens, nor for many more"
+    assert auto.use().plans <= 14, "at most eight an octave, and the first"
+
+
+def test_the_time_of_a_step_with_a_trial_is_compared_with_nothing() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    machine.slowness, machine.trials = 1.5, 1
+    before = auto.plan
+    for _ in range(4):
+        step(auto, machine)
+    assert auto.plan is before
+    assert auto.use().phase == "settled"
+
+
+def test_evaluation_is_no_step() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    for _ in range(5):
+        auto.before_forward()
+        with torch.no_grad():
+            auto.before_layer((torch.zeros(2, TOKENS, 8),), {})
+    assert machine.used == [MEASURING, MIXED], "one training step was concluded, once"
+
+
+def test_nothing_changes_while_anything_is_saved() -> None:
+    machine = tight()
+    auto = make(machine)
+    step(auto, machine)
+    machine.idle = False
+    for _ in range(5):
+        auto.before_forward()
+        auto.before_layer((torch.zeros(2, 4 * TOKENS, 8),), {})
+    assert machine.used == [MEASURING]
+    machine.idle = True
+    auto.before_forward()
+    assert machine.used == [MEASURING, MIXED]
+
+
+def test_a_step_that_takes_longer_than_predicted_is_planned_anew() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.plan
+    machine.slowness = 1.5
+    for _ in range(4):
+        step(auto, machine)
+    after = auto.plan
+    assert before is not None
+    assert after is not None
+    assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
+    assert auto.use().phase == "settled"
+
+
+def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None:
+    machine = tight()
+    auto = make(machine)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(3 + 2 * (MAX_CORRECTIONS + 3)):
+            machine.slowness = 1.3 ** (number + 1)
+            step(auto, machine)
+    said = [str(one.message) for one in told if one.category is RuntimeWarning]
+    assert len(said) == 1, "one warning, however often"
+    assert said[0].startswith(f"the plan for 2 x {TOKENS} tokens predicts")
+    assert auto.use().phase == "settled"
+
+
+def test_replanning_is_quick(record_property: Any) -> None:
+    machine = tight(20)
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.use().planning_s
+    for length in (72, 80, 88, 96):
+        step(auto, machine, tokens=length)
+    record_property("replan_ms", (auto.use().planning_s - before) / 4 * 1e3)
+    assert auto.use().plans == 5

@@ -1,0 +1,443 @@
+"""Runs by a plan, made at run time or given: gradients equal in every phase, budgets kept, the plan carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from offload_models import gpt, token_ids
+from race_checker import CheckingBackend, CheckingDisk
+from small_models import assert_equal, ids, stack, train
+from throttled_backend import PacedBackend
+
+import memo
+from memo.autoplan.actuator import Actuator, settings_of
+from memo.autoplan.controller import AutoPlan
+from memo.autoplan.device_budget import DeviceBudget
+from memo.errors import PlanError, UsageError
+from memo.events import Tier
+from memo.gpt.config import preset
+from memo.gpt.model.model import GPT
+from memo.manager.manager import Manager
+from memo.manager.plan_source import checked_plan, own_part
+from memo.mip.activation.cost import predict
+from memo.mip.activation.files import plan_to_json
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, OwnTurns, Pipeline
+from memo.mip.activation.stage_plans import stage_plan
+from memo.mip.inputs.hardware import PRESETS
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
+from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.parallel.pipeline_order import PipelineOrder
+from memo.swap.engine.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.placement import Placement
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.device import DeviceTier
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, TokenLevels
+
+ROOM = 1 << 28
+FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)
+
+
+def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, TokenWise]:
+    backend = CheckingBackend(policy, seed=1)
+    tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
+    engine = Engine(backend, tiers, min_bytes=1024)
+    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+
+
+def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, TokenWise]:
+    """In real time, over a link of 20 MB/s."""
+    backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
+    engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
+    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
+
+
+def forward(model: torch.nn.Module, step: int) -> torch.Tensor:
+    tokens = token_ids(step, 2)
+    loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return loss
+
+
+def fresh(layers: int = 6) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return gpt("gpt", layers=layers)
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_kept_tokens_of_divided_tensors_stay_and_the_rest_of_them_goes(policy: str) -> None:
+    """Kept by half at mixed levels: the sources go, what is kept of them is on the device, and gradients are equal."""
+    model = fresh(4)
+    manager, engine, _ = checked_manager(model, policy=policy)
+    manager.choose_levels(dict.fromkeys(range(4), (0.25, 0.5, 0.25)))
+    engine.place({n: Placement(kept=0.5, host=0.5) for n in range(4)})
+    got = train(model, lambda step: forward(model, step), manager)
+    reference = fresh(4)
+    assert_equal(got, train(reference, lambda step: forward(reference, step)))
+    gc.collect()
+    assert engine.backend.races == []  # type: ignore[attr-defined]
+    assert engine.stats.bytes_kept > 0
+    assert engine.stats.bytes_host > 0
+    assert (engine.stats.live_entries, engine.stats.device_bytes) == (0, 0)
+    manager.close()
+
+
+def test_keeping_a_part_takes_less_than_keeping_all() -> None:
+    def peak(levels: tuple[float, float, float]) -> int:
+        model = fresh(8)
+        manager, engine, _ = checked_manager(model, policy="eager")
+        manager.choose_levels(dict.fromkeys(range(8), levels))
+        engine.place({n: Placement(kept=1.0) for n in range(8)})
+        train(model, lambda step: forward(model, step), manager, steps=2)
+        manager.close()
+        assert engine.stats.bytes_host == 0
+        return engine.stats.peak_device_bytes
+
+    assert peak((0.0, 0.0, 1.0)) < 0.6 * peak((1.0, 0.0, 0.0))
+
+
+def test_what_is_kept_of_a_layer_gives_way_storage_by_storage_to_what_comes_back() -> None:
+    """A layer's kept halves and all of its whole tensors never take room at the same time."""
+    model = fresh(4)
+    manager, engine, _ = checked_manager(model)
+    manager.choose_levels(dict.fromkeys(range(4), (0.5, 0.0, 0.5)))
+    engine.place({n: Placement(kept=1.0) for n in range(4)})
+    train(model, lambda step: forward(model, step), manager, steps=1)
+    aside = cast("DeviceTier", engine._tier_choice._beginning_with[Tier.DEVICE][0])
+    held: list[int] = []
+    take = engine.backend.empty
+
+    def empty(nbytes: int) -> torch.Tensor:
+        held.append(aside.used)
+        return take(nbytes)
+
+    with manager:
+        loss = forward(model, 1)
+    engine.backend.empty = empty  # type: ignore[method-assign]
+    loss.backward()
+    manager.close()
+    assert held[0] > held[-1] > 0
+    assert set(Counter(held).values()) == {2}  # the buffer, and a block for the heads of two rows on their way into it
+
+
+@pytest.mark.filterwarnings("ignore:no plan")
+def test_a_run_that_drops_layers_at_random_makes_no_plan_of_a_part_of_them(tmp_path: Path) -> None:
+    def run(**options: Any) -> tuple[list[Any], memo.Manager | None]:
+        model = stack()
+        layers = [*model.layers]
+        manager = memo.offload(model, min_bytes=512, disk=tmp_path, **options) if options else None
+
+        def step(number: int) -> torch.Tensor:
+            x = model.embed(ids(number))
+            for layer in layers[(number + 1) % 2 :]:  # one is missing in the step that is measured
+                x = layer(x)
+            return x.square().mean()
+
+        return train(model, step, manager, steps=6), manager
+
+    got, manager = run(host=ROOM)
+    assert_equal(got, run()[0])
+    assert manager is not None
+    assert manager.plan is None
+    assert "some layers did not run" in str(manager.report())
+    manager.close()
+
+
+def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget() -> None:
+    model, reference = fresh(8), fresh(8)
+    manager, engine, tokenwise = paced_manager(model)
+    whole = _whole_bytes()
+    memory = DeviceBudget(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    planning = AutoPlan(carrier, checked_plan)
+    manager.plan_with(planning)
+    phases = []
+    for step in range(13):
+        assert_equal(
+            train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
+            train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
+        )
+        phases.append(planning.use().phase)
+    assert [name for name, _ in itertools.groupby(phases)][:4] == ["warm up", "mixed", "profiling", "planned"]
+    plan = manager.plan
+    assert plan is not None
+    assert plan.declined is None
+    assert plan.stages[0].peak_device_bytes <= memory.total_bytes
+    engine.stats.restart_peak()
+    train(model, lambda step: forward(model, step), manager, steps=1)
+    assert engine.stats.restart_peak() <= 1.1 * memory.total_bytes, (
+        "whole storages are kept where fractions were planned"
+    )
+    assert "plan: forward and backward" in str(manager.report())
+    manager.close()
+
+
+def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan() -> None:
+    """Training loops log the peak after each step and start it anew."""
+    model = fresh(4)
+    manager, engine, tokenwise = checked_manager(model, policy="eager")
+    peak = 0
+    memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    with manager:
+        loss = forward(model, 0)
+    peak = ROOM // 2  # in backward
+    loss.backward()
+    peak = 0  # by the program
+    saved = carrier.take_peak()
+    assert saved > 0
+    assert carrier.limits().others_bytes == ROOM // 2 - saved
+    assert carrier.limits().device_bytes == ROOM // 2 + saved
+    manager.close()
+
+
+def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
+    model = fresh(4)
+    manager, engine, tokenwise = paced_manager(model)
+    restarts = itertools.count()
+    memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: 0, restart=lambda: next(restarts) and None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+    train(model, lambda step: forward(model, step), manager, steps=5)
+    assert planning.use().phase == "settled"
+    before = next(restarts)
+    train(model, lambda step: forward(model, step), manager, steps=2)
+    assert next(restarts) == before + 1
+    assert before > 5 * 4, "while it was being measured each layer had a peak of its own"
+    manager.close()
+
+
+def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
+    """The longest of them, too, which come when shorter ones have been measured."""
+    model, reference = fresh(8), fresh(8)
+    manager, engine, tokenwise = paced_manager(model)
+    memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+
+    def cut(module: torch.nn.Module, step: int) -> torch.Tensor:
+        tokens = token_ids(step, 2)[:, : 25 + 7 * step % 40]
+        loss: torch.Tensor = module(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    steps = 14
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = train(model, lambda step: cut(model, step), manager, steps=steps)
+    assert_equal(got, train(reference, lambda step: cut(reference, step), steps=steps))
+    assert manager.plan is not None, planning.use().why_not
+    assert 2 <= planning.use().plans < steps - 3
+    over = engine.stats.peak_device_bytes > memory.total_bytes
+    assert over == any("more than its budget" in str(one.message) for one in told), "never without a word"
+    assert engine.stats.peak_device_bytes <= 1.1 * memory.total_bytes, (
+        "whole storages are kept where fractions were planned"
+    )
+    manager.close()
+
+
+@pytest.mark.parametrize(("device", "host"), [(4.0, 0.05), (2.9, 0.15), (2.3, 1.5)])
+def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: float) -> None:
+    """In layers: the safest setting alone moves an eighth of each of seven, which the first two hosts have no room for; with
+    half of the tokens' matrix products it would be a third of each."""
+    model, reference = fresh(8), fresh(8)
+    whole = 2 * _whole_bytes()
+    manager, engine, tokenwise = paced_manager(model, host=int(host * whole))
+    memory = DeviceBudget(total_bytes=int(device * whole), peak_bytes=lambda: 0, restart=lambda: None)
+    planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
+    manager.plan_with(planning)
+    for step in range(7):
+        assert_equal(
+            train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
+            train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
+        )
+    assert manager.plan is not None, planning.use().why_not
+    assert manager.plan.declined is None
+    assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
+    assert engine.tiers[0].peak <= host * whole
+    manager.close()
+
+
+def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh(3)
+    manager, engine, tokenwise = paced_manager(model)
+    memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
+    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    costs = LayerCosts(
+        layer="layers.0",
+        tokens=100,
+        input_bytes=0,
+        always_bytes=0,
+        bytes_per_token={SwapLevel.SAVE_ALL: 900.0, SwapLevel.SAVE_MATMULS: 400.0},
+        beside_per_token={SwapLevel.SAVE_MATMULS: 100.0},
+        recompute_s_per_token={},
+    )
+    monkeypatch.setattr(carrier, "costs", lambda: {"layers.0": costs})
+    assert carrier.spare_share(950_001, 1) == 0.0, "the host has room for all of them, but they come back to the device"
+    assert carrier.spare_share(950_000, 1) == 0.5
+    manager.close()
+
+
+def _whole_bytes() -> int:
+    """What one layer saves."""
+    model = fresh(2)
+    manager, engine, _ = checked_manager(model, policy="eager")
+    with manager:
+        loss = forward(model, 0)
+    nbytes = engine.stats.device_bytes
+    loss.backward()
+    manager.close()
+    return nbytes // 2
+
+
+def test_a_model_that_fits_is_left_alone_after_three_steps(tmp_path: Path) -> None:
+    model, reference = stack(layers=4), stack(layers=4)
+    manager = memo.offload(model, disk=tmp_path, min_bytes=512)
+    got = train(model, lambda step: model(ids(step)), manager, steps=6)
+    assert_equal(got, train(reference, lambda step: reference(ids(step)), steps=6))
+    assert manager.plan is not None
+    assert manager.plan.declined is not None
+    before = manager.stats.bytes_disk
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    assert manager.stats.bytes_disk == before
+    assert "plan: declined: fits in " in str(manager.report())
+    manager.close()
+
+
+def given_plan(layers: int) -> ActivationPlan:
+    """A plan for a machine with all the room there is, for layers that nobody measured."""
+    known = LayerProfile(
+        name="any",
+        always_bytes=1000,
+        levels=(
+            LevelProfile(level=Level.SAVE_ALL, saved_bytes=4000),
+            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=2000, recompute_s=0.1),
+            LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=0.3),
+        ),
+        forward_s=1.0,
+        backward_s=2.0,
+    )
+    problem = ActivationProblem(
+        profile=Profile(
+            signature=Signature(model="any", batch=2, tokens=32, dtype="float32"),
+            role=Role.DERIVED,
+            classes=(known,),
+            layers=("any",) * layers,
+        ),
+        hardware=PRESETS["h100"],
+        budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
+    )
+    parts = (*(FIXED for _ in range(layers - 1)), LayerPlan())
+    return ActivationPlan(problem=problem, layers=parts, stages=predict(problem, parts))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_given_plan_is_carried_out(as_file: bool, tmp_path: Path) -> None:
+    plan: Any = given_plan(6)
+    if as_file:
+        path = tmp_path / "plan.json"
+        path.write_text(plan_to_json(plan))
+        plan = path
+    model, reference = fresh(6), fresh(6)
+    manager = memo.offload(model, plan=plan, host="256MiB", disk=[], min_bytes=1024)
+    got = train(model, lambda step: forward(model, step), manager)
+    assert_equal(got, train(reference, lambda step: forward(reference, step)))
+    stats = manager.stats
+    assert manager.plan == given_plan(6)
+    assert min(stats.bytes_kept, stats.bytes_host, stats.bytes_recomputed) > 0
+    manager.close()
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="it has 5 layers and the model 6"):
+        memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
+
+
+def course(*own: int, stages: int = 2, held: int = 2) -> PipelineOrder:
+    return PipelineOrder(stages=stages, own=own, held=held, weight=held, backward=())
+
+
+def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_gives_it() -> None:
+    alone = given_plan(6)
+    assert own_part(alone, None) is own_part(alone, course(0)) is alone
+    problem = dataclasses.replace(alone.problem, pipeline=Pipeline(stages=2, microbatches=4))
+    layers = (FIXED, FIXED, LayerPlan()) * 2
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
+    assert own_part(plan, course(1, held=1)) == stage_plan(plan, 1)
+    for there, words in (
+        (None, "for 2 pipeline stages, and no schedule says which"),
+        (course(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
+        (course(1, held=4), "for 1 microbatches in flight on stage 1, and the schedule holds 4"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            own_part(plan, there)
+
+
+def test_of_a_plan_in_turns_a_rank_carries_out_both_of_its_stages() -> None:
+    alone = given_plan(6)
+    profile = dataclasses.replace(alone.problem.profile, layers=alone.problem.profile.layers[:1] * 8)
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=PipelineSchedule.INTERLEAVED)
+    problem = dataclasses.replace(alone.problem, profile=profile, pipeline=pipeline)
+    layers = (*(FIXED,) * 5, LayerPlan(), FIXED, LayerPlan())
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
+
+    def told(
+        *own: int, layers: tuple[int, int] = (2, 2), schedule: PipelineSchedule = pipeline.schedule
+    ) -> PipelineOrder:
+        turns = rank_turns(schedule, ranks=2, rank=own[0], microbatches=4)
+        known = OwnTurns(layers=layers, turns=turns)
+        return dataclasses.replace(course(*own, stages=4), turns=known)
+
+    part = own_part(plan, told(0, 2))
+    assert part == stage_plan(plan, 0)
+    assert part.layers == (FIXED, FIXED, FIXED, LayerPlan())
+    named: Any = [SimpleNamespace(name=str(number)) for number in range(4)]
+    assert [place.begins for place in settings_of(part, named)[0].values()] == [True, False, True, False]
+    for there, words in (
+        (told(0, 3, schedule=PipelineSchedule.ZERO_BUBBLE_V), r"gives no rank stages \(0, 3\)"),
+        (told(1, 3, layers=(1, 3)), r"of rank 1 have \(2, 2\) layers there, and others in the model"),
+        (told(0, 2, schedule=PipelineSchedule.ZERO_BUBBLE), "holds other ones at a time"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            own_part(plan, there)
+
+
+def test_a_plan_is_for_the_tiles_in_which_the_model_computes_its_mlps() -> None:
+    plan = given_plan(6)
+    profile = dataclasses.replace(plan.problem.profile, mlp_tiles=4)
+    tiled = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile))
+    with pytest.raises(
+        PlanError, match="MLPs in 4 tiles, and the model computes them in 1; give the model mlp_tiles=4"
+    ):
+        memo.offload(fresh(6), plan=tiled, host="256MiB")  # a model that knows no tiles
+    ours = GPT(preset("tiny", layers=6, mlp_tiles=4))
+    memo.offload(ours, plan=tiled, host="256MiB").close()
+    with pytest.raises(PlanError, match="MLPs in 1 tiles"):
+        memo.offload(ours, plan=plan, host="256MiB")
+
+
+def test_a_plan_and_an_alpha_say_the_same_thing_twice() -> None:
+    with pytest.raises(UsageError, match="give one of them"):
+        memo.offload(fresh(6), plan=given_plan(6), alpha=0.5, host="256MiB")
+
+
+def test_a_plan_that_needs_a_tier_which_is_off_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="host, which is off"):
+        memo.offload(fresh(6), plan=given_plan(6), disk=tmp_path)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "something else"}')
+    with pytest.raises(PlanError):
+        memo.offload(fresh(6), plan=path, host="256MiB")

@@ -1,0 +1,149 @@
+"""A plan is carried out within the very budgets that it was made for: never short of a page or a storage, never beyond."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import assert_equal, train
+
+import memo
+from memo.errors import Infeasible
+from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+from memo.gpt.config import preset
+from memo.gpt.model.model import GPT
+from memo.gpt.train_config import Precision
+from memo.manager.plan_source import checked_plan
+from memo.mip.activation.cost import predict
+from memo.mip.activation.plan import PAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan
+from memo.mip.inputs.hardware import hardware_preset
+from memo.mip.inputs.profile import EndProfile, Profile
+from memo.profiling.saved_storages import saved_storages
+from memo.swap.disk import raw_file
+from memo.swap.layers import find_layers
+from memo.swap.tiers import host_and_disk
+
+# Slow enough beside its links that whatever finds room moves.
+MACHINE = dataclasses.replace(
+    hardware_preset("a800"),
+    peak_flops=40e9,
+    hbm_bytes_per_s=5e9,
+    disk_write_bytes_per_s=2e9,
+    disk_read_bytes_per_s=3e9,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A small GPT, and a plan for it."""
+
+    shape: dict[str, object]
+    batch: int
+    tokens: int
+    plan: ActivationPlan
+
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(preset("tiny", **self.shape))  # type: ignore[arg-type]
+
+    def loss(self, model: GPT, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(1, 96, (self.batch, self.tokens + 1), generator=generator)
+        loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+
+def random_case(seed: int) -> Case:
+    """Budgets that something fits into, but not everything."""
+    draw = random.Random(seed)
+    batch, tokens = draw.choice([(1, 200), (2, 97), (3, 64)])
+    shape: dict[str, object] = {
+        "variant": "gpt",
+        "layers": draw.randint(3, 7),
+        "hidden": draw.choice([64, 96, 160]),
+        "heads": 4,
+        "vocab_size": 96,
+        "max_seq": tokens,
+        "positions": draw.choice(["learned", "rotary"]),
+        "bias": draw.random() < 0.5,
+    }
+    profile = saved_alone(
+        derive_profile(
+            preset("tiny", **shape),  # type: ignore[arg-type]
+            MACHINE,
+            Layout(tokens=tokens, batch=batch),
+            precision=Precision.FP32,
+        )
+    )
+    while True:
+        try:
+            plan = checked_plan(random_problem(draw, profile))
+        except Infeasible:
+            continue
+        return Case(shape=shape, batch=batch, tokens=tokens, plan=plan)
+
+
+def saved_alone(profile: Profile) -> Profile:
+    """What the engine counts: nothing but what the layers save."""
+    (known,) = profile.classes
+    bare = dataclasses.replace(known, static_bytes=0, forward_transient_bytes=0, backward_transient_bytes=0)
+    return dataclasses.replace(profile, classes=(bare,), embedding=EndProfile(), head=EndProfile())
+
+
+def random_problem(draw: random.Random, profile: Profile) -> ActivationProblem:
+    rate = draw.choice([1e9, 1e10])
+    machine = dataclasses.replace(MACHINE, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
+    most = sum(layer.full_bytes for layer in profile.layer_profiles())
+    free = ActivationProblem(profile=profile, hardware=machine, budgets=Budgets(device_bytes=most))
+    (whole,) = predict(free, [LayerPlan()] * len(profile.layers))
+    least = 2 * profile.classes[0].full_bytes
+    device = least + int(draw.uniform(0, 0.7) * (whole.peak_device_bytes - least))
+    host, disk = draw.choice([(1, 0), (1, 0), (1, 1)])
+    budgets = Budgets(
+        device_bytes=device,
+        host_bytes=host * int(draw.uniform(0.05, 0.8) * most),
+        disk_bytes=disk * int(draw.uniform(0.05, 0.5) * most),
+    )
+    return dataclasses.replace(free, budgets=budgets)
+
+
+def test_a_derived_profile_knows_the_storages_that_autograd_saves() -> None:
+    for seed in range(6):
+        case = random_case(seed)
+        (known,) = case.plan.problem.profile.classes
+        model = case.model()
+        found = saved_storages(functools.partial(case.loss, model, 0), find_layers(model))
+        for sizes in list(found.values())[1:]:  # the first one's rotary tables are everyone's
+            assert max(sizes) == known.largest_storage_bytes
+            assert len(sizes) + 1 <= known.storages <= len(sizes) + 2, (
+                "a recompute is given one or two products besides"
+            )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_plan_holds_in_exactly_its_budgets(seed: int, tmp_path: Path) -> None:
+    case = random_case(seed)
+    budgets = case.plan.problem.budgets
+    model, reference = case.model(), case.model()
+    manager = memo.offload(
+        model,
+        plan=case.plan,
+        host=budgets.host_bytes,
+        disk=tmp_path if budgets.disk_bytes else [],
+        disk_budget=budgets.disk_bytes or None,
+        min_bytes=0,
+    )
+    got = train(model, lambda step: case.loss(model, step), manager)
+    assert_equal(got, train(reference, lambda step: case.loss(reference, step)))
+    stats = manager.stats
+    assert stats.peak_device_bytes <= case.plan.stages[0].peak_device_bytes
+    assert bool(stats.bytes_host) == any(layer.host for layer in case.plan.layers)
+    manager.close()
+
+
+def test_places_in_tiers_are_multiples_of_the_planners_page() -> None:
+    assert PAGE == host_and_disk.PAGE == raw_file.BLOCK_ALIGN

@@ -1,0 +1,156 @@
+"""From a step's figures to a profile and a machine, by arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from memo.autoplan.actuator_protocol import Limits
+from memo.autoplan.profile_from_step import beside_layers, measured_hardware, measured_profile, scaled_profile
+from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
+from memo.errors import PlanError
+from memo.events import Lane
+from memo.mip.inputs.profile import Level, Profile, Role, Signature
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel
+
+MS = 1_000_000
+SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")
+
+
+def layer(
+    forward_ms: float, backward_ms: float, *, recompute_ms: float = 0, waited_ms: float = 0, calls: int = 1
+) -> LayerTimes:
+    return LayerTimes(
+        calls=calls,
+        forward_ns=round(forward_ms * MS),
+        backward_ns=round(backward_ms * MS),
+        recompute_ns=round(recompute_ms * MS),
+        waited_ns=round(waited_ms * MS),
+        saved_bytes=4000 * calls,
+    )
+
+
+def times(layers: dict[str, LayerTimes], lanes: dict[Lane, LaneUse] | None = None) -> StepTimes:
+    return StepTimes(
+        layers=layers,
+        lanes=lanes or {},
+        begin_ns=0,
+        first_layer_ns=3 * MS,
+        turn_ns=(40 * MS, 47 * MS),
+        end_ns=200 * MS,
+        stalls_ns={},
+    )
+
+
+def costs(name: str, always: int = 1000) -> LayerCosts:
+    return LayerCosts(
+        layer=name,
+        tokens=100,
+        input_bytes=400,
+        always_bytes=always,
+        bytes_per_token={SwapLevel.SAVE_ALL: 30.0, SwapLevel.SAVE_MATMULS: 12.0, SwapLevel.SAVE_ATTENTION: 0.0},
+        beside_per_token={SwapLevel.SAVE_MATMULS: 5.0, SwapLevel.SAVE_ATTENTION: 0.0},
+        recompute_s_per_token={SwapLevel.SAVE_ALL: 0.0, SwapLevel.SAVE_MATMULS: 1e-5, SwapLevel.SAVE_ATTENTION: 4e-5},
+    )
+
+
+def test_like_layers_are_one_class_with_their_median_times() -> None:
+    layers = {"a": layer(10, 30, recompute_ms=4, waited_ms=6), "b": layer(11, 20), "c": layer(90, 20)}
+    profile = measured_profile(times(layers), {name: costs(name) for name in layers}, SIGNATURE)
+    assert profile.role is Role.MEASURED
+    assert profile.layers == ("layer",) * 3
+    (known,) = profile.classes
+    assert known.forward_s == pytest.approx(0.011)
+    assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
+    assert known.always_bytes == 1000
+    assert [(one.level, one.saved_bytes, one.beside_bytes) for one in known.levels] == [
+        (Level.SAVE_ALL, 3000, 0),
+        (Level.SAVE_MATMULS, 1200, 500),
+        (Level.SAVE_ATTENTION, 0, 0),
+    ]
+    assert [one.recompute_s for one in known.levels] == pytest.approx([0, 1e-3, 4e-3])
+    assert profile.embedding.forward_s == pytest.approx(0.003)
+    assert profile.head.forward_s == pytest.approx(0.007)
+
+
+def test_layers_that_save_other_bytes_are_other_classes() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    profile = measured_profile(times(layers), {"a": costs("a"), "b": costs("b", always=1001)}, SIGNATURE)
+    assert profile.layers == ("layer", "layer#2")
+
+
+def test_a_layer_without_token_levels_moves_whole() -> None:
+    profile = measured_profile(times({"a": layer(20, 40, calls=2)}), {}, SIGNATURE)
+    (known,) = profile.classes
+    assert [one.level for one in known.levels] == [Level.SAVE_ALL]
+    assert known.full_bytes == 4000
+    assert known.forward_s == pytest.approx(0.010), "of one call"
+
+
+def test_a_layer_that_was_not_backwarded_is_an_error() -> None:
+    with pytest.raises(PlanError, match="b ran 1 forwards and no backward"):
+        measured_profile(times({"a": layer(1, 2), "b": layer(1, 0)}), {}, SIGNATURE)
+
+
+def profile() -> Profile:
+    return measured_profile(times({"a": layer(10, 30)}), {"a": costs("a")}, SIGNATURE)
+
+
+def test_another_length_takes_attention_by_the_square() -> None:
+    longer = scaled_profile(profile(), Signature(model="m", batch=2, tokens=200, dtype="float32"))
+    known = longer.classes[0]
+    assert (longer.role, known.always_bytes, known.levels[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
+    assert (known.levels[1].saved_bytes, known.levels[1].beside_bytes) == (2400, 1000)
+    # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
+    assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
+    assert known.levels[2].recompute_s == pytest.approx(0.008)
+
+
+def test_another_batch_takes_everything_in_proportion() -> None:
+    known = scaled_profile(profile(), Signature(model="m", batch=6, tokens=100, dtype="float32")).classes[0]
+    assert (known.forward_s, known.backward_s) == (pytest.approx(0.030), pytest.approx(0.090))
+    assert known.full_bytes == 3 * 4000
+
+
+def test_lanes_are_as_fast_as_their_copies_were() -> None:
+    lanes = {
+        Lane.D2H: LaneUse(nbytes=1000, busy_ns=100),
+        Lane.DISK_WRITE: LaneUse(nbytes=500, busy_ns=1000),
+        Lane.DISK_READ: LaneUse(nbytes=500, busy_ns=500),
+    }
+    machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2)
+    rates = machine.lanes(1)
+    assert rates.d2h_bytes_per_s == pytest.approx(1e10)
+    assert rates.disk_write_bytes_per_s == pytest.approx(5e8)
+    assert rates.disk_read_bytes_per_s == pytest.approx(1e9)
+    assert rates.h2d_bytes_per_s >= 1e15, "nothing crossed it, so it bounds nothing"
+
+
+def test_a_link_that_was_measured_alone_is_believed() -> None:
+    lanes = {Lane.D2H: LaneUse(nbytes=1000, busy_ns=100)}
+    machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2, link=(7e9, 8e9, 9e9))
+    rates = machine.lanes(1)
+    assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == (7e9, 8e9, 9e9)
+
+
+def limits(*beside: int, around: int) -> Limits:
+    most = max(around, *beside)
+    return Limits(
+        device_bytes=0, others_bytes=most, around_bytes=around, beside_layers=beside, host_bytes=0, disk_bytes=0
+    )
+
+
+def test_gradients_that_come_layer_by_layer_stand_beside_the_layers_that_run_then() -> None:
+    names = ("a", "b", "c")
+    profile = measured_profile(times({name: layer(10, 30) for name in names}), {}, SIGNATURE)
+    found, always = beside_layers(profile, limits(2900, 2500, 2100, around=2000))
+    assert always == 2000
+    assert [known.transient_bytes for known in found.layer_profiles()] == [900, 500, 100]
+    assert (found.embedding.transient_bytes, found.head.transient_bytes) == (0, 0)
+    assert [known.full_bytes for known in found.layer_profiles()] == [4000] * 3
+
+    found, always = beside_layers(profile, limits(2100, 2000, 2000, around=3000))
+    assert always == 2100
+    assert set(found.layers) == {found.layers[0]}, "a plan treats alike what differs by a fortieth of a layer"
+    assert found.head.transient_bytes == 900
+
+    assert beside_layers(profile, Limits(device_bytes=0, others_bytes=7, host_bytes=0, disk_bytes=0)) == (profile, 7)

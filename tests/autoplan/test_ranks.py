@@ -1,0 +1,118 @@
+"""Ranks that carry out one plan: it is made for the worst of them, and none is left waiting."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from planning_machine import (
+    FORWARD_NS,
+    LAYERS,
+    Machine,
+    step,
+    tight,
+)
+
+from memo.autoplan.actuator_protocol import SAFEST, Setting
+from memo.autoplan.controller import AutoPlan
+from memo.mip.activation.plan import ActivationPlan
+from memo.mip.activation.solver import solve_problem
+
+
+def test_ranks_measure_with_as_many_tokens_mixed_as_each_of_them_has_room_for() -> None:
+    roomy, narrow = tight(5), tight(3.5)
+    narrow.spare = 0.125
+    run_together([roomy, narrow], 2)
+    assert roomy.used[1] == narrow.used[1] == Setting(matmuls=0.125, rest_stays=True)
+
+
+class Together:
+    """Ranks of one group as threads: each says what it has, and hears all."""
+
+    def __init__(self, ranks: int) -> None:
+        self._meeting = threading.Barrier(ranks, timeout=30)
+        self._said: list[Any] = [None] * ranks
+
+    def everyones(self, rank: int) -> Any:
+        def said(value: Any) -> list[Any]:
+            self._said[rank] = value
+            self._meeting.wait()
+            heard = list(self._said)
+            self._meeting.wait()
+            return heard
+
+        return said
+
+
+def run_together(machines: Sequence[Machine], steps: int) -> list[AutoPlan]:
+    group = Together(len(machines))
+    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+
+    def run(rank: int) -> None:
+        for _ in range(steps):
+            step(autos[rank], machines[rank])
+
+    with concurrent.futures.ThreadPoolExecutor(len(machines)) as pool:
+        list(pool.map(run, range(len(machines))))
+    return autos
+
+
+def test_ranks_of_a_group_carry_out_one_plan_made_for_the_worst_of_them() -> None:
+    roomy, narrow = tight(5), tight(3.5)
+    narrow.slowness = 1.5
+    autos = run_together([roomy, narrow], 8)
+    first, second = (auto.plan for auto in autos)
+    assert first == second
+    assert first is not None
+    assert first.problem.budgets.device_bytes == narrow.device_bytes
+    assert first.problem.profile.classes[0].forward_s == pytest.approx(1.5 * FORWARD_NS / 1e9)
+    assert [type(one) for one in roomy.used] == [type(one) for one in narrow.used]
+    assert autos[0].use().phase == autos[1].use().phase
+
+
+def test_ranks_of_a_group_with_other_lengths_share_a_plan_for_the_longest() -> None:
+    """Each has another length, of which only one is new at a time: nobody waits for anybody."""
+    machines = [tight(12), tight(12)]
+    group = Together(2)
+    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+    lengths = [[64, 64, 64, 64, 64, 100, 64, 64], [50, 64, 50, 64, 90, 64, 64, 128]]
+
+    def run(rank: int) -> list[ActivationPlan | None]:
+        plans = []
+        for length in lengths[rank]:
+            step(autos[rank], machines[rank], tokens=length)
+            plans.append(autos[rank].plan)
+        return plans
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+    made_for = [None if plan is None else plan.problem.profile.signature.tokens for plan in first]
+    assert made_for == [None, None, None, 64, 96, 104, 64, 128]
+
+
+def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
+    """One rank's second half of the layers is not proven token-wise: no rank recomputes there."""
+    able, unable = tight(4.5), tight(4.5)
+    unable.whole = set(LAYERS[3:])
+    autos = run_together([able, unable], 4)
+    plan = autos[0].plan
+    assert plan == autos[1].plan
+    assert plan is not None
+    assert [len(layer.levels) for layer in plan.problem.profile.layer_profiles()] == [3, 3, 3, 1, 1, 1]
+    assert [layer.all_tokens for layer in plan.layers[3:]] == [1.0] * 3
+
+
+def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None:
+    well, deaf = tight(), tight()
+    deaf.mute = True
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        autos = run_together([well, deaf], 6)
+    assert [auto.plan for auto in autos] == [None, None]
+    assert well.used[-1] is deaf.used[-1] is SAFEST
+    assert any("no layer ran forward and backward" in str(one.message) for one in told)

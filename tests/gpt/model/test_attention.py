@@ -1,0 +1,451 @@
+"""Attention: only fused kernels, in every precision, forward and backward; shared heads equal repeated ones."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import library as operator_library
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import memo
+from memo.errors import DeviceOutOfMemory, SwapError
+from memo.gpt.config import Variant, preset
+from memo.gpt.model import attention_kernel
+from memo.gpt.model.attention import attend, attend_within
+from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, score_bytes
+from memo.gpt.model.model import GPT
+from memo.gpt.model.packed_documents import Spans
+
+FLASH = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operations that ran, and the largest tensor any of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.largest = max(self.largest, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+    @property
+    def attention(self) -> set[str]:
+        return {name for name in self.names if "attention" in name or "softmax" in name or "bmm" in name}
+
+
+def _qkv(
+    heads: int, kv_heads: int, dtype: torch.dtype, seq: int = 48, d: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, seq, n, d, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_only_the_fused_kernel_runs_on_a_cpu(dtype: torch.dtype, kv_heads: int) -> None:
+    query, key, value = _qkv(4, kv_heads, dtype)
+    with Seen() as seen:
+        attend(query, key, value).sum().backward()
+    assert seen.attention == FLASH
+
+
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+def test_nothing_in_a_training_step_is_quadratic(variant: Variant) -> None:
+    seq = 2048
+    config = preset("tiny", variant=variant, layers=2, hidden=32, heads=4, max_seq=seq)
+    model = GPT(config)
+    tokens = torch.randint(0, config.vocab_size, (1, seq))
+    with Seen() as seen:
+        model(tokens, tokens).backward()
+    assert seen.attention == FLASH
+    assert seen.largest <= seq * config.vocab_size < seq * seq // 4
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_shared_heads_equal_repeated_ones(kv_heads: int) -> None:
+    query, key, value = _qkv(4, kv_heads, torch.float64)
+    upstream = torch.randn(2, 48, 4, 16, dtype=torch.float64)
+    shared = attend(query, key, value)
+    grads = torch.autograd.grad(shared, (query, key, value), upstream)
+
+    scores = torch.einsum("bqnd,bknd->bnqk", query, key.repeat_interleave(4 // kv_heads, 2)) / 4.0
+    scores = scores.masked_fill(torch.ones(48, 48).triu(1).bool(), -torch.inf)
+    plain = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), value.repeat_interleave(4 // kv_heads, 2))
+    plain_grads = torch.autograd.grad(plain, (query, key, value), upstream)
+
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, plain_grads, rtol=0, atol=1e-12)
+
+
+def test_repeating_heads_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = _qkv(4, 2, torch.float64)
+    grouped = attend(query, key, value)
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH, repeats=True))
+    torch.testing.assert_close(attend(query, key, value), grouped, rtol=0, atol=1e-14)
+
+
+def test_a_later_token_changes_nothing_earlier() -> None:
+    query, key, value = _qkv(2, 2, torch.float32)
+    before = attend(query, key, value)[:, :40]
+    with torch.no_grad():
+        key[:, 40:] += 1.0
+        value[:, 40:] += 1.0
+    assert torch.equal(attend(query, key, value)[:, :40], before)
+
+
+def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Kind:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} | others
+    return Kind.of(device=torch.device(device), dtype=dtype, **shape)
+
+
+@pytest.fixture
+def _fresh_choices() -> Iterator[None]:
+    """A choice is remembered; tests that change what decides it must not meet, or leave, another's."""
+    choose.cache_clear()
+    yield
+    attention_kernel._refused.clear()
+    choose.cache_clear()
+
+
+@contextmanager
+def _refusing(operator: str, key: str, longest: int) -> Iterator[list[int]]:
+    """Has one of torch's attention operators refuse more than `longest` tokens; the lengths that it was called with."""
+    original, seen = getattr(torch.ops.aten, operator).default, []
+
+    def refuse_longer(keys: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query.shape[2])
+        if query.shape[2] > longest:
+            raise RuntimeError("No valid execution plans built.\nmore lines")
+        return original.redispatch(keys & torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), query, *args, **kwargs)
+
+    with operator_library._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl(operator, refuse_longer, key, with_keyset=True)
+        yield seen
+
+
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_kernel_that_refuses_a_length_is_replaced_in_one_line_and_for_good() -> None:
+    long, short = _qkv(4, 2, torch.float64), _qkv(4, 2, torch.float64, seq=16)
+    expected = [attend(*tensors) for tensors in (long, short)]
+    with _refusing(CPU_FLASH, "AutogradCPU", 32) as seen:
+        attend(*short)
+        with pytest.warns(RuntimeWarning) as told:
+            found = attend(*long)
+        # A part of the tokens, in a recompute, goes the way of all of them, though the kernel would take so few.
+        part = attend(*short)
+    assert seen == [16, 48]
+    assert torch.allclose(found, expected[0], rtol=0, atol=1e-14)
+    assert torch.allclose(part, expected[1], rtol=0, atol=1e-14)
+    (line,) = [str(warning.message) for warning in told]
+    assert line == (
+        "attention: flash, in torch refused: No valid execution plans built.; "
+        "instead: torch's own of all pairs of tokens, quadratic in memory"
+    )
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_recompute_does_not_turn_to_another_kernel_than_its_forward() -> None:
+    query, key, value = _qkv(4, 4, torch.float64)
+    out = checkpoint(attend, query, key, value, use_reentrant=False)
+    with _refusing(CPU_FLASH, "AutogradCPU", 32), pytest.raises(RuntimeError, match="No valid execution plans"):
+        out.sum().backward()
+    assert choose(_kind(dtype=torch.float64, kv_heads=4)) == Choice(kernel=Kernel.FLASH)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"),
+        SwapError("a layer did not repeat"),
+    ],
+)
+def test_what_another_kernel_would_meet_as_well_is_no_refusal(error: Exception) -> None:
+    assert not is_refusal(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built."),
+        RuntimeError("No available kernel. Aborting execution."),
+        ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda"),
+        torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+    ],
+)
+def test_a_kernel_that_is_not_there_or_does_not_support_it_refuses(error: Exception) -> None:
+    assert is_refusal(error)
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_the_package_that_throws_is_replaced_by_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    assert choose(_kind("cuda")).kernel is Kernel.FLASH_ATTN
+    with pytest.warns(RuntimeWarning, match=r"flash_attn, the package refused: undefined symbol; instead: cuDNN"):
+        refuse(_kind("cuda"), Kernel.FLASH_ATTN, ImportError("undefined symbol"))
+    assert choose(_kind("cuda")).kernel is Kernel.CUDNN
+    assert choose(_kind("cuda", heads=8)).kernel is Kernel.FLASH_ATTN
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+@pytest.mark.parametrize(
+    ("kind", "installed", "takes", "choice"),
+    [
+        (_kind("cuda"), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda", torch.float16), True, {}, Choice(kernel=Kernel.FLASH_ATTN)),
+        (_kind("cuda"), False, {Kernel.CUDNN: 2, Kernel.FLASH: 2}, Choice(kernel=Kernel.CUDNN)),
+        (_kind("cuda"), False, {Kernel.FLASH: 2, Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.FLASH)),
+        (_kind("cuda", torch.float32), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
+        (_kind("cuda", head_dim=512), True, {Kernel.EFFICIENT: 4}, Choice(kernel=Kernel.EFFICIENT, repeats=True)),
+        (_kind("cuda", head_dim=512), True, {}, Choice(kernel=Kernel.MATH)),
+        (_kind("cpu"), True, {Kernel.FLASH: 2}, Choice(kernel=Kernel.FLASH)),
+    ],
+)
+def test_the_choice_of_kernel(
+    kind: Kind, installed: bool, takes: dict[Kernel, int], choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `takes`: the kernels that this GPU would have, and the fewest key/value heads that each takes for four.
+    monkeypatch.setattr(attention_kernel, "installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        attention_kernel,
+        "_takes",
+        lambda kernel, kind, repeats: takes.get(kernel, 99) <= (kind.heads if repeats else kind.kv_heads),
+    )
+    assert choose(kind) == choice
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_torchs_flash_comes_before_cudnn_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    assert choose(_kind("cuda")).kernel is Kernel.FLASH
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_cpu_is_asked_and_has_the_flash_kernel(dtype: torch.dtype) -> None:
+    assert choose(_kind(dtype=dtype)) == Choice(kernel=Kernel.FLASH)
+
+
+def test_the_choice_is_not_seen_by_modes_around_the_caller() -> None:
+    choose.cache_clear()
+    query, key, value = _qkv(4, 2, torch.float32)
+    with Seen() as seen:
+        attend(query, key, value)
+    assert "empty" not in seen.names
+
+
+def test_quadratic_attention_is_refused_with_its_arithmetic_where_it_cannot_fit() -> None:
+    seq = 1 << 20
+    query, key, value = (torch.zeros(1, seq, heads, 1, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    needed = 2 * 1 * 2 * seq * seq * 4
+    assert score_bytes(batch=1, heads=2, seq=seq, dtype=torch.bfloat16) == needed
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(DeviceOutOfMemory) as refused:
+        attend(query, key, value)
+    assert f"2 x 1 x 2 x {seq}^2 x 4 bytes = 16 TiB" in str(refused.value)
+    assert "no fused kernel takes 2 heads of 1 in torch.bfloat16" in str(refused.value)
+
+
+def test_quadratic_attention_runs_where_it_fits() -> None:
+    query, key, value = _qkv(4, 2, torch.float64)
+    expected = attend(query, key, value)
+    with sdpa_kernel(SDPBackend.MATH), Seen() as seen:
+        found = attend(query, key, value)
+    assert not seen.attention & FLASH
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_the_package_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+        assert causal
+        assert q.shape == (2, 48, 4, 16)
+        assert k.shape == v.shape == (2, 48, 2, 16)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    query, key, value = _qkv(4, 2, torch.float32)
+    expected = attend(query, key, value)
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
+    assert torch.equal(attend(query, key, value), expected)
+
+
+END = 9
+
+
+def _rows() -> torch.Tensor:
+    """Two rows of 48 tokens in documents of 1 to 30; one ends with its row, one is cut by it."""
+    tokens = torch.ones(2, 48, dtype=torch.int64)
+    tokens[0, [0, 6, 20, 47]] = END
+    tokens[1, [29]] = END
+    return tokens
+
+
+def test_spans_of_packed_documents() -> None:
+    spans = Spans.of(_rows(), END)
+    assert spans.lengths == (1, 6, 14, 27, 30, 18)
+    assert spans.starts.tolist() == [0, 1, 7, 21, 48, 78, 96]
+    assert spans.longest == 30
+    assert spans.positions.shape == (2, 48)
+    assert spans.positions[0, :10].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert spans.positions[1, 28:32].tolist() == [28, 29, 0, 1]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_no_token_attends_to_another_document(kv_heads: int) -> None:
+    query, key, value = _qkv(4, kv_heads, torch.float64)
+    spans = Spans.of(_rows(), END)
+    upstream = torch.randn(2, 48, 4, 16, dtype=torch.float64)
+    within = attend_within(query, key, value, spans)
+    grads = torch.autograd.grad(within, (query, key, value), upstream)
+
+    document = spans.positions.eq(0).cumsum(1)
+    allowed = document[:, :, None].eq(document[:, None, :]) & torch.ones(48, 48).tril().bool()
+    scores = torch.einsum("bqnd,bknd->bnqk", query, key.repeat_interleave(4 // kv_heads, 2)) / 4.0
+    scores = scores.masked_fill(~allowed[:, None], -torch.inf)
+    plain = torch.einsum("bnqk,bknd->bqnd", scores.softmax(-1), value.repeat_interleave(4 // kv_heads, 2))
+    plain_grads = torch.autograd.grad(plain, (query, key, value), upstream)
+
+    torch.testing.assert_close(within, plain, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads, plain_grads, rtol=0, atol=1e-12)
+
+
+def test_the_package_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = _qkv(4, 2, torch.float32)
+    spans = Spans.of(_rows(), END)
+    expected = attend_within(query, key, value, spans)
+    calls = []
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts_q: torch.Tensor,
+        starts_k: torch.Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        assert causal
+        assert q.shape == (96, 4, 16)
+        assert k.shape == v.shape == (96, 2, 16)
+        assert starts_q.dtype is starts_k.dtype is torch.int32
+        assert longest_q == longest_k == 30
+        calls.append(starts_q)
+        out = torch.empty_like(q)
+        for first, last in zip(starts_q[:-1].tolist(), starts_k[1:].tolist(), strict=True):
+            parts = (tensor[first:last].transpose(0, 1)[None] for tensor in (q, k, v))
+            out[first:last] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return out
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr("memo.gpt.model.attention.choose", lambda kind: Choice(kernel=Kernel.FLASH_ATTN))
+    assert torch.equal(attend_within(query, key, value, spans), expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+def test_a_packed_row_gives_the_logits_of_its_documents_alone(variant: Variant) -> None:
+    config = preset("tiny", variant=variant, layers=2, hidden=32, heads=4, max_seq=48, end_of_document=END)
+    model = GPT(config, dtype=torch.float64)
+    rows = torch.randint(10, 200, (2, 48))
+    rows[_rows() == END] = END
+    packed = model(rows).flatten(0, 1).split(Spans.of(rows, END).lengths)
+    documents = rows.flatten().split(Spans.of(rows, END).lengths)
+    for logits, document in zip(packed, documents, strict=True):
+        torch.testing.assert_close(logits, model(document[None])[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["gpt", "llama"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_packed_documents_train_bit_for_bit_with_memo(variant: Variant, alpha: float) -> None:
+    config = preset("tiny", variant=variant, layers=2, hidden=64, heads=4, max_seq=64, end_of_document=END)
+    torch.manual_seed(0)
+    model = GPT(config)
+    rows = torch.randint(0, 40, (1, 64))
+    plain = torch.autograd.grad(model(rows, rows), list(model.parameters()))
+    with warnings.catch_warnings(), closing(memo.offload(model, alpha=alpha, min_bytes=1, host="64MiB")) as manager:
+        warnings.simplefilter("ignore")  # whether a layer with spans is divided by tokens is not the matter here
+        with manager:
+            loss = model(rows, rows)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        assert manager.stats.bytes_host > 0
+    assert all(map(torch.equal, grads, plain))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_attention_on_a_gpu_stays_linear_in_memory(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    seq, heads = 32768, 8
+    query, key, value = (
+        torch.randn(1, seq, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (heads, 2, 2)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    attend(query, key, value).sum().backward()
+    # Scores alone would be seq * seq elements; everything here is a small multiple of seq * heads * 64.
+    assert torch.cuda.max_memory_allocated() < 40 * seq * heads * 64 * query.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_fresh_choices")
+def test_a_model_whose_kernel_refuses_trains_on_with_the_next_bit_for_bit() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    torch.manual_seed(0)
+    model = GPT(preset("tiny", layers=3, max_seq=256), device="cuda", dtype=torch.bfloat16)
+    kind = Kind.of(device=model.tokens.weight.device, dtype=torch.bfloat16, heads=2, kv_heads=2, head_dim=64)
+    first = choose(kind).kernel
+    if first not in (Kernel.CUDNN, Kernel.FLASH):
+        pytest.skip(f"{first.value} is not torch's")
+    ids = torch.randint(0, 257, (1, 257), device="cuda")
+    operator = "_scaled_dot_product_cudnn_attention" if first is Kernel.CUDNN else "_scaled_dot_product_flash_attention"
+    with (
+        _refusing(operator, "AutogradCUDA", 0) as seen,
+        closing(memo.offload(model, alpha=0.5, min_bytes=1, host="64MiB", disk=[])) as manager,
+    ):
+        found = []
+        for _ in range(2):
+            with manager:
+                loss = model(ids[:, :-1], ids[:, 1:])
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+        plain = torch.autograd.grad(model(ids[:, :-1], ids[:, 1:]), list(model.parameters()))
+        assert manager.stats.bytes_recomputed > 0
+    assert seen == [256]
+    assert choose(kind).kernel is not first
+    for gradients in found:
+        assert all(map(torch.equal, gradients, plain))

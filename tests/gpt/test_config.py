@@ -1,0 +1,100 @@
+"""Shapes: named sizes are what their sources say, and numbers that do not fit together are one clear line."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from memo.errors import UsageError
+from memo.gpt.config import PRESETS, GPTConfig, preset
+
+
+def test_paper_sizes_are_the_papers() -> None:
+    # MEMO (SIGMOD 2025), Table 2: layers, hidden, ffn, heads, vocabulary.
+    table = {
+        "7b": (32, 4096, 16384, 32, 50257),
+        "13b": (40, 5120, 20480, 40, 50257),
+        "30b": (48, 7168, 28672, 56, 50257),
+        "65b": (80, 8192, 32768, 64, 50257),
+    }
+    for name, row in table.items():
+        config = preset(name)
+        assert (config.layers, config.hidden, config.ffn, config.heads, config.vocab_size) == row
+        assert (config.norm, config.mlp, config.kv_heads) == ("layernorm", "gelu", config.heads)
+
+
+def test_every_preset_has_a_gpt_and_a_llama_form() -> None:
+    for name in PRESETS:
+        gpt, llama = preset(name), preset(name, variant="llama")
+        assert gpt == PRESETS[name]
+        assert (llama.norm, llama.mlp, llama.positions, llama.bias) == ("rmsnorm", "swiglu", "rotary", False)
+        assert (llama.layers, llama.hidden, llama.heads) == (gpt.layers, gpt.hidden, gpt.heads)
+        assert llama.kv_heads == (llama.heads // 4 if llama.heads % 4 == 0 else llama.heads)
+
+
+def test_llama_7b_has_llamas_ffn() -> None:
+    assert preset("7b", variant="llama").ffn == 11008
+
+
+def test_dependent_fields_follow_unless_given() -> None:
+    config = preset("125m", hidden=512, heads=8)
+    assert (config.ffn, config.kv_heads) == (2048, 8)
+    assert preset("125m", variant="llama", heads=6).kv_heads == 6
+    given = preset("125m", heads=8, kv_heads=2, ffn=100)
+    assert (given.kv_heads, given.ffn) == (2, 100)
+
+
+def test_vocabulary_and_length_replace_the_presets() -> None:
+    config = preset("tiny", vocab_size=1000, max_seq=32768)
+    assert (config.vocab_size, config.max_seq) == (1000, 32768)
+
+
+def test_unknown_preset_names_the_presets() -> None:
+    with pytest.raises(UsageError, match=r"'900b'.*tiny.*125m.*65b"):
+        preset("900b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"heads": 7}, "7 heads do not divide"),
+        ({"kv_heads": 5}, "key/value heads do not divide"),
+        ({"heads": 128, "positions": "rotary"}, "even head size"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"layers": 0}, "layers is 0"),
+        ({"layers": True}, "layers is True"),
+        ({"hidden": 12.5}, "hidden is 12.5"),
+        ({"norm": "batchnorm"}, "one of layernorm, rmsnorm"),
+        ({"mlp": "relu"}, "one of gelu, swiglu"),
+        ({"positions": "alibi"}, "one of learned, rotary"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"depth": 3}, "no field named depth"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_one_line(overrides: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        preset("tiny", **overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_variant_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="one of gpt, llama"):
+        preset("tiny", variant="mamba")  # type: ignore[arg-type]
+
+
+def test_config_is_frozen_and_round_trips_as_a_dict() -> None:
+    config = preset("125m", variant="llama")
+    assert GPTConfig(**dataclasses.asdict(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.layers = 3  # type: ignore[misc]
+
+
+def test_shapes_and_counts_need_no_torch() -> None:
+    program = (
+        "import sys, memo.gpt.config, memo.gpt.arithmetic.flops, memo.gpt.data.documents;"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,118 @@
+"""The report's figures are arithmetic on what happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from small_models import ids, stack, train
+
+import memo
+from memo.events import Tier, UseKind
+from memo.manager.report import DiskUse
+from memo.trace.reader import read_trace
+from memo.trace.stats import rank_stats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_report_counts_bytes_peaks_and_hits(tmp_path: Path) -> None:
+    model = stack(layers=4)
+    manager = memo.offload(model, alpha=1.0, host="150KiB", disk=tmp_path, min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    report = manager.report()
+    device, host, disk = report.tiers
+    assert (device.tier, host.tier, disk.tier) == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    assert host.moved_bytes + disk.moved_bytes == report.reloaded_bytes
+    assert host.peak_bytes <= 150 << 10 == host.budget_bytes
+    assert report.prefetch_hits == 1.0
+    assert report.uses[UseKind.FETCHED] == 0
+    assert report.spilled > 0
+    assert report.disk is not None
+    assert report.disk.written_bytes >= disk.moved_bytes  # whole blocks
+    text = str(report)
+    assert "150 KiB" in text
+    assert "TB written a day" in text
+    manager.close()
+
+
+def test_a_recompute_that_was_not_bit_for_bit_is_still_told_when_levels_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a kernel rounds otherwise at another length is the processor's matter; here the trial says so."""
+    monkeypatch.setattr("memo.swap.recompute.token_wise.try_out", lambda division, device, exact: 0.25)
+    model = stack(layers=3)
+    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    assert "bound" in str(manager.report())
+    manager.choose_levels({0: 0.5})
+    use = manager.report().tokenwise
+    assert use is not None
+    assert use.deviation == 0.25
+    manager.close()
+
+
+def test_wear_and_rates_are_bytes_over_their_own_time() -> None:
+    use = DiskUse(written_bytes=10**9, read_bytes=2 * 10**9, write_busy_s=0.5, read_busy_s=2.0, elapsed_s=100.0)
+    assert use.write_bytes_per_s == 2e9
+    assert use.read_bytes_per_s == 1e9
+    assert use.wear_bytes_per_day == pytest.approx(0.864e12)
+
+
+def test_a_report_before_any_step_divides_nothing_by_zero(tmp_path: Path) -> None:
+    manager = memo.offload(stack(), alpha=1.0, disk=tmp_path)
+    report = manager.report()
+    assert report.prefetch_hits is None
+    assert report.overlap is None
+    assert "stalls: none" in str(report)
+    manager.close()
+
+
+def test_closing_a_manager_in_the_middle_of_a_step_loses_no_span_of_its_trace(tmp_path: Path) -> None:
+    import json
+
+    model = stack(layers=4)
+    manager = memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512, trace=tmp_path / "trace.rank0.jsonl")
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    manager.close()
+    lines = [json.loads(line) for line in (tmp_path / "trace.rank0.jsonl").read_text().splitlines()]
+    lanes = [line["lane"] for line in lines if line.get("k") == "span"]
+    assert lanes.count("nvme-write") == lanes.count("nvme-read") > 0
+    assert lanes.count("compute") == 8  # four layers, forward and backward
+    assert [line["phase"] for line in lines if line.get("k") == "step"] == ["begin", "end"]
+    assert lines[-1]["k"] == "end"
+    assert lines[-1]["dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "lanes"),
+    [
+        ({"host": "1MiB", "disk": []}, {"d2h", "h2d"}),
+        ({"host": 0, "disk": True}, {"nvme-write", "nvme-read"}),
+        ({"host": "1MiB", "disk": True}, {"d2h", "h2d", "nvme-write", "nvme-read"}),
+    ],
+)
+def test_a_traces_header_has_the_budgets_and_the_measured_rate_of_each_lane_in_use(
+    tmp_path: Path, tiers: dict[str, Any], lanes: set[str]
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    disk = scratch if tiers["disk"] is True else tiers["disk"]
+    model = stack()
+    manager = memo.offload(
+        model, alpha=1.0, host=tiers["host"], disk=disk, disk_budget="1MiB", min_bytes=512, trace=tmp_path
+    )
+    written = manager.report().disk
+    assert written is None or written.written_bytes == 0, "what measures the link is none of the run's own"
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    manager.close()
+    trace = read_trace(tmp_path / "trace.rank0.jsonl")
+    assert set(trace.meta["link_bytes_per_s"]) == lanes
+    assert min(trace.meta["link_bytes_per_s"].values()) > 1e6
+    assert trace.meta["budgets"]["host"] == (1 << 20 if tiers["host"] else 0)
+    assert trace.meta["budgets"]["device"] is None  # on the CPU
+    used = {lane.lane.value: lane.link_bytes_per_s for lane in rank_stats(trace).total.lanes if lane.copies}
+    assert used
+    assert used == {lane: trace.meta["link_bytes_per_s"][lane] for lane in used}
+    assert list(scratch.iterdir()) == []

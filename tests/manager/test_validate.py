@@ -1,0 +1,118 @@
+"""What `memo.offload` says to arguments that cannot mean anything: one line of its own, and nothing is left open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from activation_problems import random_problem
+from torch import nn
+
+import memo
+from memo.errors import MemoError, NoRepeatedLayers, UsageError
+from memo.mip.activation.solver import solve_problem
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.inner(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"alpha": "x"}, "alpha, levels: 'x' is neither a fraction"),
+        ({"alpha": float("nan")}, "alpha: nan is no fraction"),
+        ({"levels": 5}, "levels: 5 is not a dict"),
+        ({"levels": {0: "x"}}, "'x' is neither a fraction"),
+        ({"plan": 5}, "plan: 5 is not an activation plan or the name of its file"),
+        ({"plan": {"layers": "x" * 99}}, "plan: a dict is not an activation plan"),
+        ({"layers": 5}, "layers: 5 is not a ModuleList"),
+        ({"layers": nn.Conv2d}, "layers: no module of Model is a Conv2d"),
+        ({"layers": []}, "layers: the list is empty"),
+        ({"layers": [nn.Linear(2, 2)]}, "layers: Linear is not a part of the model"),
+        ({"disk": 5}, "disk: 5 is not the name of a directory, or a list of them"),
+        ({"disk": ["/tmp", 5]}, "disk: 5 is not the name of a directory"),
+        ({"disk": ""}, "disk: an empty text"),
+        ({"trace": 5}, "trace: 5 is not the name of a file"),
+        ({"trace": ""}, "trace: an empty text"),
+        ({"group": 5}, "group: 5 is not a torch.distributed process group"),
+        ({"schedule": "1f1b"}, "schedule: '1f1b' is not one of"),
+        ({"host": 1.5}, "host: 1.5 is not a size"),
+        ({"device": "80 gigs"}, "device: cannot read '80 gigs'"),
+        ({"min_bytes": None}, "min_bytes: None is not a size"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_an_argument_of_no_meaning_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    before = open_files()
+    with pytest.raises(MemoError) as error:
+        memo.offload(Model(), **arguments)
+    assert isinstance(error.value, (UsageError, NoRepeatedLayers))
+    assert words in str(error.value)
+    assert str(error.value).isprintable()
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("model", [None, lambda x: x, {"layers": 3}])
+def test_a_model_is_a_module(model: Any) -> None:
+    with pytest.raises(UsageError, match=r"^model: .* is no torch\.nn\.Module$"):
+        memo.offload(model)
+
+
+def test_a_layer_that_is_named_twice_is_one_layer() -> None:
+    model = Model()
+    manager = memo.offload(model, layers=[model.layers[0], model.layers[1], model.layers[0]], alpha=1.0)
+    assert [layer.name for layer in manager.layers] == ["layers.0", "layers.1"]
+    manager.close()
+
+
+def test_a_disk_budget_of_less_than_a_block_holds_nothing() -> None:
+    model = Model()
+    manager = memo.offload(model, alpha=1.0, disk_budget=1, min_bytes=0)
+    with pytest.raises(MemoError, match="no room for"), manager:
+        model(torch.ones(4, 8, requires_grad=True))
+    manager.close()
+
+
+def test_a_plan_for_another_model_leaves_nothing_open(tmp_path: Path) -> None:
+    plan = solve_problem(random_problem(2, layers=6, classes=1))
+    before = open_files()
+    with pytest.raises(MemoError, match="it has 6 layers and the model 3"):
+        memo.offload(Model(), plan=plan, trace=tmp_path / "trace.jsonl")
+    assert open_files() == before
+
+
+def test_a_trace_has_a_directory_made_for_it_and_replaces_nothing_but_a_trace(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run's takes the place of the first one's
+        memo.offload(Model(), alpha=1.0, trace=f"{tmp_path}/runs/a/").close()
+    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["trace.rank0.jsonl"]
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(MemoError, match="exists and is no trace"):
+        memo.offload(Model(), alpha=1.0, trace=notes)
+    with pytest.raises(MemoError, match="cannot make the trace's directory"):
+        memo.offload(Model(), alpha=1.0, trace=f"{notes}/a/")
+    assert notes.read_text() == "mine"

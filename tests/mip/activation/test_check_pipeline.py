@@ -1,0 +1,162 @@
+"""Stages of several chunks: the checker's walk against the planner's rows, on plans that a planner makes and on others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from activation_problems import layer, machine, profile_of, random_problem
+
+from memo.errors import Infeasible, PlanError
+from memo.mip.activation.checker import Rule, check_plan
+from memo.mip.activation.cost import predict
+from memo.mip.activation.files import plan_from_json, plan_to_json
+from memo.mip.activation.plan import (
+    ActivationPlan,
+    ActivationProblem,
+    Budgets,
+    LayerPlan,
+    OwnTurns,
+    Pipeline,
+    stage_layers,
+)
+from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
+
+TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
+ENDLESS = 1 << 60
+
+
+def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
+    """What no planner would make: every layer otherwise."""
+    draw = random.Random(seed)
+    lasts = {stage_layers(problem, stage)[-1] for stage in range(problem.pipeline.stages)}
+    layers = []
+    for index in range(len(problem.profile.layers)):
+        tokens = draw.uniform(0, 1)
+        kept, host = (1.0, 0.0) if index in lasts else (share := draw.uniform(0, 1), draw.uniform(0, 1 - share))
+        disk = 1 - kept - host
+        layers.append(LayerPlan(all_tokens=tokens, attention_tokens=1 - tokens, kept=kept, host=host, disk=disk))
+    budgets = Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS, disk_bytes=ENDLESS)
+    problem = dataclasses.replace(problem, budgets=budgets)
+    return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict(problem, layers))
+
+
+@pytest.mark.parametrize("schedule", TWO)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 6), (3, 6), (4, 8)])
+def test_walking_through_every_turn_finds_what_is_predicted(
+    schedule: PipelineSchedule, stages: int, microbatches: int
+) -> None:
+    pipeline = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
+    for seed in range(8):
+        problem = random_problem(seed, layers=2 * stages + 3 * (seed % 4), classes=1 + seed % 3, pipeline=pipeline)
+        plan = any_plan(problem, seed)
+        violation = check_plan(plan)
+        assert violation is None, (seed, violation)
+        peak = max(range(stages), key=lambda stage: plan.stages[stage].peak_device_bytes)
+        tight = dataclasses.replace(
+            plan.problem,
+            budgets=Budgets(
+                device_bytes=plan.stages[peak].peak_device_bytes - 2, host_bytes=ENDLESS, disk_bytes=ENDLESS
+            ),
+        )
+        violation = check_plan(dataclasses.replace(plan, problem=tight))
+        assert violation is not None
+        assert violation.rule is Rule.DEVICE
+
+
+@pytest.mark.parametrize("schedule", TWO)
+def test_a_chunks_last_layer_moves_unless_it_is_the_stages(schedule: PipelineSchedule) -> None:
+    block = layer()
+    problem = ActivationProblem(
+        profile=profile_of(*[block] * 8),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS),
+        pipeline=Pipeline(stages=2, microbatches=4, schedule=schedule),
+    )
+    first, last = stage_layers(problem, 0)[1], stage_layers(problem, 0)[-1]
+    for moving, allowed in ((first, True), (last, False)):
+        layers = tuple(LayerPlan(kept=0.5, host=0.5) if index == moving else LayerPlan() for index in range(8))
+        plan = ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+        violation = check_plan(plan)
+        assert (violation is None) is allowed, violation
+        assert violation is None or violation.rule is Rule.LAST
+
+
+def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_there() -> None:
+    """One layer a chunk, 160 bytes each, of which 60 are saved when its tokens are computed again."""
+    block = layer(always=60, all=100, matmuls=None, attention=1.0)
+    turns = rank_turns(PipelineSchedule.ZERO_BUBBLE, ranks=2, rank=1, microbatches=2)
+    said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns)
+    assert said == "0F0 0F1 1F0 1I0 1F1 1I1 1W0 0I0 1W1 0I1 0W0 0W1"
+    pipeline = Pipeline(microbatches=2, own=OwnTurns(layers=(1, 1), turns=turns))
+    problem = ActivationProblem(
+        profile=profile_of(block, block),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS),
+        pipeline=pipeline,
+    )
+
+    def peak(first: LayerPlan, second: LayerPlan) -> int:
+        (stage,) = predict(problem, (first, second))
+        return stage.peak_device_bytes
+
+    everything = LayerPlan()
+    again = LayerPlan(all_tokens=0.0, attention_tokens=1.0)
+    away = LayerPlan(kept=0.0, host=1.0)
+    assert peak(everything, everything) == 4 * 160
+    # 1W0: one of the second chunk runs and one is between the halves, with all that was computed again; of the first chunk
+    # the one that 0I0 comes to next is whole already, and the other one waits.
+    assert peak(again, again) == 3 * 160 + 60
+    assert peak(away, everything) == 3 * 160
+    # Where the second chunk saves little and nothing moves, only its halves count whole.
+    assert peak(everything, again) == 4 * 160
+
+
+def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
+    """Where backward is whole: of halves the larger number says nothing."""
+    better = 0
+    for rank, seed in itertools.product(range(2), range(6)):
+        turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=rank, microbatches=8)
+        pipeline = Pipeline(microbatches=8, own=OwnTurns(layers=(4, 4), turns=turns))
+        problem = random_problem(seed, layers=8, pipeline=pipeline)
+        held = max(max(counts) for counts in pipeline.most_held(0))
+        counted = dataclasses.replace(problem, pipeline=Pipeline(microbatches=8, held=held))
+        try:
+            (before,), (after,) = solve_problem(counted).stages, solve_problem(problem).stages
+        except Infeasible:
+            continue
+        added, added_before = after.recompute_s + after.stall_s, before.recompute_s + before.stall_s
+        assert added <= added_before * (1 + 1e-6), seed
+        better += added < 0.9 * added_before
+    assert better >= 4
+
+
+@pytest.mark.parametrize("schedule", TWO)
+def test_a_plan_in_turns_comes_back_from_its_file(schedule: PipelineSchedule) -> None:
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
+    plan = any_plan(random_problem(1, layers=8, pipeline=pipeline), 1)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stages": 1}, "no meaning for one stage"),
+        ({"stages": 2, "microbatches": 1}, "is too few for interleaved-1f1b"),
+        ({"stages": 4, "microbatches": 9}, "does not divide into rounds"),
+        ({"stages": 2, "microbatches": 1 << 18}, "too many to follow"),
+    ],
+)
+def test_a_step_that_a_schedule_cannot_run_is_refused(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Pipeline(schedule=PipelineSchedule.INTERLEAVED, **wrong)
+
+
+def test_two_chunks_want_as_many_layers() -> None:
+    with pytest.raises(PlanError, match="3 layers make no 2 stages of 2 chunks"):
+        random_problem(
+            1, layers=3, pipeline=Pipeline(stages=2, microbatches=4, schedule=PipelineSchedule.ZERO_BUBBLE_V)
+        )

@@ -1,0 +1,178 @@
+"""The checker of activation plans names the rule that is broken, and shares no code with the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from activation_problems import layer, machine, profile_of
+
+from memo.errors import PlanInvalid
+from memo.events import Tier
+from memo.mip.activation.checker import Rule, check_plan, require_valid
+from memo.mip.activation.cost import predict
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.inputs.profile import EndProfile
+from memo.mip.simulate.simulator import simulate
+
+BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
+ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
+HALF = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.5, disk=0.3)
+LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
+
+# By hand, for four layers of which the first two save 20 + 70 bytes and keep 18: parameters and the embedding's bytes are
+# 4 * 10 + 2 * 3 + 7; at layer 3 there stand 18 + 18 - 18 of layer 0 (layer 1 has left), layers 2 and 3 whole; at the head
+# both keep 18, layer 2 keeps 160, layer 3 stands whole, the head holds 7 + 11.
+STATIC = 4 * 10 + 2 * 3 + 7
+PEAK = STATIC + 18 + 18 + 160 + 160 + 7 + 11
+HOST, DISK = 2 * 45, 2 * 27
+ROOMY = Budgets(device_bytes=1 << 30, host_bytes=1 << 30, disk_bytes=1 << 30)
+
+
+def plan_of(
+    *layers: LayerPlan, budgets: Budgets | None = None, pipeline: Pipeline | None = None, **rates: float
+) -> ActivationPlan:
+    problem = ActivationProblem(
+        profile=profile_of(*[BLOCK] * len(layers), embedding=ENDS, head=ENDS),
+        hardware=machine(**rates),
+        budgets=budgets or Budgets(device_bytes=PEAK, host_bytes=HOST, disk_bytes=DISK),
+        pipeline=pipeline or Pipeline(),
+    )
+    return ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+
+
+def test_a_plan_that_uses_its_budgets_to_the_last_byte_is_valid_and_predicted_as_on_paper() -> None:
+    plan = plan_of(*LAYERS)
+    assert check_plan(plan) is None
+    stage = plan.stages[0]
+    assert (stage.peak_device_bytes, stage.peak_host_bytes, stage.peak_disk_bytes) == (PEAK, HOST, DISK)
+    # Forward 4 x 10 and backward 4 x 20, ends 2 x 3. Two recomputes of 2. Out: 72 bytes at 10 a second by the link take
+    # 7.2, but the disk's 27 at 4 take 6.75: both within 10. In: within 20.
+    assert stage.compute_s == pytest.approx(126.0)
+    assert stage.recompute_s == pytest.approx(4.0)
+    assert stage.stall_s == 0.0
+    assert plan.step_s == pytest.approx(130.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "late_s"),
+    [
+        ({"d2h_bytes_per_s": 5.0}, {"stall_d2h_s": 2 * (72 / 5 - 10)}),
+        ({"h2d_bytes_per_s": 3.0}, {"stall_h2d_s": (72 / 3 - 20 - 2) + (72 / 3 - 20)}),
+        ({"disk_write_bytes_per_s": 2.0}, {"stall_disk_write_s": 2 * (27 / 2 - 10)}),
+        ({"disk_read_bytes_per_s": 1.25}, {"stall_disk_read_s": (27 / 1.25 - 20)}),
+        # Of a link of 10 the disk takes its half, 5 a second, until the host's 45 are through at 9 s: nothing is left of
+        # its 27 then. With a drive of 6 and 45 against 27 the link is what counts.
+        ({"disk_write_bytes_per_s": 6.0}, {}),
+    ],
+)
+def test_stalls_are_counted_by_cause_as_on_paper(rate: dict[str, float], late_s: dict[str, float]) -> None:
+    plan = plan_of(*LAYERS, **rate)
+    assert check_plan(plan) is None
+    found = dataclasses.asdict(plan.stages[0])
+    for cause in ("stall_d2h_s", "stall_h2d_s", "stall_disk_write_s", "stall_disk_read_s"):
+        assert found[cause] == pytest.approx(late_s.get(cause, 0.0)), cause
+
+
+def test_the_disks_bytes_wait_for_the_hosts_on_a_link_that_is_little_faster_than_the_disk() -> None:
+    mostly_disk = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.1, disk=0.7)
+    plan = plan_of(
+        mostly_disk, LayerPlan(), LayerPlan(), budgets=ROOMY, d2h_bytes_per_s=5.0, disk_write_bytes_per_s=4.0
+    )
+    # 9 bytes and as many of the 63 go at 2.5 a second each, the other 54 at 4: 3.6 + 13.5 s in a window of 10.
+    assert plan.stages[0].stall_disk_write_s == pytest.approx(7.1)
+    assert check_plan(plan) is None
+
+
+def budgets(**changes: float | None) -> Budgets:
+    return dataclasses.replace(Budgets(device_bytes=PEAK, host_bytes=HOST, disk_bytes=DISK), **changes)
+
+
+def claiming(**figures: float) -> ActivationPlan:
+    plan = plan_of(*LAYERS)
+    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], **figures),))
+
+
+def elsewhere(**rates: float) -> ActivationPlan:
+    plan = plan_of(*LAYERS)
+    return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
+
+
+# Half of the tokens at SAVE_MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
+# layers whole are the peak, as the layers of the middle keep nothing.
+GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
+MIDDLE = LayerPlan(all_tokens=0.5, matmul_tokens=0.5, kept=0.0, host=1.0)
+GIVEN_PEAK = 2 * (160 + 10)
+
+
+def given_plan(device_bytes: int) -> ActivationPlan:
+    layers = (MIDDLE, MIDDLE, MIDDLE, LayerPlan())
+    problem = ActivationProblem(
+        profile=profile_of(*[GIVEN] * 4),
+        hardware=machine(),
+        budgets=dataclasses.replace(ROOMY, device_bytes=device_bytes),
+    )
+    return ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+
+
+def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:
+    plan = given_plan(GIVEN_PEAK)
+    assert plan.stages[0].peak_device_bytes == GIVEN_PEAK
+    assert check_plan(plan) is None
+    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
+
+
+BROKEN = {
+    "no byte for what a recompute is given": (given_plan(GIVEN_PEAK - 1), Rule.DEVICE),
+    "one byte too few on the device": (plan_of(*LAYERS, budgets=budgets(device_bytes=PEAK - 1)), Rule.DEVICE),
+    "one byte too few on the host": (plan_of(*LAYERS, budgets=budgets(host_bytes=HOST - 1)), Rule.HOST),
+    "one byte too few on the disk": (plan_of(*LAYERS, budgets=budgets(disk_bytes=DISK - 1)), Rule.DISK),
+    "two ranks on one node's host": (plan_of(*LAYERS, budgets=budgets(ranks_per_node=2)), Rule.HOST),
+    "more written in a day than allowed": (
+        plan_of(*LAYERS, budgets=budgets(disk_wear_bytes_per_day=DISK / 130 * 86400 * 0.999)),
+        Rule.WEAR,
+    ),
+    "no host at all": (plan_of(*LAYERS, budgets=budgets(host_bytes=0)), Rule.TIER),
+    "no drive": (elsewhere(disk_read_bytes_per_s=0.0), Rule.TIER),
+    "the last layer moves": (plan_of(*LAYERS[:3], HALF), Rule.LAST),
+    "the last layer of the first stage moves": (
+        plan_of(HALF, HALF, HALF, LayerPlan(), pipeline=Pipeline(stages=2)),
+        Rule.LAST,
+    ),
+    "a level that the layers do not have": (
+        plan_of(LayerPlan(all_tokens=0.5, matmul_tokens=0.5), *LAYERS[1:]),
+        Rule.LEVEL,
+    ),
+    "a step faster than its rules allow": (claiming(compute_s=125.0), Rule.PREDICTION),
+    "a smaller peak than there is": (claiming(peak_device_bytes=PEAK - 40), Rule.PREDICTION),
+    "less on the host than there is": (claiming(peak_host_bytes=HOST - 40), Rule.PREDICTION),
+    "less written than there is": (claiming(disk_written_bytes=0), Rule.PREDICTION),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_named(name: str) -> None:
+    plan, rule = BROKEN[name]
+    violation = check_plan(plan)
+    assert violation is not None
+    assert violation.rule is rule
+    with pytest.raises(PlanInvalid, match=f"rule {rule}: "):
+        require_valid(plan)
+
+
+def test_wear_just_within_its_budget_is_valid() -> None:
+    assert check_plan(plan_of(*LAYERS, budgets=budgets(disk_wear_bytes_per_day=DISK / 130 * 86400 * 1.001))) is None
+
+
+def test_a_pipeline_holds_more_microbatches_in_its_first_stage() -> None:
+    moved = LayerPlan(kept=0.25, host=0.75)
+    layers = (moved, LayerPlan(), moved, LayerPlan())
+    pipeline = Pipeline(stages=2, microbatches=3)
+    plan = plan_of(*layers, budgets=ROOMY, pipeline=pipeline)
+    # Stage 0 holds two microbatches: the other one's 40 + 160, both buffers, parameters, the embedding's bytes of both.
+    assert [stage.peak_host_bytes for stage in plan.stages] == [2 * 120, 120]
+    assert plan.stages[0].peak_device_bytes == (40 + 160) + 2 * 160 + 2 * 10 + 3 + 2 * 7
+    assert check_plan(plan) is None
+    # Of 120 bytes at 10 a second 2 s do not fit into the next forward: forward 1 + 20 + 2, backward 42 on each stage. Stage
+    # 1 runs F B F B F B from 23 s on, and stage 0's last backward follows.
+    assert plan.step_s == pytest.approx(23 + 3 * (23 + 42) + 42)

@@ -1,0 +1,314 @@
+"""Every fault of a disk: the bytes come back exact, or the named error is raised, and the store works on."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_file import Faults, ManualEvent
+from faulty_store import BLOCK, SIZE, make, python, random_bytes, round_trip
+
+from memo.errors import CorruptBlock, ScratchFull, StoreReadError, StoreWriteError, SwapError
+from memo.swap.disk.store import DiskStore
+from memo.swap.memory.page_aligned import aligned_empty
+
+# Row 1: no space
+
+
+def test_a_budget_beyond_the_file_system_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ScratchFull, match=r"1024 TiB.*ENOSPC.*free; lower"):
+        DiskStore([tmp_path], 1 << 50)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_refused_preallocation_is_scratch_full_and_closes_every_file(tmp_path: Path, number: int) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ScratchFull, match=errno.errorcode[number]):
+        DiskStore([tmp_path] * 2, 16 << 20, open_file=Faults().fail("fallocate", 2, errno=number).open)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_cannot_grow_is_a_used_up_budget(tmp_path: Path) -> None:
+    faults = Faults().fail("fallocate", 1, errno=errno.ENOSPC).fail("fallocate", 2, errno=errno.ENOSPC)
+    store = DiskStore([tmp_path], None, spare_bytes=0, open_file=faults.open)
+    assert store.reserve(4096) is None
+    assert store.reserve(4096) is not None, "space that others gave back is used"
+    store.close()
+
+
+def test_growth_falls_back_to_the_bytes_asked_for(tmp_path: Path) -> None:
+    faults = Faults().fail("fallocate", 1, errno=errno.ENOSPC)
+    store = DiskStore([tmp_path], None, block_bytes=BLOCK, spare_bytes=0, open_file=faults.open)
+    assert store.reserve(4096) is not None
+    assert store.stats.capacity_bytes == BLOCK
+    store.close()
+
+
+def test_a_disk_full_in_a_write_keeps_the_source_and_names_the_error(tmp_path: Path) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults)
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, faults.files[0].fd)
+    os.close(full)
+    with pytest.raises(StoreWriteError, match=rf"rank 3: write of {SIZE} bytes at offset 0 .*ENOSPC"):
+        round_trip(store)
+    assert store.stats.write_errors > 0
+    store.close()
+
+
+# Row 2: input/output errors. The loop fails every call of a run in turn, until a run meets no fault.
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_every_write_failed_in_turn_is_raised_and_the_store_works_on(tmp_path: Path, number: int, sticky: bool) -> None:
+    for nth in range(1, 100):
+        faults = Faults().fail("write", nth, errno=number, sticky=sticky)
+        store = make(tmp_path, faults)
+        if sticky and nth <= 5:
+            with pytest.raises(StoreWriteError, match=errno.errorcode[number]):
+                round_trip(store)
+        elif nth <= 5:
+            with pytest.raises(StoreWriteError, match=errno.errorcode[number]):
+                round_trip(store)
+            round_trip(store, seed=1)
+        else:
+            round_trip(store)
+        assert store.stats.used_bytes == 0
+        store.close()
+        if not faults.hits:
+            break
+    assert nth == 6, "five pieces, five writes"
+
+
+def test_every_read_failed_once_is_retried(tmp_path: Path) -> None:
+    for nth in range(1, 100):
+        faults = Faults().fail("read", nth, errno=errno.EIO)
+        store = make(tmp_path, faults)
+        round_trip(store)
+        assert store.stats.read_retries == faults.hits
+        assert store.stats.read_errors == 0
+        store.close()
+        if not faults.hits:
+            break
+    assert nth == 6
+
+
+def test_a_read_that_keeps_failing_is_raised_after_two_retries(tmp_path: Path) -> None:
+    faults = Faults().fail("read", 1, errno=errno.EIO, sticky=True)
+    store = DiskStore([tmp_path], 1 << 20, rank=3, open_file=faults.open)
+    with pytest.raises(StoreReadError, match=rf"rank 3: read of {SIZE} bytes at offset 0 .*{tmp_path}.*EIO"):
+        round_trip(store)
+    assert faults.calls["read"] == 3
+    assert (store.stats.read_retries, store.stats.read_errors) == (2, 1)
+    store.close()
+
+
+def test_a_failure_is_done_and_is_raised_as_often_as_asked(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults().fail("write", 1, errno=errno.EIO))
+    write = store.write(store.reserve(4096), random_bytes(4096))
+    for _ in range(2):
+        with pytest.raises(StoreWriteError) as caught:
+            write.synchronize()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == errno.EIO
+    assert write.query()
+    assert not write.cancel()
+    store.close()
+
+
+def test_pieces_after_a_failure_are_not_written(tmp_path: Path) -> None:
+    faults = Faults().fail("write", 1, errno=errno.EIO)
+    store = make(tmp_path, faults, threads=1)
+    with pytest.raises(StoreWriteError):
+        round_trip(store)
+    assert faults.calls["write"] == 1
+    store.close()
+
+
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_failed_copy_before_a_write_fails_the_write_with_its_own_error(tmp_path: Path, waited_for: bool) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults)
+    copy = ManualEvent()
+    if not waited_for:
+        copy.fire(SwapError("the copy of layer 7 failed"))
+    write = store.write(store.reserve(SIZE), random_bytes(SIZE), after=[copy])
+    copy.fire(SwapError("the copy of layer 7 failed"))
+    with pytest.raises(SwapError, match="layer 7"):
+        write.synchronize()
+    assert faults.calls["write"] == 0
+    round_trip(store)
+    store.close()
+
+
+def test_an_error_that_nobody_foresaw_still_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults)
+    monkeypatch.setattr(faults.files[0], "pwrite", lambda data, offset: 1 // 0)
+    with pytest.raises(StoreWriteError, match="ZeroDivisionError"):
+        round_trip(store)
+    store.close()
+
+
+# Row 3: short transfers, interruptions, end of file
+
+
+@pytest.mark.parametrize("op", ["write", "read"])
+@pytest.mark.parametrize("short", [4096, 10000, 512, 1])
+def test_a_short_transfer_is_completed(tmp_path: Path, op: str, short: int) -> None:
+    for nth in range(1, 5):  # the fifth piece is a single block
+        faults = Faults().fail(op, nth, short=short)  # type: ignore[arg-type]
+        store = make(tmp_path, faults)
+        round_trip(store)
+        assert faults.hits == 1
+        assert faults.calls[op] == 5 + 1  # type: ignore[index]
+        store.close()
+
+
+@pytest.mark.parametrize("op", ["write", "read"])
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+def test_an_interrupted_transfer_is_repeated(tmp_path: Path, op: str, number: int) -> None:
+    faults = Faults()
+    for nth in (1, 2, 4, 6):
+        faults.fail(op, nth, errno=number)  # type: ignore[arg-type]
+    store = make(tmp_path, faults)
+    round_trip(store)
+    assert faults.hits == 4
+    assert store.stats.read_retries == 0
+    store.close()
+
+
+@pytest.mark.parametrize(("op", "error"), [("write", StoreWriteError), ("read", StoreReadError)])
+def test_a_transfer_without_progress_is_an_error_and_not_a_loop(
+    tmp_path: Path, op: str, error: type[SwapError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memo.swap.disk.transfer._BARREN_PAUSE_S", 0.0)
+    for fault in ({"short": 0}, {"short": 100}, {"errno": errno.EAGAIN}, {"errno": errno.EINTR}):
+        store = make(tmp_path, Faults().fail(op, 1, sticky=True, **fault))  # type: ignore[arg-type]
+        with pytest.raises(error):
+            round_trip(store)
+        store.close()
+
+
+def test_a_file_cut_short_is_a_read_error(tmp_path: Path) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults)
+    extent = store.reserve(SIZE)
+    store.write(extent, random_bytes(SIZE)).synchronize()
+    os.ftruncate(faults.files[0].fd, 2 * BLOCK)
+    with pytest.raises(StoreReadError, match="end of file"):
+        store.read(extent, aligned_empty(SIZE)).synchronize()
+    store.close()
+
+
+def test_a_real_short_write_ends_in_the_error_behind_it(tmp_path: Path) -> None:
+    # The limit cuts a write in the middle, and only the next call says why.
+    result = python(
+        """
+        import resource
+        from memo.errors import StoreWriteError
+        store = DiskStore([sys.argv[1]], 1 << 20)
+        extent = store.reserve(65536)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+        try:
+            store.write(extent, torch.ones(16384, dtype=torch.uint8)).synchronize()
+        except StoreWriteError as error:
+            print(error)
+        store.close()
+        """,
+        tmp_path,
+    )
+    assert "EFBIG" in result.stdout, result.stderr
+
+
+# Row 4: bytes that are not those written
+
+
+def _flip(fd: int) -> None:
+    block = aligned_empty(4096)
+    view = memoryview(block.numpy())
+    os.preadv(fd, [view], BLOCK)
+    block[17] ^= 1
+    os.pwrite(fd, view, BLOCK)
+
+
+def _swap(fd: int) -> None:
+    first, second = aligned_empty(BLOCK), aligned_empty(BLOCK)
+    for block, offset in ((first, 0), (second, BLOCK)):
+        os.preadv(fd, [memoryview(block.numpy())], offset)
+    for block, offset in ((second, 0), (first, BLOCK)):
+        os.pwrite(fd, memoryview(block.numpy()), offset)
+
+
+def _tear(fd: int) -> None:
+    os.pwrite(fd, memoryview(aligned_empty(4096).zero_().numpy()), 4 * BLOCK)
+
+
+@pytest.mark.parametrize("damage", [_flip, _swap, _tear])
+@pytest.mark.parametrize("verify", [True, False])
+def test_damage_is_caught_when_verifying_and_unseen_otherwise(tmp_path: Path, damage: object, verify: bool) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults, verify=verify)
+    extent, source, target = store.reserve(SIZE), random_bytes(SIZE), aligned_empty(SIZE)
+    store.write(extent, source).synchronize()
+    damage(faults.files[0].fd)  # type: ignore[operator]
+    read = store.read(extent, target)
+    if verify:
+        with pytest.raises(CorruptBlock, match="not the bytes that were written"):
+            read.synchronize()
+        assert store.stats.read_errors > 0
+    else:
+        read.synchronize()
+        assert not torch.equal(source, target)
+    store.close()
+
+
+def test_a_write_that_never_reached_the_disk_is_caught_as_stale(tmp_path: Path) -> None:
+    faults = Faults()
+    store = make(tmp_path, faults, verify=True)
+    extent = store.reserve(SIZE)
+    store.write(extent, random_bytes(SIZE, 1)).synchronize()
+    real = faults.files[0].pwrite
+    faults.files[0].pwrite = lambda data, offset: len(data) if offset == BLOCK else real(data, offset)  # type: ignore[method-assign]
+    store.write(extent, random_bytes(SIZE, 2)).synchronize()
+    with pytest.raises(CorruptBlock):
+        store.read(extent, aligned_empty(SIZE)).synchronize()
+    store.close()
+
+
+def test_a_verified_read_takes_all_that_was_written(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults(), verify=True)
+    extent = store.reserve(SIZE)
+    store.write(extent, random_bytes(SIZE)).synchronize()
+    with pytest.raises(ValueError, match=f"all {SIZE}"):
+        store.read(extent, aligned_empty(4096))
+    store.close()
+
+
+# Row 5: slow and stalled
+
+
+def test_a_stalled_operation_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+    faults = Faults().fail("write", 1, delay=0.2)
+    store = DiskStore([tmp_path], 1 << 20, stall_warning_s=0.02, open_file=faults.open)
+    write = store.write(store.reserve(4096), random_bytes(4096))
+    with pytest.warns(RuntimeWarning, match=r"write of 4096 bytes at offset 0 .* not finished .*running.*stalled"):
+        write.synchronize()
+    store.close()
+
+
+def test_a_slow_disk_changes_no_byte_and_shows_in_the_busy_time(tmp_path: Path) -> None:
+    store = make(tmp_path, Faults().fail("write", 1, delay=0.01, sticky=True), threads=1)
+    round_trip(store)
+    assert store.stats.write_busy_s >= 5 * 0.01
+    store.close()

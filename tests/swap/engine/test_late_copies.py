@@ -1,0 +1,144 @@
+"""No host thread waits in the forward for a copy that only it could wait for, within the bytes that may be late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from faulty_file import Faults
+from race_checker import CheckingBackend, CheckingDisk
+from small_models import Stack, assert_equal, ids, stack, train
+
+from memo.errors import StoreWriteError
+from memo.events import StallCause
+from memo.manager.manager import Manager
+from memo.swap.backends.cpu import CpuBackend
+from memo.swap.disk.store import DiskStore
+from memo.swap.engine.engine import Engine
+from memo.swap.layers import find_layers
+from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.tiers.host_and_disk import DiskTier
+from memo.swap.token_levels import TokenLevels
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memo.swap.backends.protocol import Event
+
+LAYERS = 6
+ROOM = 1 << 24
+ENOUGH = 1 << 30
+
+
+def checked(model: Stack, policy: Any, *, late: int | None) -> tuple[Manager, CheckingBackend]:
+    backend = CheckingBackend(policy, hosted_disk=True)
+    tiers = [DiskTier(CheckingDisk(backend, ROOM), ROOM)]
+    return Manager(model, find_layers(model), Engine(backend, tiers, min_bytes=512, late_bytes=late)), backend
+
+
+def plain() -> Any:
+    model = stack(layers=LAYERS)
+    return train(model, lambda step: model(ids(step)))
+
+
+def stops_in_forward(policy: str, late: int | None) -> tuple[int, int]:
+    """How often the host had to wait in one forward, and the most bytes that the device held."""
+    model = stack(layers=LAYERS)
+    manager, backend = checked(model, policy, late=late)
+    with manager:
+        loss = model(ids())
+    stops, peak = backend.host_stops, manager.stats.peak_device_bytes
+    loss.backward()
+    manager.close()
+    return stops, peak
+
+
+@pytest.mark.parametrize("late", [0, None, ENOUGH])
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random"])
+def test_gradients_are_equal_and_nothing_races_however_late_copies_may_be(policy: str, late: int | None) -> None:
+    model = stack(layers=LAYERS)
+    manager, backend = checked(model, policy, late=late)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    assert backend.races == []
+    manager.close()
+    assert manager.stats.live_entries == 0
+    assert manager.stats.device_bytes == 0
+    assert manager._engine.tiers[0].used == 0
+
+
+def test_the_host_stops_only_for_what_is_beyond_the_late_bytes() -> None:
+    # Lazy copies never end by themselves: whatever has to go is waited for.
+    at_once, two_layers = stops_in_forward("lazy", 0)
+    one_later, three_layers = stops_in_forward("lazy", None)
+    never, all_layers = stops_in_forward("lazy", ENOUGH)
+    assert at_once > one_later > never == 0
+    layer = all_layers / LAYERS
+    assert two_layers < three_layers <= two_layers + 1.2 * layer
+    assert three_layers < 0.7 * all_layers
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_other_ranks_take_part_in_is_never_late(together: bool) -> None:
+    """Whether it is computed again must not depend on how far this rank's disk has come."""
+    model = stack(layers=LAYERS)
+    backend = CheckingBackend("lazy", hosted_disk=True)
+    engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
+    tokenwise = TokenWise(engine, TokenLevels.of_alpha(0.25))
+    tokenwise._ranks.talks = lambda layer: together  # type: ignore[method-assign]
+    with Manager(model, find_layers(model), engine, tokenwise=tokenwise) as manager:
+        loss = model(ids())
+    assert (backend.host_stops > 0) == together
+    loss.backward()
+    assert backend.races == []
+    assert (manager.stats.bytes_recomputed > 0) == together
+    manager.close()
+
+
+def test_the_host_never_stops_where_copies_keep_up() -> None:
+    assert stops_in_forward("eager", 0)[0] == 0
+
+
+class HostApart(CpuBackend):
+    """A host that is not the compute stream, as beside a GPU: what its threads do it need not wait for."""
+
+    def host_waits(self, event: Event) -> bool:
+        return not event.query()
+
+
+def behind_a_slow_disk(directory: Path, faults: Faults, late: int) -> Manager:
+    model = stack(layers=LAYERS)
+    store = DiskStore([directory], 1 << 22, open_file=faults.open)
+    engine = Engine(HostApart(), [DiskTier(store, 1 << 22)], min_bytes=4096, late_bytes=late)
+    manager = Manager(model, find_layers(model), engine)
+    manager.model = model  # type: ignore[attr-defined]
+    return manager
+
+
+@pytest.mark.parametrize("late", [0, ENOUGH])
+def test_a_disk_that_is_behind_is_named_as_the_cause(tmp_path: Path, late: int) -> None:
+    delay_s = 0.05
+    faults = Faults().fail("write", 1, delay=delay_s, sticky=True)
+    manager = behind_a_slow_disk(tmp_path, faults, late)
+    model: Stack = manager.model  # type: ignore[attr-defined]
+    with manager:
+        loss = model(ids())
+    assert (manager.stats.stalls_ns[StallCause.DISK_QUEUE] > 0) == (late == 0)
+    assert manager.stats.stalls_ns[StallCause.DRAIN] < delay_s * 1e9, "a busy machine's pauses, and no write"
+    loss.backward()
+    manager.close()
+
+
+def test_a_late_write_that_fails_is_raised_when_it_is_known(tmp_path: Path) -> None:
+    faults = Faults().fail("write", 1, errno=5, sticky=True)
+    manager = behind_a_slow_disk(tmp_path, faults, ENOUGH)
+    model: Stack = manager.model  # type: ignore[attr-defined]
+
+    def steps() -> None:
+        for _ in range(50):
+            with manager:
+                loss = model(ids())
+            loss.backward()
+
+    with pytest.raises(StoreWriteError, match="EIO"):
+        steps()
+    manager.close()

@@ -1,0 +1,193 @@
+"""The host arena is laid out by plan from the second step on: no fragmentation, and never two tenants at one place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from small_models import assert_equal, ids, stack, train
+
+import memo
+from memo.swap.backends.cpu import CpuBackend
+from memo.swap.memory.free_list import FreeList
+from memo.swap.tiers.host_and_disk import PAGE, HostTier
+
+if TYPE_CHECKING:
+    from memo.swap.tiers.host_and_disk import Place
+
+
+def run(tier: HostTier, script: list[tuple[str, int]]) -> list[Place | None]:
+    """("claim", pages) and ("release", index of the claim)."""
+    places: list[Place | None] = []
+    for what, value in script:
+        if what == "claim":
+            places.append(tier.claim(value * PAGE))
+        elif (place := places[value]) is not None:
+            place.release()
+    tier.end_step()
+    return places
+
+
+# First fit puts the large one behind the hole that the first leaves: seven pages where five are enough.
+FRAGMENTING = [("claim", 2), ("claim", 1), ("release", 0), ("claim", 4), ("release", 1), ("release", 2)]
+
+
+def test_the_second_step_takes_no_more_than_the_lower_bound() -> None:
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=PAGE)
+    run(tier, FRAGMENTING)
+    assert tier.reserved == 5 * PAGE  # two are given back
+    run(tier, FRAGMENTING)
+    assert tier._recorder.misses == 0
+    assert tier.reserved == 5 * PAGE
+    assert tier.used == 0
+
+
+def test_a_step_that_differs_is_served_and_planned_anew() -> None:
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
+    run(tier, FRAGMENTING)
+    longer = [*FRAGMENTING[:-2], ("claim", 3), ("release", 1), ("release", 2), ("release", 3)]
+    places = run(tier, longer)
+    assert all(place is not None for place in places)
+    assert tier.used == 0
+    run(tier, longer)
+    assert tier._recorder.misses == 0
+
+
+def test_a_place_still_held_is_never_given_to_another() -> None:
+    tier = HostTier(CpuBackend(), 1 << 30, segment_bytes=64 * PAGE)
+    run(tier, FRAGMENTING)
+    late = [("claim", 2), ("claim", 1), ("claim", 4), ("release", 0), ("release", 1), ("release", 2)]
+    live: list[Any] = []
+    for what, value in late[:3]:
+        assert what == "claim"
+        live.append(tier.claim(value * PAGE))
+    blocks = [(place._block.data_ptr(), place._block.data_ptr() + place._block.numel()) for place in live]
+    blocks.sort()
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(blocks))
+
+
+def test_the_budget_holds_with_plans_too() -> None:
+    tier = HostTier(CpuBackend(), 5 * PAGE, segment_bytes=64 * PAGE)
+    first = run(tier, FRAGMENTING)
+    assert first[2] is None  # first fit has two holes of two pages, and no room for four
+    run(tier, FRAGMENTING)
+    assert tier.reserved <= 5 * PAGE
+
+
+THREE_OF_THREE = [("claim", 3), ("claim", 3), ("claim", 3), ("release", 0), ("release", 1), ("release", 2)]
+
+
+def test_a_budget_that_the_step_fills_leaves_nothing_over() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    assert None not in run(tier, THREE_OF_THREE)
+    assert tier.reserved == 9 * PAGE
+
+
+def test_a_slab_a_twentieth_too_large_is_kept_and_a_larger_one_gives_back_its_end() -> None:
+    sizes = {}
+    for surplus in (1, 2):
+        tier = HostTier(CpuBackend(), 64 * PAGE, segment_bytes=(20 + surplus) * PAGE)
+        run(tier, [("claim", 20), ("release", 0)])
+        sizes[surplus] = tier.reserved // PAGE
+    assert sizes == {1: 21, 2: 20}
+
+
+def test_what_is_expected_is_taken_at_once_and_less_later_gives_nothing_back() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=4 * PAGE)
+    tier.expect(20 * PAGE)
+    assert tier.reserved == 9 * PAGE, "the budget is hard"
+    tier.expect(3 * PAGE)
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 9 * PAGE, "plans follow one another, and locking pages takes long"
+
+
+def test_another_need_waits_until_nothing_is_held() -> None:
+    tier = HostTier(CpuBackend(), 9 * PAGE, segment_bytes=PAGE)
+    held = tier.claim(3 * PAGE)
+    assert held is not None
+    tier.expect(6 * PAGE)
+    tier.end_step()
+    other = tier.claim(PAGE)
+    assert other is not None
+    held.release()
+    other.release()
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 6 * PAGE
+    tier.expect(0)
+    run(tier, [("claim", 3), ("release", 0)])
+    assert tier.reserved == 6 * PAGE, "another plan may follow"
+
+
+_CLAIMS = st.tuples(st.just("claim"), st.integers(1, 7 * PAGE))
+_OTHERS = st.tuples(st.sampled_from(["release", "expect", "end"]), st.integers(0, 40))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    budget=st.integers(PAGE, 24 * PAGE),
+    segment=st.sampled_from([PAGE, 4 * PAGE, 64 * PAGE]),
+    script=st.lists(_CLAIMS | _OTHERS, max_size=60),
+)
+def test_no_sequence_of_claims_exceeds_the_budget_or_shares_a_byte(
+    budget: int, segment: int, script: list[tuple[str, int]]
+) -> None:
+    tier = HostTier(CpuBackend(), budget, segment_bytes=segment)
+    held: list[Any] = []
+    for what, value in script:
+        if what == "claim" and (place := tier.claim(value)) is not None:
+            held.append(place)
+        elif what == "release" and held:
+            held.pop(value % len(held)).release()
+        elif what == "expect":
+            tier.expect(value * PAGE)
+        elif what == "end":
+            while held:
+                held.pop().release()
+            tier.end_step()
+        assert tier.reserved <= budget
+        ends = sorted((place._offset, place._offset + place._block.numel()) for place in held)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
+        assert not ends or ends[-1][1] <= tier.reserved
+        assert tier.used == sum(place._block.numel() for place in held)
+
+
+@pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 32, 48, 32, 48, 32), (24, 48, 40, 16)])
+def test_gradients_are_equal_over_planned_steps_and_changing_lengths(lengths: tuple[int, ...]) -> None:
+    def steps(manager: memo.Manager | None, model: torch.nn.Module) -> Any:
+        done = []
+        for number, seq in enumerate(lengths):
+            done += train(model, lambda _, n=number, s=seq: model(ids(n, seq=s)), manager, steps=1)
+        return done
+
+    model, reference = stack(), stack()
+    manager = memo.offload(model, alpha=1.0, host="16MiB", disk=[], min_bytes=512)
+    assert_equal(steps(manager, model), steps(None, reference))
+    tier = manager._engine.tiers[0]
+    assert isinstance(tier, HostTier)
+    assert tier.reserved < 1 << 24
+    manager.close()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=30))
+def test_allocate_at_agrees_with_an_interval_oracle(requests: list[tuple[int, int]]) -> None:
+    space = FreeList(32 * 16, align=16)
+    taken: dict[int, int] = {}
+    for start, length in requests:
+        offset, nbytes = start * 16, length * 16
+        free = offset + nbytes <= 32 * 16 and all(
+            offset + nbytes <= other or other + size <= offset for other, size in taken.items()
+        )
+        assert space.allocate_at(offset, nbytes) is free
+        if free:
+            taken[offset] = nbytes
+        elif offset in taken:
+            space.free(offset)
+            del taken[offset]
+    assert space.used == sum(taken.values())
+    for offset in list(taken):
+        space.free(offset)
+    assert space.largest_free == 32 * 16

@@ -1,0 +1,31 @@
+"""Token-wise recompute under FSDP2, torch's own tensor parallel styles and every kind of pipeline schedule. Over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from two_ranks import Launch, launched
+
+pytestmark = pytest.mark.timeout(1000)  # the first of them waits for all
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
+# Two neighbouring stages of a V are on one rank, and gloo in torch 2.11 has no connection of a rank to itself.
+V_SCHEDULES = ["ZBVZeroBubble", "DualPipeV"] if torch.__version__ >= "2.13" else []
+KINDS = ["fsdp", "fsdp-bf16", "tensor", "sequence", *SCHEDULES, *V_SCHEDULES]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launched(Path(__file__).parent / "token_wise_worker.py", KINDS, tmp_path_factory.mktemp("scratch"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_equal(kind: str, launch: Launch) -> None:
+    assert f"equal {kind}\n" in launch.said, launch.said
+
+
+def test_nothing_is_left(launch: Launch) -> None:
+    assert launch.ended == 0, launch.said
+    assert launch.left == []
