@@ -1,11 +1,7 @@
-"""Settings of every test: one compute thread, so that results repeat and two cores are shared fairly.
-
-What a failed example of hypothesis was drawn from is printed, to be drawn again.
-"""
+"""Settings of every test: one compute thread, so that results repeat and two cores are shared fairly."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
@@ -13,11 +9,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, too
 
-if importlib.util.find_spec("hypothesis") is not None:
-    from hypothesis import settings
-
-    settings.register_profile("memo", deadline=None, print_blob=True)
-    settings.load_profile("memo")
+pytest_plugins = ["failing_seed", "hypothesis_settings"]
 
 
 @pytest.fixture(autouse=True)

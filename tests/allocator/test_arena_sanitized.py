@@ -41,12 +41,10 @@ def run(sanitizers: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", [1, 1_000_001])
 def test_every_divergence_is_detected_and_survived_under_address_sanitizer(first_seed: int) -> None:
     assert run("address,undefined", str(first_seed), "500").strip() == "500 rounds"
 
 
-@pytest.mark.slow
 def test_threads_do_not_race() -> None:
     assert run("thread", "1", "10", "threads").strip() == "10 rounds"

@@ -187,7 +187,6 @@ def test_help_and_pack_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd="/")
 
 
-@pytest.mark.slow
 def test_a_rank_of_eight_saves_sixteen_gib_a_layer_at_a_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     """The paper's 7b: 16 / 8 units of b·s·h; torch's ColwiseParallel on the same layer saves 46 GiB."""
     flags = ["record", "--model", "7b", "--layers", "4", "--seq", "1m", "--tp", "8", "--exact", "--json"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_examples import EXAMPLES, example, run
+from run_examples import EXAMPLES, example, run, run_on
 
 from memo.mip.activation.files import read_activation_plan
 
@@ -134,8 +134,7 @@ def test_an_unmodified_hugging_face_model_is_finetuned_saved_and_found_again(tmp
 def test_two_processes_finetune_one_model_with_the_losses_of_one_and_save_it_whole(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script, flags = EXAMPLES / "finetune_hf.py", ("--seq", 512, "--steps", 2, "--alpha", 0.25, "--disk", tmp_path)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    divided = run(*torchrun, script, *flags, "--tp", 2, "--output", tmp_path / "model")
+    divided = run_on(2, script, *flags, "--tp", 2, "--output", tmp_path / "model")
     whole = run(sys.executable, script, *flags)
     losses = [[float(loss) for loss in re.findall(r"step \d  loss (\S+)", said)] for said in (divided, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)

@@ -56,9 +56,7 @@ def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "microbatches"), [(1, 1, 1), pytest.param(2, 1, 1, marks=pytest.mark.slow), (1, 2, 3)]
-)
+@pytest.mark.parametrize(("tp", "pp", "microbatches"), [(1, 1, 1), (2, 1, 1), (1, 2, 3)])
 def test_a_plan_is_carried_out_layer_by_layer(tmp_path: Path, tp: int, pp: int, microbatches: int) -> None:
     machine, file, trace = (tmp_path / name for name in ("machine.json", "plan.json", "trace.rank0.jsonl"))
     machine.write_text(hardware_to_json(TWO_CORES))

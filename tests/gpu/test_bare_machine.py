@@ -119,7 +119,6 @@ def test_a_check_that_needs_a_solver_says_so_in_a_line_and_the_others_run(bare: 
     assert kernels.split()[:2] == ["kernels", "works"]
 
 
-@pytest.mark.slow
 def test_the_smoke_checks_run_on_a_bare_machine(bare: Path) -> None:
     done = run_bare(bare, "-m", "benchmarks.gpu_smoke", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr

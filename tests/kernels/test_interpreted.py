@@ -19,7 +19,6 @@ SHARED_NBYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
 pytest.importorskip("triton")
 
 
-@pytest.mark.slow
 def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(HERE)]
     done = subprocess.run(

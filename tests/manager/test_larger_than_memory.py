@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from benchmarks.larger_than_ram import Shape, in_a_process
 
 if TYPE_CHECKING:
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
 LIMIT = 416 << 20
 
 
-@pytest.mark.slow
 def test_it_trains_where_the_run_without_memo_runs_out_of_memory(tmp_path: Path) -> None:
     shape = Shape(seq=2048, layers=12, hidden=256, steps=1)
     assert shape.saved_nbytes == 384 << 20

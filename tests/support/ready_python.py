@@ -8,6 +8,7 @@ an interpreter ends. A test whose promise is about a program's imports or memory
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -33,9 +34,8 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
     "memo",
     "memo.cli.train",
-    "memo.gpt.parallel_training",
-    "memo.gpt.run",
-    "memo.gpt.tensorboard",
+    "memo.gpt.train.parallel_run",
+    "memo.gpt.train.run",
 )
 
 
@@ -45,7 +45,8 @@ class Program:
     def __init__(self, arguments: Sequence[object], *, env: Mapping[str, str] | None, cwd: Path | None) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
-        self._out, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  closed by communicate
+        self._said: list[str] = []
+        self._out, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  closed by poll
         self._ended, told = socket.socketpair()
         request = {
             "arguments": self.args,
@@ -62,6 +63,10 @@ class Program:
         if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
             (self.returncode,) = struct.unpack("i", self._ended.recv(4))
             self._ended.close()
+            for file in (self._out, self._errors):
+                with file:
+                    file.seek(0)
+                    self._said.append(file.read().decode())
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -76,12 +81,8 @@ class Program:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """All that it has said, out and as errors, at its end."""
         self.wait(timeout)
-        said = []
-        for file in (self._out, self._errors):
-            file.seek(0)
-            said.append(file.read().decode())
-            file.close()
-        return said[0], said[1]
+        out, errors = self._said
+        return out, errors
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -108,6 +109,7 @@ def run(
         out, errors = program.communicate(timeout)
     except BaseException:
         program.kill()
+        program.wait()
         raise
     assert program.returncode is not None
     return subprocess.CompletedProcess(program.args, program.returncode, out, errors)
@@ -138,26 +140,30 @@ def _ask(channel: socket.socket, request: bytes, files: Sequence[int]) -> None:
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
     """Forks a program for each request. Returns in the program, with its request; None once nobody can ask any more."""
+    signal.signal(signal.SIGCHLD, _forget_ended)
     while True:
         head, files, _, _ = socket.recv_fds(channel, 4, 4)
         if not head:
             return None
         request = json.loads(channel.recv(*struct.unpack("i", head), socket.MSG_WAITALL))
-        keeper = os.fork()
-        if keeper == 0:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel.close()
             _keep(files)
             return dict(request)
         for file in files:
             os.close(file)
-        os.waitpid(keeper, 0)
+
+
+def _forget_ended(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
 
 
 def _keep(files: Sequence[int]) -> None:
     """Forks the program and returns in it; else tells its id, waits for it and tells how it ended."""
     told = files[3]
-    if os.fork():
-        os._exit(0)  # so that the interpreter need not wait
     program = os.fork()
     if program == 0:
         for number, file in enumerate(files[:3]):
@@ -168,7 +174,8 @@ def _keep(files: Sequence[int]) -> None:
     os.write(told, struct.pack("i", program))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, status = os.waitpid(program, 0)
-    os.write(told, struct.pack("i", os.waitstatus_to_exitcode(status)))
+    with contextlib.suppress(BrokenPipeError):  # whoever asked has ended
+        os.write(told, struct.pack("i", os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 

@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 
 MIXES = [(0, 1, 0), (0.25, 0.5, 0.25), (0.5, 0.25, 0.25), (0, 0.5, 0.5), (0.25, 0.75, 0)]
 GPTS = {"gpt": "gpt", "our llama": "llama"}
+KINDS = [
+    (torch.float32, 2),
+    (torch.bfloat16, 1),
+    pytest.param(torch.float32, 1, marks=pytest.mark.slow),
+    pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),
+]
+"""Dtype and batch: in a long matrix each of them once, else all."""
 
 
 def make(name: str, **shape: Any) -> nn.Module:
     return gpt(GPTS[name], **shape) if name in GPTS else hugging_face(name)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "our llama", "gpt2", "llama", "qwen3"])
 def test_any_mix_of_ranges_is_equal(

@@ -17,18 +17,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ALPHAS = [0.0, 0.25, 0.5, 0.75, 1.0]
+KINDS = [
+    (torch.float32, 2),
+    (torch.bfloat16, 1),
+    pytest.param(torch.float32, 1, marks=pytest.mark.slow),
+    pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),
+]
+"""Dtype and batch: in a long matrix each of them once, else all."""
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("variant", ["gpt", "llama"])
 def test_our_gpt(variant: str, alpha: float, dtype: torch.dtype, batch: int, tmp_path: Path) -> None:
     assert_split(compare(lambda: gpt(variant), ours(batch), tmp_path, alpha, dtype), alpha)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "batch"), KINDS)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_hugging_face_models_unmodified(
