@@ -37,6 +37,8 @@ from benchmarks.results import ROOT, write_result
 
 TEST_LIMIT_S = 60
 """For one test: what hangs must not take its part's time from all others."""
+SHOWN_WARNINGS = ("-W", "default", "-W", "error::pytest.PytestUnraisableExceptionWarning")
+"""Another version of torch may warn of what pyproject.toml does not know by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +169,7 @@ def pytest_command(part: Part) -> list[str]:
     """The part's tests that are marked `gpu`."""
     # Most of the time goes into processes that import torch and kernels that are compiled: several at a time, if may be.
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") is not None else []
-    # Another version of torch may warn of what this tree does not know by name.
-    command = ["pytest", "-W", "default", "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
+    command = ["pytest", *SHOWN_WARNINGS, "-m", "gpu", "-v", "--no-header", "--tb=short", "--maxfail=10"]
     ignored = [f"--ignore={path}" for path in part.ignored]
     return [*command, "--timeout", str(TEST_LIMIT_S), *workers, *ignored, *part.tests]
 
