@@ -138,9 +138,6 @@ class Run:
         return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the plan for .* predicts .* measured:RuntimeWarning"
-)  # of time: two cores are shared
 @pytest.mark.parametrize(("batch", "host"), [(1, 1.0), (1, 0.15), (2, 0.15), (4, 0.15)])
 @pytest.mark.parametrize("share", [0.6, 0.9])
 def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, host: float) -> None:
