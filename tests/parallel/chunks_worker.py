@@ -120,7 +120,7 @@ def refused(world: World, plan: ActivationPlan) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*whole tensors|the plan for|PuLP|Constructing")
+    warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
     memo.manager.manager.device_memory = only_saved_tensors
     before: ActivationPlan | None = None
     with join(CPU):

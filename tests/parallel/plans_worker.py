@@ -186,7 +186,7 @@ def schedules_are_followed_from_the_first_step() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*whole tensors|the plan for|PuLP|Constructing")
+    warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
     memo.manager.manager.device_memory = only_saved_tensors
     with join(CPU):
         early_stages_keep_less()
