@@ -13,7 +13,7 @@ from memo.errors import NoRepeatedLayers, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Around", "Layer", "find_layers", "stand_around"]
+__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward"]
 
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
@@ -94,21 +94,21 @@ def _repeats(stack: nn.Module) -> bool:
     return any(type(child) in repeated and any(child.children()) for child in stack.children())
 
 
-class Around(Protocol):
+class LayerHook(Protocol):
     """What was put around a layer's forward, a hook for one."""
 
     def remove(self) -> None:
         """Takes it away."""
 
 
-def stand_around(module: nn.Module, begin: _Begin, end: _End) -> list[Around]:
+def hook_forward(module: nn.Module, begin: _Begin, end: _End) -> list[LayerHook]:
     """Calls `begin` before each forward of a layer and `end` after it, also after an exception.
 
     A layer that `layer.compile()` compiled would have its hooks compiled with it, and what they do is not to be: of a
     forward that must be one graph it would be an error.
     """
     if module._compiled_call_impl is not None:
-        return [_AroundCompiled(module, begin, end)]
+        return [_CompiledHook(module, begin, end)]
     return [
         module.register_forward_pre_hook(begin, with_kwargs=True),
         # First of the hooks, as the one before was the last: a recompute that is tried out here still finds the layer
@@ -117,7 +117,7 @@ def stand_around(module: nn.Module, begin: _Begin, end: _End) -> list[Around]:
     ]
 
 
-class _AroundCompiled:
+class _CompiledHook:
     """In the place of what `layer.compile()` made."""
 
     def __init__(self, module: nn.Module, begin: _Begin, end: _End) -> None:

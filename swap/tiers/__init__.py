@@ -1,4 +1,4 @@
-"""Where moved bytes rest: device memory, host memory, disk."""
+"""Tiers: the memories that moved bytes rest in (device, host, disk)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def managed(
 
 def living(manager: Manager) -> dict[int, list[SavedStorage]]:
     """What each layer has saved."""
-    return {group.key[0]: group.living() for group in manager._engine._groups}
+    return {group.key[0]: group.living() for group in manager._engine._layer_calls}
 
 
 def tier_of(saved: SavedStorage) -> Tier:
