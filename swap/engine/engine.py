@@ -190,7 +190,8 @@ class Engine:
         Args:
             layer: number of the layer.
             module: its name.
-            args, kwargs: its arguments; the storages of all but its hidden states stay on the device.
+            args: its positional arguments; storages of arguments other than the hidden states stay on the device.
+            kwargs: its keyword arguments, likewise.
             last: the layer ends its stack, so its copies out wait until another layer follows.
         """
         self._telemetry.at_layer_boundary(module)
@@ -411,7 +412,7 @@ class Engine:
         self._telemetry.settle_times(wait=True)
 
     def close(self) -> None:
-        """Waits until no copy is in flight, then closes tiers and lanes. What is still saved cannot be reloaded. Idempotent."""
+        """Waits until no copy is in flight, then closes tiers and lanes. Later reloads raise SwapError. Idempotent."""
         if self._reload.closed:
             return
         self._release.drain()

@@ -39,7 +39,7 @@ class FreeList:
         return max(self._sizes, default=0)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocates `nbytes`, rounded up to `align`, at the lowest offset where they fit; None if no hole is large enough"""
+        """Allocates `nbytes`, rounded up to `align`, at the lowest offset where they fit; None if they fit nowhere."""
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         size = -(-nbytes // self.align) * self.align

@@ -20,7 +20,9 @@ def node_of_pci_device(domain: int, bus: int, device: int, *, root: Path = Path(
     """Returns the NUMA node of a PCI device; None where the system does not report one.
 
     Args:
-        domain, bus, device: PCI address; the function is 0.
+        domain: of the PCI address.
+        bus: of the PCI address.
+        device: of the PCI address; the function is 0.
         root: directory of the devices in sysfs.
     """
     try:

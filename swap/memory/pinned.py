@@ -81,7 +81,8 @@ def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
     """Issues the copy of all of `source` on the current stream, in one piece for each registration that it touches.
 
     Args:
-        target, source: uint8 tensors of one size, at most one of them in page-locked memory of this module.
+        target: uint8 tensor.
+        source: uint8 tensor of the same size; at most one of the two is page-locked memory of this module.
     """
     borders = _borders(target) or _borders(source)  # the other one is the device's
     if not borders:

@@ -197,8 +197,10 @@ class HostTier(_Ledger):
         """Frees a place.
 
         Args:
-            offset, nbytes: its block.
-            number, step: its claim in the recorder.
+            offset: of its block.
+            nbytes: of its block.
+            number: of its claim in the recorder.
+            step: of its claim.
             reload: number and event of its latest reload.
         """
         self._space.free(offset)
