@@ -28,19 +28,19 @@ from memo.manager.validate import require_kinds
 from memo.mip.activation import needs
 from memo.parallel import PipelineOrder, everyones, group_of
 from memo.swap import (
-    LayerHook,
     Engine,
     Group,
     Layer,
     LayerCosts,
+    LayerHook,
     Level,
     Setting,
     TokenLevels,
     TokenWise,
     find_layers,
+    hook_forward,
     layer_input,
     setting_of,
-    hook_forward,
 )
 from memo.units import parse_bytes
 

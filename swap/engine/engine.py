@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.host_and_disk import Tier
+    from memo.swap.tiers.protocol import Tier
 
 __all__ = ["Engine"]
 
@@ -95,7 +95,7 @@ class Engine:
         self._find = self._eligibility.known.find
         order = StreamOrder(backend)
         self._release = release = Release(lock, backend, order, layer_calls=layer_calls, telemetry=telemetry)
-        self._dropping = release.drop  # one bound method, not one for each storage
+        self._on_drop = release.drop  # one bound method, not one for each storage
         self._dropped = release.dropped
         self._here = backend.here
         self._is_capturing = backend.is_capturing
@@ -108,8 +108,8 @@ class Engine:
         )
         self._min_bytes = min_bytes
         self._device = backend.device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)
-        self._nothing: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
+        self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
+        self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
         # Layers repeat, and so do their tensors' geometries: sharing them spares the garbage collector most of its work.
         self._geometries: dict[Geometry, Geometry] = {}
         self.place(placements or {})
@@ -290,15 +290,15 @@ class Engine:
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._eligibility.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                hold = self._take(tensor, storage, nbytes, group, content=content)
+                hold = self._begin_storage(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
         if self._dropped:
             self._release.drain()
-        nothing = self._nothing.get(tensor.dtype)
-        if nothing is None:
-            nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        empty = self._empty_tensors.get(tensor.dtype)
+        if empty is None:
+            empty = self._empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), nothing)
+        return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), empty)
 
     def _pack_other(self, tensor: torch.Tensor) -> Packed:
         """Packs a parameter, sparse tensor or subclass: all stay but the local part of a DTensor."""
@@ -378,14 +378,14 @@ class Engine:
             if tensor.device == self._device and has_storage(tensor):
                 self.backend.compute_uses(tensor, writes=False)
 
-    def _take(
+    def _begin_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
     ) -> Hold:
         """Begins the life of a storage."""
         telemetry = self._telemetry
-        source: torch.Tensor = self._bytes.new(storage)  # all of its bytes; keeps them alive
+        source: torch.Tensor = self._uint8.new(storage)  # all of its bytes; keeps them alive
         home = self.backend.saved_here(source)
-        saved = SavedStorage(source, nbytes, content, group, home, self._dropping, telemetry.changed)
+        saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)

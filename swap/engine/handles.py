@@ -29,17 +29,17 @@ class Handle:
         tensor: the tensor that autograd saves.
         hold: the life of its storage.
         geometry: its offset, size and stride.
-        nothing: an empty tensor of its dtype and device.
+        empty: an empty tensor of its dtype and device.
     """
 
     __slots__ = ("geometry", "guard", "hold", "version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold, geometry: Geometry, nothing: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, hold: Hold, geometry: Geometry, empty: torch.Tensor) -> None:
         self.hold = hold
         self.geometry = geometry
         self.guard = guard = tensor.detach()
         self.version = guard._version
-        guard.data = nothing  # of the same type
+        guard.data = empty  # of the same type
 
     def modified(self) -> ModifiedAfterSave:
         """The error to raise when the guard's version is no longer `version`."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Timed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.token_prefix import TokenPrefix
-    from memo.swap.tiers.host_and_disk import Place
+    from memo.swap.tiers.protocol import Place
 
 __all__ = [
     "AWAY",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
     from memo.swap.tiers.device import DeviceTier
-    from memo.swap.tiers.host_and_disk import Place, Tier
+    from memo.swap.tiers.protocol import Place, Tier
 
 __all__ = ["TierChoice"]
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from memo.swap.backends.protocol import Backend, Event, Timed
     from memo.swap.stats import Stats
-    from memo.swap.tiers.host_and_disk import Place, Tier
+    from memo.swap.tiers.protocol import Place, Tier
 
 __all__ = ["DeviceTier"]
 
 
 class DeviceTier:
-    """A `memo.swap.tiers.host_and_disk.Tier` without a budget; counts its bytes as the device's in `stats`."""
+    """A `memo.swap.tiers.protocol.Tier` without a budget; counts its bytes as the device's in `stats`."""
 
     name = TierName.DEVICE
     lane_out = lane_in = Lane.COMPUTE

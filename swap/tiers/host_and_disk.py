@@ -1,12 +1,11 @@
-"""Host tier and disk tier, behind the interface that all tiers share.
+"""Host tier and disk tier: the budgeted memories that saved bytes move to.
 
-A tier hands out places. A place is written once, may be read many times, and is released once; its holder owns the bytes.
-Budgets are hard (R8): `claim` returns None when a tier is full, and a tier never takes more than its budget.
+They own the budget and the room; the backend owns the copy lanes, and the store its file. Budgets are hard (R8).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from memo.events import Lane, Tier as TierName
 from memo.swap.memory.free_list import FreeList
@@ -17,59 +16,13 @@ if TYPE_CHECKING:
     import torch
 
     from memo.swap.backends.protocol import Backend, Disk, Event, Extent, HostSlab, Timed
+    from memo.swap.tiers.protocol import Place
 
-__all__ = ["DiskTier", "HostTier", "Place", "Tier"]
+__all__ = ["DiskTier", "HostTier"]
 
 PAGE = PAGE_BYTES
 SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
-
-
-class Place(Protocol):
-    """Room for one storage in a tier."""
-
-    @property
-    def tier(self) -> Tier:
-        """The tier of the room."""
-
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from the device to here, once `after` is done."""
-
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from here to the device, once `after` is done."""
-
-    def release(self) -> None:
-        """Gives the room back; no copy may be in flight."""
-
-
-class Tier(Protocol):
-    """Memory with a budget. Not thread-safe: callers hold the engine lock.
-
-    Attributes:
-        name: device, host or disk.
-        lane_out, lane_in: the trace's lanes for its copies.
-        budget: bytes; None: unlimited.
-        used, peak: bytes claimed now, and the most so far.
-    """
-
-    name: TierName
-    lane_out: Lane
-    lane_in: Lane
-    budget: int | None
-    used: int
-    peak: int
-
-    def claim(self, nbytes: int) -> Place | None:
-        """Returns room for `nbytes`; None when the tier is full."""
-
-    def expect(self, nbytes: int) -> None:
-        """Announces the most bytes that later steps will hold, by plan; 0: unknown."""
-
-    def end_step(self) -> None:
-        """Ends a step, all of whose places have been released."""
-
-    def close(self) -> None:
-        """Waits for pending copies and gives the memory back."""
 
 
 class _Ledger:
