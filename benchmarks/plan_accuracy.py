@@ -15,16 +15,16 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from throttled_backend import PacedBackend, PacedDisk
 from torch import nn
 
 import memo
-from benchmarks.results import write_result
+from benchmarks.results import ROOT, write_result
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
@@ -37,6 +37,9 @@ from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.tiers.protocol import Tier
 from memo.swap.token_levels import TokenLevels
 from memo.units import format_bytes
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from throttled_backend import PacedBackend, PacedDisk
 
 HIDDEN = 256
 LAYERS = 8

@@ -157,6 +157,14 @@ def test_a_wheel_has_every_package() -> None:
     assert sorted(packages) == sorted(re.sub(r"^(?!memo)", "memo.", folder.replace("/", ".")) for folder in there)
 
 
+def test_the_design_has_a_row_for_every_folder() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = design[design.index("## The tree") : design.index("## How data flows")]
+    told = {name.split("/")[-1] for name in re.findall(r"`([a-z/]+)`", tree)}
+    for folder in IMPORTS:
+        assert folder.removesuffix(" face").split("/")[-1] in told, folder
+
+
 @pytest.mark.parametrize("name", faces())
 def test_a_face_gives_what_type_checkers_see(name: str) -> None:
     face = importlib.import_module(name)

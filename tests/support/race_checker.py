@@ -168,6 +168,8 @@ class CheckingBackend:
     can, and `host_stops` counts how often it had to.
     """
 
+    __module__ = "torch"  # layers of test programs name it, as they do torch's streams; it is no state of theirs
+
     def __init__(self, policy: Policy = "lazy", *, seed: int = 0, hosted_disk: bool = False) -> None:
         self.host_stops = 0
         self._hosted_disk = hosted_disk
