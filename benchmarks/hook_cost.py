@@ -91,11 +91,11 @@ class KeptSource:
     def __init__(self, tier: KeepsTheSource) -> None:
         self.tier = tier
 
-    def leave(self, source: torch.Tensor, *, after: Event) -> Instant:
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> Instant:
         self._source = source
         return self.tier.instant
 
-    def enter(self, target: torch.Tensor, *, after: Event) -> Instant:
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> Instant:
         begin = time.perf_counter_ns()
         ctypes.memmove(target.data_ptr(), self._source.data_ptr(), target.numel())
         self.tier.reloading_ns += time.perf_counter_ns() - begin

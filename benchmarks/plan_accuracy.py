@@ -33,7 +33,8 @@ from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.token_wise import TokenWise
-from memo.swap.tiers.host_and_disk import DiskTier, HostTier, Tier
+from memo.swap.tiers.host_and_disk import DiskTier, HostTier
+from memo.swap.tiers.protocol import Tier
 from memo.swap.token_levels import TokenLevels
 from memo.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Moves what autograd saved, storage by storage, between device, host arena and NVMe."""
+"""Offload of saved activations, storage by storage, to host memory and NVMe; token-wise recompute of the rest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine as Engine
-    from memo.swap.engine.saved_storage import Group as Group
+    from memo.swap.engine.layer_calls import Group as Group
     from memo.swap.layers import (
-        Around as Around,
         Layer as Layer,
+        LayerHook as LayerHook,
         find_layers as find_layers,
-        stand_around as stand_around,
+        hook_forward as hook_forward,
     )
     from memo.swap.memory.host_memory import available_host_bytes as available_host_bytes
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
@@ -44,8 +44,8 @@ else:
         __name__,
         {
             "engine.engine": "Engine",
-            "engine.saved_storage": "Group",
-            "layers": "Around Layer find_layers stand_around",
+            "engine.layer_calls": "Group",
+            "layers": "LayerHook Layer find_layers hook_forward",
             "memory.host_memory": "available_host_bytes",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",

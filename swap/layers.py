@@ -1,4 +1,4 @@
-"""Finds a model's repeated layers: the unit in which activations are saved, moved and reloaded; and stands around them."""
+"""Repeated layers of a model, the unit of offload: how they are found, and hooks around their forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memo.errors import NoRepeatedLayers, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Around", "Layer", "find_layers", "stand_around"]
+__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward"]
 
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
@@ -26,21 +26,23 @@ class Layer:
     module: nn.Module
     name: str
     last: bool
-    """Last of its stack: its backward usually begins at once, so its copies wait until another layer follows."""
+    """Last of its stack: backward usually begins with it at once, so its copies out wait until another layer follows."""
 
 
 def find_layers(
     model: nn.Module, wanted: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None
 ) -> list[Layer]:
-    """The layers of `model` in definition order.
+    """Finds the layers of `model`, in definition order.
 
-    Without `wanted`: the children of every outermost ModuleList with at least two children of one class (or Sequential of
-    such composite children); an encoder-decoder has two such stacks. `wanted` may be a ModuleList, a list of modules, or
-    a class.
+    Args:
+        model: the model; it is not changed.
+        wanted: the layers as a ModuleList, a list of modules, or a class. None: the children of every outermost ModuleList
+            with at least two children of one class, or Sequential of such composite children; an encoder-decoder has two
+            such stacks.
 
     Raises:
-        NoRepeatedLayers: none was found.
-        UsageError: `wanted` is not part of the model.
+        NoRepeatedLayers: there are none.
+        UsageError: a module in `wanted` is not part of the model.
     """
     names = {module: name for name, module in model.named_modules()}
     stacks: list[list[nn.Module]]
@@ -90,35 +92,43 @@ def _repeats(stack: nn.Module) -> bool:
     repeated = {kind for kind in kinds if kinds.count(kind) >= 2}
     if isinstance(stack, nn.ModuleList):
         return bool(repeated)
-    # A Sequential of plain operations is one layer's inside (Linear, GELU, Linear), not a stack of layers.
+    # A Sequential of plain operations (Linear, GELU, Linear) is the inside of one layer, not a stack of layers.
     return any(type(child) in repeated and any(child.children()) for child in stack.children())
 
 
-class Around(Protocol):
-    """What was put around a layer's forward, a hook for one."""
+class LayerHook(Protocol):
+    """A removable hook around a layer's forward."""
 
     def remove(self) -> None:
-        """Takes it away."""
+        """Removes the hook."""
 
 
-def stand_around(module: nn.Module, begin: _Begin, end: _End) -> list[Around]:
+def hook_forward(module: nn.Module, begin: _Begin, end: _End) -> list[LayerHook]:
     """Calls `begin` before each forward of a layer and `end` after it, also after an exception.
 
-    A layer that `layer.compile()` compiled would have its hooks compiled with it, and what they do is not to be: of a
-    forward that must be one graph it would be an error.
+    The forward hooks of a layer compiled by `layer.compile()` would be compiled with it, which is an error where it must be
+    one graph. There the hook wraps the compiled call.
+
+    Args:
+        module: the layer.
+        begin: called with (module, args, kwargs).
+        end: called with (module, args, output); output is None after an exception.
+
+    Returns:
+        The hooks, to be removed by the caller.
     """
     if module._compiled_call_impl is not None:
-        return [_AroundCompiled(module, begin, end)]
+        return [_CompiledHook(module, begin, end)]
     return [
         module.register_forward_pre_hook(begin, with_kwargs=True),
-        # First of the hooks, as the one before was the last: a recompute that is tried out here still finds the layer
-        # as its forward did, with its parameters gathered.
+        # First of the forward hooks, as the pre-hook is the last: a recompute tried out in `end` still finds the layer as
+        # its forward did, with its parameters gathered.
         module.register_forward_hook(end, always_call=True, prepend=True),
     ]
 
 
-class _AroundCompiled:
-    """In the place of what `layer.compile()` made."""
+class _CompiledHook:
+    """Replaces the compiled call of a layer until it is removed."""
 
     def __init__(self, module: nn.Module, begin: _Begin, end: _End) -> None:
         self._module = module
@@ -126,7 +136,7 @@ class _AroundCompiled:
         self._end = end
         self._compiled = module._compiled_call_impl
         self._is_removed = False
-        module._compiled_call_impl = self._call_in_place = self._call
+        module._compiled_call_impl = self._installed = self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
@@ -141,7 +151,7 @@ class _AroundCompiled:
             self._end(self._module, args, output)
 
     def remove(self) -> None:
-        """Something else may have been put in its place meanwhile, which calls it still."""
+        """Restores the compiled call; where another wrapper replaced this one meanwhile, it only becomes a pass-through."""
         self._is_removed = True
-        if self._module._compiled_call_impl is self._call_in_place:
+        if self._module._compiled_call_impl is self._installed:
             self._module._compiled_call_impl = self._compiled

@@ -1,4 +1,4 @@
-"""Counters of what the engine has done so far."""
+"""Counters of the engine: bytes moved, storages saved, times of waits and recomputes."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ class Stats:
     """Counters since construction; bytes are cumulative unless a name says peak or live."""
 
     packed: int = 0
-    """Tensors that autograd gave to save."""
+    """Tensors that autograd saved through the engine and that may move."""
     deduplicated: int = 0
     """Of these, tensors whose storage had been saved already."""
     live_entries: int = 0
-    """Storages whose handles are alive now."""
+    """Storages that have handles now."""
     bytes_host: int = 0
     """Bytes copied from the device to the host arena."""
     bytes_disk: int = 0
     """Bytes written from the device to disk."""
     bytes_kept: int = 0
-    """Bytes that stayed on the device because a placement says so."""
+    """Bytes that stayed on the device by placement."""
     bytes_reloaded: int = 0
     """Bytes copied back to the device."""
     bytes_forwarded: int = 0
-    """Bytes that backward took from the device before their copy had replaced them."""
+    """Bytes that backward read from sources not released yet."""
     bytes_recomputed: int = 0
-    """Bytes computed again in backward instead of being moved."""
+    """Bytes recomputed in backward instead of moved."""
     cancelled: int = 0
-    """Copies out that were taken back before they began."""
+    """Copies out that were cancelled before they began."""
     spilled: int = 0
-    """Storages that went to a further tier because the first was full."""
+    """Storages that went to another tier because their first was full."""
     failed_writes: int = 0
-    """Disk writes that failed; their bytes were then put elsewhere."""
+    """Disk writes that failed; their bytes went to another tier, or the error was raised."""
     device_bytes: int = 0
-    """Bytes of saved storages on the device now, by the engine's own ledger, and of what is gathered of them to move."""
+    """Bytes of saved storages on the device now, by the engine's own count, and of their packed token prefixes."""
     peak_device_bytes: int = 0
     """Largest value of `device_bytes`."""
     recent_peak_bytes: int = 0
-    """The same since `restart_peak`."""
+    """Largest value of `device_bytes` since `restart_peak`."""
     recompute_ns: int = 0
     """Time of the compute streams spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
-    """How backward found what it asked for, by kind."""
+    """First reads of storages by backward, by where it found them."""
     stalls_ns: dict[StallCause, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(StallCause, 0))
-    """Time of the compute streams, or of the host where that stopped instead, spent waiting for copies, by cause."""
+    """Time that the compute streams, or the host in their place, waited for copies, by cause."""
     untimed_waits: int = 0
-    """Waits of a device whose time is not measured, and which are therefore not in `stalls_ns`."""
+    """Waits whose time was not measured; not in `stalls_ns`."""
     untimed_recomputes: int = 0
-    """Likewise recomputes, which are not in `recompute_ns`."""
+    """Recomputes whose time was not measured; not in `recompute_ns`."""
 
     @property
     def stall_s(self) -> float | None:
@@ -84,6 +84,6 @@ class Stats:
             self.recent_peak_bytes = self.device_bytes
 
     def restart_peak(self) -> int:
-        """The largest value of `device_bytes` since the last call."""
+        """Returns the largest value of `device_bytes` since the last call, and begins anew."""
         peak, self.recent_peak_bytes = self.recent_peak_bytes, self.device_bytes
         return peak

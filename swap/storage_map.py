@@ -1,7 +1,7 @@
-"""Dictionary keyed by storage objects: addresses are reused within a step, objects are not (R2).
+"""Storage map: a dictionary keyed by storage objects, since addresses are reused within a step and objects are not (R2).
 
-A weakref.WeakKeyDictionary whose lookup is one call into C: it is asked for every tensor that autograd saves. Keys are held
-weakly; an entry goes with its storage, in whichever thread that dies.
+A weakref.WeakKeyDictionary whose lookup is one call into C, for it is consulted for every tensor that autograd saves. Keys
+are weak; an entry goes with its storage, in whichever thread that dies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ __all__ = ["StorageMap"]
 
 
 class StorageMap:
-    """Storage -> anything.
+    """Weak-keyed dictionary of storages.
 
-    A `brief` one lasts no longer than a layer's forward and its recompute. What it knows of dead storages goes with it, not
-    with them: whoever forgets one by one is held by what it may forget, and a cycle waits for the garbage collector.
+    Args:
+        brief: for a map that lives as long as a layer's forward and its recompute. Entries of dead storages then go with
+            the map: removing them one by one needs a callback that refers to the map, and such a cycle would wait for the
+            garbage collector.
     """
 
     __slots__ = ("_entries", "_forget", "find")
@@ -31,11 +33,11 @@ class StorageMap:
         self._entries: dict[ref[torch.UntypedStorage], Any] = {}
         self._forget = None if brief else self._entries.pop
         self.find: Callable[[ref[torch.UntypedStorage]], Any] = self._entries.get
-        """What is known of a storage, by a weak reference to it; None for nothing."""
+        """Returns the value of a storage by a weak reference to it; None if there is none."""
 
-    def __setitem__(self, storage: torch.UntypedStorage, known: object) -> None:
-        # Where there is an entry already its key stays, and this reference dies unheard.
-        self._entries[ref(storage, self._forget)] = known
+    def __setitem__(self, storage: torch.UntypedStorage, value: object) -> None:
+        # An entry that exists keeps its key; this reference then dies, and its callback does not run.
+        self._entries[ref(storage, self._forget)] = value
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,9 +1,9 @@
-"""Which saved tensors may move at all (rule R3), and what of a layer call they belong to.
+"""Tensor kinds: predicates on the tensors of a layer call that decide whether a saved tensor may move (R3).
 
-A sharded tensor (DTensor) is its local part: its own storage is a fake that has no address. Never moved: parameters,
-their views and autocast's casts of them; the storages of a layer's other arguments and of the model's buffers; small
-storages; tensors of another device, sparse, quantised or conjugated tensors, those with tangents and other subclasses.
-What does not move is kept by reference, so a wrong answer here costs memory and never a gradient.
+A sharded tensor (DTensor) stands for its local part: its own storage is a fake that has no address. Never moved are
+parameters, their views and autocast's casts of them; the storages of a layer's other arguments and of the model's buffers;
+small storages; tensors of another device; sparse, quantised and conjugated tensors, those with tangents, and other
+subclasses. A tensor that does not move is kept by reference: a wrong answer here costs memory and never a gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
     "is_sharded",
     "layer_input",
     "local_part",
-    "view_of_parameter",
+    "never_moves",
 ]
 
-# Nodes that change how a parameter is seen and not what it holds. The walk stops at the first other node.
-_SEEN_THROUGH = frozenset(
+# Autograd nodes of views, copies and casts. The walk back to a parameter stops at the first other node.
+_VIEWS_AND_CASTS = frozenset(
     {
         "AliasBackward0",
         "AsStridedBackward0",
@@ -53,7 +53,7 @@ _SEEN_THROUGH = frozenset(
         "UnsafeViewBackward0",
         "UnsqueezeBackward0",
         "ViewBackward0",
-        # What a rank holds of a sharded parameter: torch's DTensor.to_local, and memo.parallel's copy_in after it.
+        # The local part of a sharded parameter: torch's DTensor.to_local, and memo.parallel's copy_in after it.
         "_CopyInBackward",
         "_ToTorchTensorBackward",
     }
@@ -63,13 +63,16 @@ _MAX_HOPS = 6
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for an ordinary strided tensor whose storage is all there is to it."""
+    """True for a strided torch.Tensor that its bytes, shape and strides describe completely."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not has_hidden_state(tensor)
 
 
 def has_hidden_state(tensor: torch.Tensor) -> bool:
-    """True where bytes, shape and strides are not the whole truth: a pending conjugation or negation, a quantiser, a
-    list of tensors under one, zeros without memory, maybe a tangent of forward-mode differentiation."""
+    """True where bytes, shape and strides do not describe a tensor completely.
+
+    That is a pending conjugation or negation, quantisation, nesting, zeros without memory, or, inside forward-mode
+    differentiation, a possible tangent.
+    """
     return (
         tensor.is_conj()
         or tensor.is_neg()
@@ -81,14 +84,16 @@ def has_hidden_state(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """True for a DTensor. Asks without importing torch.distributed, which a run without it need not load."""
+    """True for a DTensor. Does not import torch.distributed, which a run without it need not load."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def are_wrapped(types: Iterable[type]) -> bool:
-    """Whether a DTensor or a collective's result still under way is of these types: both have code of their own for
-    operators, which calls them again on what is under it."""
+    """True if one of `types` is a DTensor or the pending result of a collective.
+
+    Both dispatch operators by themselves, and call them again on the tensors that they wrap.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
@@ -96,7 +101,7 @@ def are_wrapped(types: Iterable[type]) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor under a DTensor or a collective's result still under way, which is waited for."""
+    """Returns the local tensor of a DTensor, or the result of a pending collective after waiting for it; else `tensor`."""
     if type(tensor) is torch.Tensor:
         return tensor
     if is_sharded(tensor):
@@ -105,46 +110,42 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wait is None else wait()
 
 
-def view_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for a view of a parameter: `nn.Linear` saves `weight.t()`, which is no Parameter itself."""
-    base = tensor._base
-    return base is not None and isinstance(base, Parameter)
-
-
 def never_moves(tensor: torch.Tensor) -> bool:
-    """True for a plain strided tensor that is seen through a parameter, or is more than its bytes."""
+    """True for a strided tensor that is a view of a parameter, or has hidden state.
+
+    `nn.Linear` saves `weight.t()`, which is no Parameter itself.
+    """
     base = tensor._base
-    if (
-        base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter)
-    ):  # the exact type is asked first:
-        return True  # being a Parameter is decided in Python
+    # The exact type comes first because isinstance(base, Parameter) runs Python code.
+    if base is not None and type(base) is not torch.Tensor and isinstance(base, Parameter):
+        return True
     return has_hidden_state(tensor)
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for autocast's low-precision copy of a parameter, for a rank's part of it, and for views of either.
+    """True for autocast's low-precision copy of a parameter, for the local part of a sharded one, and for views of either.
 
-    Found by walking back to the leaf.
+    Walks the autograd graph back to the leaf, at most six nodes.
     """
     node: Any = tensor.grad_fn
     for _ in range(_MAX_HOPS):
         if node is None:
             return False
         name = node.name()
-        if name not in _SEEN_THROUGH:
+        if name not in _VIEWS_AND_CASTS:
             return name == _LEAF and isinstance(node.variable, Parameter)
         node = node.next_functions[0][0]
     return False
 
 
 def layer_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """A layer call's hidden states: `hidden_states` by name, else the first tensor."""
+    """Returns a layer call's hidden states: the argument `hidden_states`, else the first tensor; None without tensors."""
     named = kwargs.get("hidden_states")
     return named if isinstance(named, torch.Tensor) else next(_tensors((args, kwargs)), None)
 
 
 def argument_storages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.UntypedStorage]:
-    """Storages of a layer call's arguments other than its hidden states (the first tensor, or `hidden_states`)."""
+    """Returns the storages of a layer call's arguments other than its hidden states (`layer_input`)."""
     if not kwargs and args and all(value is None for value in args[1:]):
         return set()
     found = _tensors((kwargs["hidden_states"], args, kwargs) if "hidden_states" in kwargs else (args, kwargs))
@@ -165,5 +166,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """True where a tensor's own bytes are all of it; of the others nothing is compared but the operators."""
+    """True for a strided tensor or parameter with a storage of its own; the bytes of other tensors are not compared."""
     return type(tensor) in (torch.Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested

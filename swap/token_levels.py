@@ -1,8 +1,7 @@
-"""Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among four levels.
+"""Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among the levels.
 
-Pure data: a planner chooses it, the token-wise treatment (memo.swap.recompute.token_wise) carries it out. The tokens
-of a layer are cut into consecutive ranges in the order of the levels, so that what is saved of any tensor is one
-prefix of its tokens.
+Pure data: a planner chooses it, TokenWise (memo.swap.recompute.token_wise) applies it. A layer's tokens are divided into
+consecutive ranges in the order of the levels, so the saved part of any tensor is one prefix of its tokens.
 
     tokens      0            k1              k2            s
                 |  SAVE_ALL  |  SAVE_MATMULS   |  SAVE_ATTENTION   |
@@ -31,23 +30,23 @@ __all__ = [
     "tile_of",
 ]
 
-# A matrix product over the last rows gives the bits of the product over all of them where each row stands at the same
-# place of its kernel's tile in both, and where the kernel is the same one. So sequences are divided at multiples of a tile:
-# long ones at one of every kernel, short ones at one of a CPU's. And no range is computed again that is lower than what
-# libraries have kernels of their own for.
+# A matrix product over the last rows has the bits of the product over all rows if each row has the same position in its
+# kernel's tile in both, and the kernel is the same. So sequences are divided at multiples of a tile: long ones of one that
+# fits every kernel, short ones of a CPU's. A recomputed range has at least LEAST_TOKENS tokens, since libraries have other
+# kernels for fewer rows.
 _LONG_TILE, _SHORT_TILE = 256, 8
 _LONG = 8 * _LONG_TILE
 LEAST_TOKENS = 16
 
 COMPARED = 1 << 19
-"""Numbers that a trial compares at once; bounds `comparing_nbytes`."""
+"""Elements that a trial compares at once; bounds `comparing_nbytes`."""
 
-# A planner's fractions come out of floating-point arithmetic.
+# tolerance for fractions that come out of floating-point arithmetic
 _SLACK = 1e-6
 
 
 class Level(enum.Enum):
-    """What is saved of a token's activations; the rest is computed again in backward."""
+    """Part of a token's activations that is saved; the rest is recomputed in backward."""
 
     SAVE_ALL = "everything is saved, nothing is repeated"
     SAVE_MATMULS = (
@@ -59,7 +58,11 @@ class Level(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLevels:
-    """Fractions of a layer's tokens at each level, in the order of the tokens."""
+    """Fractions of a layer's tokens at each level, in the order of the tokens.
+
+    Raises:
+        UsageError: a fraction is not from 0 to 1, or they do not sum to 1.
+    """
 
     all: float = 0.0
     matmuls: float = 0.0
@@ -69,18 +72,22 @@ class TokenLevels:
         shares = (self.all, self.matmuls, self.attention)
         if not all(-_SLACK <= share <= 1 + _SLACK for share in shares) or abs(sum(shares) - 1) > _SLACK:
             raise UsageError(
-                f"levels: {self.all:g}, {self.matmuls:g} and {self.attention:g} are no fractions of the tokens with sum 1"
+                f"levels: {self.all:g}, {self.matmuls:g} and {self.attention:g} are not fractions that sum to 1"
             )
 
     @classmethod
     def of_alpha(cls, alpha: float) -> TokenLevels:
-        """MEMO's two levels: the first `alpha` of the tokens moves whole, of the others only attention's results do."""
+        """Returns MEMO's two levels: SAVE_ALL for the fraction `alpha` of the tokens, SAVE_ATTENTION for the others.
+
+        Raises:
+            UsageError: `alpha` is not from 0 to 1.
+        """
         if not 0.0 <= alpha <= 1.0:
             raise UsageError(f"alpha: {alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)")
         return cls(all=alpha, attention=1.0 - alpha)
 
     def ends(self, tokens: int) -> tuple[int, int]:
-        """Where the first and the second range end, of `tokens` tokens."""
+        """Returns the ends of the first two ranges, of `tokens` tokens."""
         first, second = _kept(self.all, tokens), _kept(self.all + self.matmuls, tokens)
         if tokens - LEAST_TOKENS < second < tokens:
             second = max(0, tokens - LEAST_TOKENS) // tile_of(tokens) * tile_of(tokens)
@@ -88,6 +95,7 @@ class TokenLevels:
 
     @property
     def repeats_nothing(self) -> bool:
+        """True if every token is saved whole."""
         return self.all >= 1 - _SLACK
 
     def __str__(self) -> str:
@@ -97,11 +105,14 @@ class TokenLevels:
 
 
 Setting = TokenLevels | Level
-"""A layer's setting: how its tokens are divided, or one level for all of them."""
+"""Recompute setting of a layer: fractions of its tokens, or one level for all of them."""
 
 
 def setting_of(value: object) -> TokenLevels | Level:
-    """The setting that a caller gives as levels, one level, alpha, or three fractions.
+    """Converts a caller's value to a setting.
+
+    Args:
+        value: TokenLevels, a Level, a number alpha from 0 to 1, or three fractions.
 
     Raises:
         UsageError: it is none of these, or its fractions do not sum to 1.
@@ -118,7 +129,7 @@ def setting_of(value: object) -> TokenLevels | Level:
 
 
 def tile_of(tokens: int) -> int:
-    """Tokens of which each range of a sequence of `tokens` tokens is a multiple."""
+    """Returns the granularity of ranges, in tokens, for a sequence of `tokens` tokens."""
     return _LONG_TILE if tokens >= _LONG else _SHORT_TILE
 
 
@@ -130,33 +141,34 @@ def _kept(fraction: float, tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """What each level costs one layer, as its last forward had it: the numbers that a planner divides tokens by."""
+    """Cost of each level for one layer, measured in its last forward: a planner's input."""
 
     layer: str
     tokens: int
-    """Of one sequence; bytes per token are those of all sequences of the batch."""
+    """Tokens of one sequence; bytes per token are those of all sequences of the batch."""
     input_bytes: int
-    """All that is moved at level SAVE_INPUT."""
+    """Bytes moved at level SAVE_INPUT."""
     always_bytes: int
-    """Moved at every other level: the layer's input, attention's results, and what no token owns."""
+    """Bytes moved at every other level: the layer's input, attention's results, and tensors without a token axis."""
     bytes_per_token: dict[Level, float]
-    """Moved besides, for each token at that level; a mask of dropout takes one bit an element. A layer that is not proven
-    to treat tokens apart has level SAVE_ALL only."""
+    """Further bytes moved for each token at that level; a dropout mask takes one bit an element. A layer without a proven
+    token axis has level SAVE_ALL only."""
     beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
-    """Of these, what autograd does not save and a recompute at that level is given."""
+    """Those of `bytes_per_token` that autograd does not save and a recompute at that level reuses."""
     recompute_s_per_token: dict[Level, float]
-    """Shortest time seen of repeating at that level; only levels that have run, and SAVE_ALL, which repeats nothing."""
+    """Shortest recompute time seen at that level; only levels that have run, and SAVE_ALL with 0."""
 
     def nbytes(self, levels: TokenLevels) -> int:
-        """Bytes that the layer moves when its tokens are divided so."""
+        """Bytes that the layer moves with its tokens divided by `levels`."""
         first, second = levels.ends(self.tokens)
         counts = {Level.SAVE_ALL: first, Level.SAVE_MATMULS: second - first, Level.SAVE_ATTENTION: self.tokens - second}
         return self.always_bytes + round(sum(count * self.bytes_per_token[level] for level, count in counts.items()))
 
 
 def comparing_nbytes(nbytes: int) -> int:
-    """The most bytes that a trial takes to compare two tensors of `nbytes`, in half precision or wider, beside them.
+    """Returns the most bytes that a trial allocates to compare two tensors of `nbytes`, of 16-bit or wider elements.
 
-    Bits are compared a byte for a byte; numbers take two doubles and a flag (memo.swap.recompute.comparison).
+    Comparing bits takes one byte for each byte; comparing numbers takes two doubles and a flag for each element
+    (memo.swap.recompute.comparison).
     """
     return max(min(nbytes, 8 * COMPARED), 17 * min(nbytes // 2, COMPARED))

@@ -194,7 +194,7 @@ class Actuator:
     def watch(self, *, closely: bool) -> None:
         """Closely: layer by layer, where the device's memory tells of each."""
         self._used.has_edges = closely and self._memory.falls_at_once
-        self._engine.at_edges(self._used.edge if self._used.has_edges else None)
+        self._engine.at_layer_boundaries(self._used.edge if self._used.has_edges else None)
 
     def _when_idle(self) -> None:
         """Backward is nearly done. Before the next forward the program may restart the peaks, as loops that log them do."""

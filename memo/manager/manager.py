@@ -28,19 +28,19 @@ from memo.manager.validate import require_kinds
 from memo.mip.activation import needs
 from memo.parallel import PipelineOrder, everyones, group_of
 from memo.swap import (
-    Around,
     Engine,
     Group,
     Layer,
     LayerCosts,
+    LayerHook,
     Level,
     Setting,
     TokenLevels,
     TokenWise,
     find_layers,
+    hook_forward,
     layer_input,
     setting_of,
-    stand_around,
 )
 from memo.units import parse_bytes
 
@@ -225,7 +225,7 @@ class Manager:
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
-        self._hooks: list[Around] = []
+        self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
@@ -307,7 +307,7 @@ class Manager:
         """True in a thread that has not entered, of which autograd hands us nothing. Backward's own threads have."""
         return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
 
-    def _hook(self, position: int, layer: Layer) -> list[Around]:
+    def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_elsewhere():
                 return
@@ -327,7 +327,7 @@ class Manager:
                 self._tokenwise.end(group, output)
                 self._engine.end_layer(group, between=not layer.last)
 
-        return stand_around(layer.module, begin, end)
+        return hook_forward(layer.module, begin, end)
 
     def choose_levels(self, levels: Mapping[int | str, Any]) -> None:
         """From the next forward on these layers, by position or name, have these levels, and the others `alpha`'s.

@@ -76,10 +76,10 @@ class _Place:
     tier: _Nowhere
     nbytes: int
 
-    def leave(self, source: torch.Tensor, *, after: Event) -> _Copied:
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> _Copied:
         return _COPIED
 
-    def enter(self, target: torch.Tensor, *, after: Event) -> _Copied:
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> _Copied:
         return _COPIED
 
     def release(self) -> None:

@@ -1,1 +1,1 @@
-"""The offload engine: the life of each saved storage, its copies out and back, and their order on streams."""
+"""Offload engine: the life of each saved storage, its copies out and back, and their order on streams."""

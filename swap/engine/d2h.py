@@ -1,16 +1,16 @@
 """D2H side of the engine: issues copies out as storages are saved, and releases their sources one layer later.
 
-It owns which groups have sources still to be released, and the groups whose copies wait. It does not own the choice of a
-tier (destinations), nor the bytes once they are there.
+It owns the groups whose sources are still to be released and the groups whose copies wait. It does not own the choice of
+a tier (tier_choice), nor the bytes once they are there.
 
     forward    layer 0 | layer 1 | layer 2 | ...           pack: compute event -> copy out waits for it
     copies       out 0 |   out 1 |   out 2 |
-    dropped             ^ end of layer 1: compute waits for out 0, then the sources of layer 0 go
+    released            ^ end of layer 1: compute waits for out 0, then the sources of layer 0 are released
 
-A copy that the device can order (E2, by the device's own events) never stops the forward's host thread. One that only a
-host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, leaves its source on the device beyond its
-layer, up to `late_bytes` in all; the thread stops at a layer's end only for what is beyond that, and the time is counted as
-the disk queue's. On the CPU the host is the compute stream, and waiting is what E2 is.
+A copy that the device can order (E2, by the device's own events) never stops the forward's host thread. A copy that only a
+host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, keeps its source on the device beyond its
+layer, up to `late_bytes` in all. Beyond that the thread stops at the end of a layer; that time counts as the disk queue's.
+On the CPU the host is the compute stream, and its wait is E2.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
-from memo.swap.engine.token_prefix import gather
+from memo.swap.engine.token_prefix import pack_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from memo.swap.backends.protocol import Backend, Event
+    from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.release import Release
-    from memo.swap.engine.saved_storage import Group, SavedStorage
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.tier_choice import TierChoice
@@ -40,34 +41,51 @@ _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
 class CopyOut:
-    """D2H side of an Engine, whose lock is held around every call. `late_bytes` None means the bytes of one layer."""
+    """D2H side of an Engine; callers hold the engine lock.
+
+    Args:
+        backend: the device and its copy lanes.
+        order: orderings between streams.
+        tier_choice: gives each storage its place.
+        release: its limbo counts as late copies, too.
+        telemetry: counters and trace.
+        late_bytes: the most bytes of sources whose copies only the host could wait for; None: those of one layer.
+    """
 
     def __init__(
         self,
         backend: Backend,
-        edges: StreamOrder,
-        destinations: TierChoice,
-        endings: Release,
+        order: StreamOrder,
+        tier_choice: TierChoice,
+        release: Release,
         *,
-        account: Telemetry,
+        telemetry: Telemetry,
         late_bytes: int | None,
     ) -> None:
         self._backend = backend
-        self._order = edges
-        self._tier_choice = destinations
-        self._release = endings
-        self._telemetry = account
+        self._order = order
+        self._tier_choice = tier_choice
+        self._release = release
+        self._telemetry = telemetry
         self._late_bytes = late_bytes
-        self._held: Group | None = None  # its copies wait until another layer follows
-        self._unretired: collections.deque[Group] = collections.deque()
-        self._late: collections.deque[Group] = collections.deque()  # retired but for sources whose copies are late
+        self._waiting: Group | None = None  # its copies wait until another layer follows
+        self._unreleased: collections.deque[Group] = collections.deque()
+        self._late: collections.deque[Group] = collections.deque()  # released but for sources whose copies are late
 
     def send(self, saved: SavedStorage, written: Event | None = None) -> None:
-        """Issues the copy out, on the storage's home stream (E1); `written` is an event of it since the save."""
-        part, source = saved.part, saved.source
+        """Issues the copy out on the storage's home stream (E1).
+
+        Args:
+            saved: a storage with its source, in state LIVE.
+            written: an event of the home stream since the save; None: record one.
+
+        Raises:
+            HostBudgetExceeded, ScratchFull: no tier has room; the storage stays LIVE.
+        """
+        prefix, source = saved.prefix, saved.source
         assert source is not None
-        nbytes = saved.nbytes if part is None else part.head_nbytes
-        if nbytes == 0:  # all of it will be computed again
+        nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
+        if nbytes == 0:  # all of it will be recomputed
             saved.move_to(LEAVING)
             self._drop_source(saved)
             return
@@ -75,88 +93,88 @@ class CopyOut:
         if place is None:
             return  # it stays, by plan
         saved.place = place
-        if part is not None:
-            self._gather([saved])
-            source = part.leaving(source)
+        if prefix is not None:
+            self._pack_prefixes([saved])
+            source = prefix.packed(source)
         tier = place.tier
         with self._telemetry.issuing(tier.lane_out, saved.module):
-            saved.out = place.leave(source, after=written or self._order.written(saved.home))
+            saved.out = place.copy_out(source, after=written or self._order.written(saved.home))
         self._telemetry.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
         if tier.name is _DEVICE and not _is_shared(saved):
-            self._drop_source(saved)  # the compute stream made the copy, so whatever it does next comes after
-        elif tier.name is not _DEVICE and self._telemetry.journal is not None:
-            self._telemetry.journal.copying(saved.id, nbytes, tier.lane_out, saved.out)
+            self._drop_source(saved)  # the compute stream made the copy, so its later work is ordered after it
+        elif tier.name is not _DEVICE and self._telemetry.trace is not None:
+            self._telemetry.trace.copying(saved.id, nbytes, tier.lane_out, saved.out)
 
     def send_living(self, group: Group) -> None:
-        """Issues the copies of what a group has saved and not yet sent."""
-        # No list of sources: each goes when its own copy is made, where the device makes it.
+        """Issues the copies out of a group's storages that are still LIVE."""
+        # No list of sources: each is released as soon as its own copy is made, where the device tier makes it.
         waiting = [saved for saved in group.living() if saved.state is LIVE and saved.source is not None]
         for home, there in by_home(waiting).items():
             with self._backend.on(home):
-                self._gather(there)
+                self._pack_prefixes(there)
                 written = self._order.written(home)  # one event for them all
                 for saved in there:
                     self.send(saved, written)
 
-    def _gather(self, waiting: Iterable[SavedStorage]) -> None:
-        """Packs the moving tokens where they are not contiguous; the packs stay until their sources are released."""
-        parts = [
-            (saved.part, saved.source)
+    def _pack_prefixes(self, waiting: Iterable[SavedStorage]) -> None:
+        """Packs moving tokens that are not contiguous; the packed blocks stay until their sources are released."""
+        prefixes = [
+            (saved.prefix, saved.source)
             for saved in waiting
-            if saved.part is not None and saved.part.must_gather and saved.source is not None
+            if saved.prefix is not None and saved.prefix.must_pack and saved.source is not None
         ]
-        self._telemetry.stats.came_to_device(gather(parts, self._backend))
+        self._telemetry.stats.came_to_device(pack_prefixes(prefixes, self._backend))
 
     def layer_begins(self) -> None:
-        """Another layer follows the one whose copies were held back: they are worth making after all."""
-        group, self._held = self._held, None
+        """Issues the copies that waited for another layer, which now begins."""
+        group, self._waiting = self._waiting, None
         if group is not None:
             group.wait_for_next = False
             self.send_living(group)
 
     def layer_ended(self, group: Group) -> None:
-        """The sources of the layers before it go; its own wait for the next one's end."""
+        """Releases the sources of the layers before `group`; its own wait for the end of the next one."""
         if group.wait_for_next:
-            self._held = group
-        self._unretired.append(group)
-        while len(self._unretired) > 1:
-            self._late.append(self._unretired.popleft())
-        self._retire(group)
+            self._waiting = group
+        self._unreleased.append(group)
+        while len(self._unreleased) > 1:
+            self._late.append(self._unreleased.popleft())
+        self._release_sources(group)
 
-    def _retire(self, ended: Group) -> None:
-        """Drops the sources of layers before `ended`, ordered after their copies (E2), oldest first.
+    def _release_sources(self, ended: Group) -> None:
+        """Releases the sources of layers before `ended`, ordered after their copies (E2), oldest first.
 
-        A copy that only the host could wait for is late; its source stays while there is room for late ones.
+        A copy that only the host could wait for is late; its source stays while late sources have room.
         """
         late = 0
         for _ in range(len(self._late)):
             group = self._late.popleft()
             before = late
             for home, leaving in by_home(saved for saved in group.living() if saved.state is LEAVING).items():
-                going, stops_host = [], False
+                ready, stops_host = [], False
                 for saved in leaving:
                     if saved.out is not None and self._backend.host_waits(saved.out):
                         if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
                             late += saved.nbytes
                             continue
                         stops_host = True
-                    going.append(saved)
-                self._drop_sources(going, home, group.module, stops_host=stops_host)
+                    ready.append(saved)
+                self._drop_sources(ready, home, group.module, stops_host=stops_host)
             if late > before:
                 self._late.append(group)
         if self._release.has_limbo:
             self._release.clear_limbo(leave=self._room_for_late(ended) - late)
 
     def _room_for_late(self, ended: Group) -> int:
-        """Bytes that may stay longer than the layer after theirs."""
+        """Returns the bytes of sources that may stay longer than the layer after theirs."""
         if self._late_bytes is not None:
             return self._late_bytes
         return sum(saved.nbytes for saved in ended.living())
 
-    def _drop_sources(self, going: Iterable[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
+    def _drop_sources(self, ready: Iterable[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
         began = self._telemetry.begin_wait(home, stops_host=stops_host)
-        for saved in going:
+        for saved in ready:
             self._drop_source(saved)
         self._telemetry.waited(began, _DISK_QUEUE if stops_host else _DRAIN, module, stream=home)
 
@@ -164,15 +182,15 @@ class CopyOut:
         try:
             self._order.copied_out(saved)
         except StoreWriteError as error:
-            self._rescue(saved, error)
+            self._copy_elsewhere(saved, error)
         saved.source = None
-        if saved.part is not None:
-            self._telemetry.stats.device_bytes -= saved.part.left()
+        if saved.prefix is not None:
+            self._telemetry.stats.device_bytes -= saved.prefix.drop_packed()
         self._telemetry.stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
-    def _rescue(self, saved: SavedStorage, error: StoreWriteError) -> None:
-        """A write failed while its source is still here: the bytes go to another tier, or the error goes up."""
+    def _copy_elsewhere(self, saved: SavedStorage, error: StoreWriteError) -> None:
+        """Copies a storage whose write failed to another tier; without one, raises the error with the source still held."""
         stats = self._telemetry.stats
         stats.failed_writes += 1
         failed = saved.place
@@ -187,14 +205,17 @@ class CopyOut:
             raise error
         self._telemetry.warn("disk-write", f"{error}; the bytes went to the {place.tier.name} tier instead")
         saved.place = place
-        source = saved.source if saved.part is None else saved.part.leaving(saved.source)
-        saved.out = place.leave(source, after=self._order.written(saved.home))
+        source = saved.source if saved.prefix is None else saved.prefix.packed(saved.source)
+        saved.out = place.copy_out(source, after=self._order.written(saved.home))
         stats.moved(place.tier.name, nbytes)
         saved.move_to(LEAVING)
         self._order.copied_out(saved)
 
 
 def _is_shared(saved: SavedStorage) -> bool:
-    """True for what a recompute with collectives gives back. Its source is released at the same layer's end on all ranks,
-    whichever tier had room and however far its copy is: where the source is still there nothing is recomputed."""
-    return saved.part is not None and saved.part.call.together
+    """True for a storage whose recompute has collectives.
+
+    Its source is released at the end of the same layer on all ranks, whichever tier had room and however far its copy is:
+    a rank that still had the source would not recompute.
+    """
+    return saved.prefix is not None and saved.prefix.call.together

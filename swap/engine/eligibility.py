@@ -1,7 +1,7 @@
 """Offload eligibility: whether a packed tensor may leave the device (R3), and which SavedStorage tracks its storage (R2).
 
-It owns the record of each storage: its SavedStorage, held weakly, or that it never moves. The rules are in capture.
-A storage that was found to stay is not looked at again.
+It owns the record of each storage: a weak reference to its Hold, or STAYS. The rules are in memo.swap.tensor_kinds.
+A storage that was found to stay is not examined again.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from memo.swap.tensor_kinds import cast_of_parameter, is_sharded, local_part, ne
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from memo.swap.engine.saved_storage import Group, SavedStorage
+    from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import SavedStorage
 
 __all__ = ["STAYS", "Eligibility"]
 
-STAYS = object()  # what is known of a storage that never moves
+STAYS = object()  # the record of a storage that never moves
 
 
 class Eligibility:
-    """Of one engine on `device`."""
+    """Storages known to an engine on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.known = StorageMap()
-        """Storage -> a weak reference to the hold on its life, or STAYS."""
+        """Storage -> weak reference to its Hold, or STAYS."""
         self._device = device
-        # How many elements each parameter has, and of which types: a cast of one has as many, of another type.
+        # Dtypes of the parameters by number of elements: a cast of a parameter has as many elements of another dtype.
         self._parameter_types: dict[int, set[torch.dtype]] = {}
-        # Some are DTensors. What a layer makes of one has a size of its own, and data parallelism frees its memory under us.
+        # Some are DTensors. Their full tensors have sizes of their own, and data parallelism frees their memory under us.
         self._sharded = False
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-        """Names a model's parameters and buffers, whose storages never move.
+        """Registers a model's parameters and buffers, whose storages never move.
 
-        What replaces them later is found again by looking at the tensors themselves; this is the quick way.
+        Only a fast path: `stays` recognises parameters that replace them later by the tensors themselves.
         """
         for tensor in (*parameters, *buffers):
             if isinstance(tensor, torch.nn.Parameter):
@@ -50,17 +51,17 @@ class Eligibility:
                 self.known[local.untyped_storage()] = STAYS
 
     def stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> bool:
-        """Whether the storage of a plain strided tensor never moves."""
+        """True if the storage of a plain strided tensor never moves (R3); records the answer."""
         if not (storage in group.external or tensor.device != self._device or never_moves(tensor)):
             types = self._parameter_types.get(nbytes // tensor.itemsize)
-            seldom = types is None or types == {tensor.dtype}
-            if (seldom and not self._sharded) or not cast_of_parameter(tensor):
+            no_cast = types is None or types == {tensor.dtype}
+            if (no_cast and not self._sharded) or not cast_of_parameter(tensor):
                 return False
         self.known[storage] = STAYS
         return True
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
-        """The life of a storage that autograd saved."""
+        """Returns the SavedStorage of a storage; None where it stays, is unknown, or has no handle left."""
         known = self.known.find(ref(storage))
         hold = None if known is None or known is STAYS else known()
         return None if hold is None else hold.saved

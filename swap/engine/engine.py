@@ -1,15 +1,15 @@
-"""The swap engine: moves what autograd saved out of the device in forward and back in backward.
+"""Offload engine: copies saved activations off the device in forward and reloads them in backward.
 
-The manager and autograd call it. It owns the lock, and decides whether a saved tensor stays, shares a storage that is saved
-already, or begins the life of a new one. The rest has owners of its own:
+The manager and autograd call it. It owns the lock, and decides whether a saved tensor stays, shares a SavedStorage, or
+begins a new one. Other modules own the rest:
 
-    eligibility   which tensors may move                  h2d         reloads, prefetch, recompute
-    d2h           copies out, release of their sources    release     of storages whose handles are gone
-    stream_order  the orderings between streams           telemetry   counters, trace events, warnings
+    eligibility   tensors that may move                   h2d         reloads, prefetch, recompute
+    d2h           copies out, release of their sources    release     storages whose handles are gone
+    stream_order  orderings between streams               telemetry   counters, trace events, warnings
+    tier_choice   a tier for each storage                 handles     the results of `pack`
 
-It does not own memory kinds (tiers), lanes (backend), or the choice of layers (the manager). One invariant holds it
-together: a buffer is given up only when every operation that touches it is ordered before whatever may use its memory
-next (R5).
+It does not own the tiers' memory, the backend's lanes, or the choice of layers (the manager's). The invariant: a buffer is
+given up only when every operation that touches it is ordered before the next use of its memory (R5).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 from memo.swap.engine.d2h import CopyOut
 from memo.swap.engine.eligibility import STAYS, Eligibility
 from memo.swap.engine.h2d import Reload
+from memo.swap.engine.handles import Handle, Kept, Sharded
 from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.release import Release
-from memo.swap.engine.saved_storage import BACK, Geometry, Group, Handle, Hold, Kept, SavedStorage, Sharded, content_of
+from memo.swap.engine.saved_storage import BACK, Hold, SavedStorage, content_of
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice
@@ -38,34 +39,42 @@ if TYPE_CHECKING:
 
     from memo.events import Tracer
     from memo.swap.backends.protocol import Backend
-    from memo.swap.engine.layer_calls import Call
-    from memo.swap.engine.saved_storage import Content
+    from memo.swap.engine.handles import Packed
+    from memo.swap.engine.layer_calls import Call, Group
+    from memo.swap.engine.saved_storage import Content, Geometry
     from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.placement import Placement
     from memo.swap.stats import Stats
-    from memo.swap.tiers.host_and_disk import Tier as TierRoom
+    from memo.swap.tiers.protocol import Tier
 
 __all__ = ["Engine"]
 
 CAPTURED = (
-    "a CUDA graph is being captured: what autograd saves meanwhile stays on the device, since a graph repeats its work"
-    " without asking for memory; capture parts that fit, or train without graphs"
+    "a CUDA graph is being captured: tensors saved meanwhile stay on the device, since a replay allocates nothing;"
+    " capture parts that fit, or train without graphs"
 )
-MOST_GEOMETRIES = 10_000  # a run over ever new sequence lengths must not remember them all
+MOST_GEOMETRIES = 10_000  # bounds the cache in a run over ever new sequence lengths
 
 
 class Engine:
-    """One device's saved tensors.
+    """Moves one device's saved activations. `pack` and `unpack` are its hooks for autograd.
 
-    `tiers` are tried in order; a layer named in `placements` first tries the one that its placement says. `prefetch_bytes`
-    bounds how much may be reloaded ahead of backward; None means one layer. `late_bytes` bounds how much may stay on the
-    device beyond its time because its copy out is late and only a host thread could wait for it; None means one layer.
+    Args:
+        backend: the device and its copy lanes.
+        tiers: destinations, tried in order.
+        min_bytes: smaller storages stay on the device.
+        spill: a full tier passes storages on to the next one; without it a full first choice is an error.
+        prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
+        late_bytes: the most bytes of sources that stay on the device because only a host thread can wait for their copies
+            out; None: one layer.
+        placements: fractions of bytes to each tier by layer number; such a layer tries the tier of its placement first.
+        tracer: receives events; None: no trace.
     """
 
     def __init__(
         self,
         backend: Backend,
-        tiers: Sequence[TierRoom],
+        tiers: Sequence[Tier],
         *,
         min_bytes: int,
         spill: bool = True,
@@ -76,32 +85,32 @@ class Engine:
     ) -> None:
         self.backend = backend
         self.tiers = tiers
-        # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, and their release then
-        # waits for the section to end.
+        # Not re-entrant on purpose: a garbage collection inside a locked section may drop handles, whose release then
+        # waits for the end of the section.
         self._lock = lock = threading.Lock()
-        self._telemetry = account = Telemetry(tracer, backend)
-        self._stats = account.stats
-        self._groups = groups = LayerCalls()
+        self._telemetry = telemetry = Telemetry(tracer, backend)
+        self._stats = telemetry.stats
+        self._layer_calls = layer_calls = LayerCalls()
         self._eligibility = Eligibility(backend.device)
         self._find = self._eligibility.known.find
-        edges = StreamOrder(backend)
-        self._release = endings = Release(lock, backend, edges, groups=groups, account=account)
-        self._dropping = endings.drop  # one bound method, not one for each storage
-        self._dropped = endings.dropped
+        order = StreamOrder(backend)
+        self._release = release = Release(lock, backend, order, layer_calls=layer_calls, telemetry=telemetry)
+        self._on_drop = release.drop  # one bound method, not one for each storage
+        self._dropped = release.dropped
         self._here = backend.here
         self._is_capturing = backend.is_capturing
         self._tier_choice = TierChoice(
-            tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
+            tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=release.clear_limbo
         )
-        self._copy_out = CopyOut(backend, edges, self._tier_choice, endings, account=account, late_bytes=late_bytes)
+        self._copy_out = CopyOut(backend, order, self._tier_choice, release, telemetry=telemetry, late_bytes=late_bytes)
         self._reload = Reload(
-            lock, backend, edges, endings, groups=groups, account=account, prefetch_bytes=prefetch_bytes
+            lock, backend, order, release, layer_calls=layer_calls, telemetry=telemetry, prefetch_bytes=prefetch_bytes
         )
         self._min_bytes = min_bytes
         self._device = backend.device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=backend.device)
-        self._nothing: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each type
-        # Layers repeat, and so do their tensors' geometries: one object each spares the garbage collector most of its work.
+        self._uint8 = torch.empty(0, dtype=torch.uint8, device=backend.device)
+        self._empty_tensors: dict[torch.dtype, torch.Tensor] = {}  # an empty tensor of each dtype
+        # Layers repeat, and so do their tensors' geometries: sharing them spares the garbage collector most of its work.
         self._geometries: dict[Geometry, Geometry] = {}
         self.place(placements or {})
 
@@ -109,18 +118,20 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """Counters since construction, with the times of what the device is through with."""
+        """Counters since construction, with the times of all waits and recomputes that the device has finished."""
         self._telemetry.settle_times()
         return self._stats
 
     def keep(self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-        """Names a model's parameters and buffers, whose storages never move."""
+        """Registers a model's parameters and buffers, whose storages never move."""
         self._eligibility.keep(parameters, buffers)
 
     def place(self, placements: Mapping[int, Placement], *, rest_bytes: int = 0) -> None:
-        """Sets the layers' placements, by layer, from their next calls on; other layers use the tiers in order.
+        """Sets the placements of layers from their next calls on; other layers use the tiers in order.
 
-        Bytes that no tier has room for stay on the device while it holds no more than `rest_bytes`.
+        Args:
+            placements: by layer number; replaces all earlier ones.
+            rest_bytes: bytes that no tier has room for stay on the device while it holds at most this many.
 
         Raises:
             UsageError: a placement sends bytes to a tier that is not there; nothing changes.
@@ -128,35 +139,38 @@ class Engine:
         self._tier_choice.place(placements, rest_bytes=rest_bytes)
 
     def listen(self, tracer: Tracer | None) -> None:
-        """Sends events to `tracer` from now on, None to nobody. Between steps only: saved storages keep their tracer."""
+        """Sets the receiver of trace events; None: no trace. Between steps only: saved storages keep their tracer."""
         self._telemetry.listen(tracer)
 
-    def at_edges(self, call: Callable[[str | None], None] | None) -> None:
-        """Registers a layer-boundary callback: `call(name)` on entering a layer in forward or backward, `call(None)` on
-        leaving its forward. Runs in any thread; must not block or call the engine."""
-        self._telemetry.at_edge = call
+    def at_layer_boundaries(self, call: Callable[[str | None], None] | None) -> None:
+        """Registers a layer-boundary callback; None removes it.
+
+        `call(name)` on entering a layer in forward or backward, `call(None)` on leaving its forward. Runs in any thread;
+        must not block or call the engine.
+        """
+        self._telemetry.boundary_callback = call
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Registers a callback for when nothing is saved any more. Runs in any thread; must not block or call the engine."""
+        """Registers a callback for when the last saved storage ends. Any thread; must not block or call the engine."""
         self._release.when_idle = call
 
     def reload_ahead(self, nbytes: int | None) -> None:
-        """Sets how many bytes may be reloaded ahead of backward; None for one layer."""
+        """Sets the most bytes reloaded ahead of backward; None: one layer."""
         self._reload.prefetch_bytes = nbytes
 
     def expect(self, order: Sequence[Call]) -> None:
-        """Sets the order in which backward will reach the layers' calls, until a step has shown it."""
-        self._groups.expect(order)
+        """Sets the order in which backward will reach the layers' calls, until a step has been observed."""
+        self._layer_calls.expect(order)
 
     def is_captured(self) -> bool:
-        """True while the caller's stream is captured into a CUDA graph; nothing moves then. Warns once."""
+        """True while the caller's stream is captured into a CUDA graph, in which nothing moves. Warns once."""
         captured = self.backend.is_capturing()
         if captured:
             self._telemetry.warn("capture", CAPTURED)
         return captured
 
     def begin_forwards(self) -> None:
-        """Before a forward: starts a new order if nothing is alive."""
+        """Call before a forward; begins a new step if nothing is saved."""
         self._release.drain()
         self._telemetry.settle_times()
         if self._stats.live_entries == 0:
@@ -164,79 +178,93 @@ class Engine:
                 self._release.clear_limbo()
             for tier in self.tiers:
                 tier.end_step()
-            self._groups.end_step()
+            self._layer_calls.end_step()
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
 
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
-        """A layer's forward begins: what is saved from now on belongs to it."""
-        self._telemetry.comes_to_edge(module)
+        """Begins a layer's forward: tensors saved from now on belong to the group returned.
+
+        Args:
+            layer: number of the layer.
+            module: its name.
+            args: its positional arguments; storages of arguments other than the hidden states stay on the device.
+            kwargs: its keyword arguments, likewise.
+            last: the layer ends its stack, so its copies out wait until another layer follows.
+        """
+        self._telemetry.at_layer_boundary(module)
         with self._lock:
             self._copy_out.layer_begins()
-            group = self._groups.begin(layer, module, wait_for_next=last)
+            group = self._layer_calls.begin(layer, module, wait_for_next=last)
             group.external = argument_storages(args, kwargs)
             group.quota = self._tier_choice.quota(layer)
-            self._groups.open = group
+            self._layer_calls.open = group
             if last:
-                self._reload.look_ahead()
-            journal = self._telemetry.journal
-            if journal is not None:
-                journal.backward_left()
-                group.began = journal.begin(f"forward {module}")
+                self._reload.prefetch_first()
+            trace = self._telemetry.trace
+            if trace is not None:
+                trace.backward_left()
+                group.began = trace.begin(f"forward {module}")
         return group
 
     def end_layer(self, group: Group, *, between: bool) -> None:
-        """A layer's forward has ended, by return or by exception.
+        """Ends a layer's forward, after its return or exception.
 
-        `between` says that another layer of the stack follows: what is saved until then (a checkpoint's input) belongs to
-        this group still.
+        Args:
+            group: its saved storages.
+            between: another layer of the stack follows; tensors saved until then (a checkpoint's input) join `group`.
         """
         with self._lock:
             group.external = set()
-            self._groups.open = group if between else None
-            if self._telemetry.journal is not None and group.began is not None:
-                self._telemetry.journal.forward_ended(group.module, group.began)
+            self._layer_calls.open = group if between else None
+            if self._telemetry.trace is not None and group.began is not None:
+                self._telemetry.trace.forward_ended(group.module, group.began)
             self._copy_out.layer_ended(group)
         self._release.drain()
-        self._telemetry.comes_to_edge(None)
+        self._telemetry.at_layer_boundary(None)
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
-        """The record of a storage that autograd saved; None where it stays or is unknown."""
+        """Returns the record of a storage that autograd saved; None where it stays or is unknown."""
         return self._eligibility.saved_as(storage)
 
-    def settle(self, group: Group, parts: Mapping[SavedStorage, TokenPrefix]) -> None:
-        """Sends a held group's storages: the first tokens of those in `parts`, all of the others."""
+    def settle(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
+        """Copies out a held group's storages: the first tokens of those in `prefixes`, the others whole."""
         with self._lock:
             group.held = False
             for saved in group.living():
-                saved.part = parts.get(saved)
+                saved.prefix = prefixes.get(saved)
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
 
-    def has_room(self, group: Group, parts: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]) -> bool:
-        """True if all that a held group is to move, and blocks of the sizes in `besides`, fit into the tiers now.
+    def has_room(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix], *, besides: Sequence[int]) -> bool:
+        """True if a held group's moving bytes, and blocks of the sizes in `besides`, fit into the tiers now.
 
-        Finds out by claiming room, which it gives back at once.
+        Claims the room to find out, and gives it back at once.
         """
         with self._lock:
-            sizes = [saved.nbytes if saved not in parts else parts[saved].head_nbytes for saved in group.living()]
+            sizes = [saved.nbytes if saved not in prefixes else prefixes[saved].head_nbytes for saved in group.living()]
             return self._tier_choice.fit(sizes, group.quota, besides=besides)
 
     def end_forwards(self) -> None:
-        """After a forward: nothing that is saved later moves."""
-        self._groups.open = None
+        """Call after a forward; tensors saved later stay on the device."""
+        self._layer_calls.open = None
         self._release.drain()
 
-    # What autograd calls.
+    # Hooks of autograd.
 
-    def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Handle | Kept | Sharded:
-        """Called by autograd for each tensor it saves; issues the copy out of a storage seen for the first time.
+    def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Packed:
+        """Hook for each tensor that autograd saves; issues the copy out of a storage seen for the first time.
 
-        `content` is what the storage holds, where the tensor itself does not count its changes.
+        Args:
+            tensor: any tensor; one that must not move (R3) is kept by reference.
+            content: what its storage holds, where the tensor itself does not count its changes.
+
+        Raises:
+            HostBudgetExceeded, ScratchFull: no tier has room; what was saved before stays valid.
         """
-        group = self._groups.open
+        group = self._layer_calls.open
         kind = type(tensor)
         if group is None or kind is torch.nn.Parameter or (self._is_capturing() and self.is_captured()):
             return Kept(tensor)
@@ -249,12 +277,12 @@ class Engine:
         with self._lock:
             hold = None if known is None else known()
             if hold is not None and has_hidden_state(tensor):
-                return Kept(tensor)  # it reads the storage's bytes in another way
+                return Kept(tensor)  # it reads the same bytes in another way
             if content is None:
                 content = content_of(tensor)
             if hold is not None and hold.saved.content == content:
                 self._stats.deduplicated += 1
-                if hold.saved.home != self._here():  # its memory must outlive what this stream does with it, too
+                if hold.saved.home != self._here():  # its memory must outlive the work of this stream, too
                     self.backend.compute_uses(tensor, writes=False)
             else:
                 if hold is None and known is not None:
@@ -262,34 +290,44 @@ class Engine:
                 nbytes = storage.nbytes()
                 if nbytes < self._min_bytes or self._eligibility.stays(tensor, storage, nbytes, group):
                     return Kept(tensor)
-                hold = self._take(tensor, storage, nbytes, group, content=content)
+                hold = self._begin_storage(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
         if self._dropped:
             self._release.drain()
-        nothing = self._nothing.get(tensor.dtype)
-        if nothing is None:
-            nothing = self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        empty = self._empty_tensors.get(tensor.dtype)
+        if empty is None:
+            empty = self._empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), nothing)
+        return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), empty)
 
-    def _pack_other(self, tensor: torch.Tensor) -> Handle | Kept | Sharded:
-        """Parameters, sparse tensors and most subclasses stay; of a DTensor the local part moves."""
+    def _pack_other(self, tensor: torch.Tensor) -> Packed:
+        """Packs a parameter, sparse tensor or subclass: all stay but the local part of a DTensor."""
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return Kept(tensor)
         local = local_part(tensor)
         if local is tensor:
             return Kept(tensor)
-        # What changes a sharded tensor counts there and not at its local part.
+        # Changes of a sharded tensor are counted there and not at its local part.
         packed = self.pack(local.detach(), content_of(tensor))
         if not is_sharded(tensor):
             return packed
         assert not isinstance(packed, Sharded)
         return Sharded(tensor, packed)
 
-    def unpack(self, handle: Handle | Kept | Sharded, *, by_backward: bool = True) -> torch.Tensor:
-        """Called by autograd when backward needs a tensor; may be called again for the same handle.
+    def unpack(self, handle: Packed, *, by_backward: bool = True) -> torch.Tensor:
+        """Hook for each tensor that backward needs; may be called again for the same handle.
 
-        A recompute asks too, which says nothing of where backward is: `by_backward` is then false.
+        Args:
+            handle: a result of `pack`.
+            by_backward: False for a recompute, whose reads do not tell where backward is.
+
+        Returns:
+            A tensor of the saved one's bytes, dtype, offset, size and stride. The caller's stream is ordered after all
+            that writes it.
+
+        Raises:
+            ModifiedAfterSave: the tensor was changed in place after it was saved (R4).
+            SwapError: its reload failed, or the engine is closed; the handle stays valid.
         """
         if type(handle) is Kept:
             if handle.tensor._version != handle.version:
@@ -309,9 +347,9 @@ class Engine:
         try:
             while True:
                 with self._lock:
-                    part = saved.part
-                    if part is None or saved.source is not None or part.filled:
-                        if by_backward and saved.group is not self._groups.reading and not self._reload.closed:
+                    prefix = saved.prefix
+                    if prefix is None or saved.source is not None or prefix.filled:
+                        if by_backward and saved.group is not self._layer_calls.reading and not self._reload.closed:
                             self._reload.reach(saved.group)
                         if saved.state is not BACK:
                             self._reload.bring(saved)
@@ -325,9 +363,9 @@ class Engine:
                         elif not by_backward:  # on a stream that the program may not have used it on
                             self.backend.compute_uses(buffer, writes=False)
                         break
-                # Not under the lock: what it gives may be gone again when we have the lock, and is then asked for once more.
-                self._reload.recompute(saved, part)
-        finally:  # also after an error: what was dropped meanwhile waits for nobody else
+                # Not under the lock: its results may be gone again when we have the lock, and are then asked for once more.
+                self._reload.recompute(saved, prefix)
+        finally:  # also after an error: nobody else would drain what was dropped meanwhile
             if self._dropped:
                 self._release.drain()
         # Inductor asserts the exact offset, size and stride.
@@ -335,27 +373,27 @@ class Engine:
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
 
     def recompute_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A recompute reads these, maybe on a stream that the program did not use them on."""
+        """Declares that a recompute reads tensors, maybe on a stream that the program did not use them on."""
         for tensor in tensors:
             if tensor.device == self._device and has_storage(tensor):
                 self.backend.compute_uses(tensor, writes=False)
 
-    def _take(
+    def _begin_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
     ) -> Hold:
-        """The life of a storage begins."""
-        account = self._telemetry
-        source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
+        """Begins the life of a storage."""
+        telemetry = self._telemetry
+        source: torch.Tensor = self._uint8.new(storage)  # all of its bytes; keeps them alive
         home = self.backend.saved_here(source)
-        saved = SavedStorage(source, nbytes, content, group, home, self._dropping, account.changed)
+        saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
-        account.stats.live_entries += 1
-        account.stats.came_to_device(nbytes)
-        if account.journal is not None:
-            account.journal.changed(saved, tensor)
+        telemetry.stats.live_entries += 1
+        telemetry.stats.came_to_device(nbytes)
+        if telemetry.trace is not None:
+            telemetry.trace.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
             self._copy_out.send(saved)
         return hold
@@ -363,18 +401,18 @@ class Engine:
     # Ends.
 
     def end_step(self) -> None:
-        """Ends a training step: sends the trace its events."""
+        """Call at the end of a training step; emits the spans of the trace."""
         self._release.drain()
         self._telemetry.settle_times()
-        if self._telemetry.journal is not None:
-            self._telemetry.journal.end_step()
+        if self._telemetry.trace is not None:
+            self._telemetry.trace.end_step()
 
     def settle_times(self) -> None:
-        """Waits for the device where times of waits and recomputes are still to come, so that `stats` has them all."""
+        """Waits for the device until `stats` has the times of all waits and recomputes."""
         self._telemetry.settle_times(wait=True)
 
     def close(self) -> None:
-        """Waits until no copy is in flight, then closes tiers and lanes. What is still saved can no longer come back."""
+        """Waits until no copy is in flight, then closes tiers and lanes. Later reloads raise SwapError. Idempotent."""
         if self._reload.closed:
             return
         self._release.drain()

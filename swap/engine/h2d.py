@@ -1,7 +1,7 @@
-"""H2D side of the engine: reloads what backward asks for, prefetches what it asks for next, recomputes what no tier has.
+"""H2D side of the engine: reloads on demand, prefetch for the next layers of backward, recompute of tokens in no tier.
 
-It owns the order of reloads and how far ahead of backward they run. The invariant: nothing is handed to autograd before its
-reload is ordered (E4) and, where only its first tokens moved, before the others are computed.
+It owns the order of reloads and how far they run ahead of backward. The invariant: autograd gets no tensor before its reload
+is ordered (E4) and, where only its first tokens moved, before the other tokens are recomputed.
 
     backward   ... | layer 2 | layer 1 | layer 0           first unpack of layer 2: reload 1 while 2 computes
     reloads        |    in 1 |    in 0 |                   unpack: compute waits for the reload it needs
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memo.swap.backends.protocol import Backend, Event
-    from memo.swap.engine.layer_calls import LayerCalls
+    from memo.swap.engine.layer_calls import Group, LayerCalls
     from memo.swap.engine.release import Release
-    from memo.swap.engine.saved_storage import Group, SavedStorage
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.token_prefix import TokenPrefix, TokenRange, Wanted
@@ -37,35 +37,50 @@ _LIVE, _PREFETCHED, _FETCHED = UseKind.LIVE, UseKind.PREFETCHED, UseKind.FETCHED
 
 
 class Reload:
-    """H2D side of an Engine: reload, prefetch, recompute. Callers hold the engine lock, except for `recompute`, which
-    acquires it."""
+    """H2D side of an Engine: reload, prefetch, recompute.
+
+    Callers hold the engine lock, except for `recompute`, which acquires it.
+
+    Args:
+        lock: the engine lock.
+        backend: the device and its copy lanes.
+        order: orderings between streams.
+        release: its limbo is polled as backward proceeds.
+        layer_calls: groups and the order expected of backward.
+        telemetry: counters and trace.
+        prefetch_bytes: the most bytes reloaded ahead of backward; None: one layer.
+    """
 
     def __init__(
         self,
         lock: threading.Lock,
         backend: Backend,
-        edges: StreamOrder,
-        endings: Release,
+        order: StreamOrder,
+        release: Release,
         *,
-        groups: LayerCalls,
-        account: Telemetry,
+        layer_calls: LayerCalls,
+        telemetry: Telemetry,
         prefetch_bytes: int | None,
     ) -> None:
         self.prefetch_bytes = prefetch_bytes
-        """How much may be reloaded ahead of backward; None for one layer."""
+        """The most bytes reloaded ahead of backward; None: one layer."""
         self.closed = False
-        """The tiers are closed: what is away stays away."""
+        """The tiers are closed; nothing can be reloaded."""
         self._lock = lock
         self._backend = backend
-        self._order = edges
-        self._release = endings
-        self._groups = groups
-        self._telemetry = account
+        self._order = order
+        self._release = release
+        self._layer_calls = layer_calls
+        self._telemetry = telemetry
 
     def bring(self, saved: SavedStorage) -> None:
-        """Makes a storage ready for autograd, when backward first asks for it. Raises SwapError where its reload failed."""
+        """Makes a storage ready for its first read: forwards its source, or waits for its reload.
+
+        Raises:
+            SwapError: its reload failed; the storage is AWAY again and may be asked for once more.
+        """
         if saved.source is not None:
-            self._forward(saved)
+            self._forward_source(saved)
             return
         how = _PREFETCHED
         if saved.state is AWAY:
@@ -76,61 +91,65 @@ class Reload:
             self.hand_over(saved)
         except SwapError:
             saved.returned = saved.returning = None
-            if saved.part is not None:
-                self._telemetry.stats.device_bytes -= saved.part.forget()
+            if saved.prefix is not None:
+                self._telemetry.stats.device_bytes -= saved.prefix.discard()
             self._telemetry.stats.device_bytes -= saved.nbytes
             saved.move_to(AWAY)
             raise
-        if saved.part is not None:
+        if saved.prefix is not None:
             assert saved.returned is not None
-            self._telemetry.stats.device_bytes -= saved.part.returned(saved.returned, self._backend)
+            self._telemetry.stats.device_bytes -= saved.prefix.finish_reload(saved.returned, self._backend)
         saved.move_to(BACK)
         self._telemetry.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """Orders the caller's stream after the reload and after the buffer's last user (E4, E6)."""
-        account = self._telemetry
+        """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6)."""
+        telemetry = self._telemetry
         stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
-        began = account.begin_wait(stops_host=stops_host)
+        began = telemetry.begin_wait(stops_host=stops_host)
         try:
             self._order.copied_back(saved)
         finally:
-            account.waited(began, _RELOAD, saved.group.module, saved.id)
-        if saved.part is not None:
+            telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
+        if saved.prefix is not None:
             self._order.taken_over(saved)
         saved.user = self._backend.here()
 
-    def recompute(self, saved: SavedStorage, part: TokenPrefix) -> None:
-        """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
+    def recompute(self, saved: SavedStorage, prefix: TokenPrefix) -> None:
+        """Recomputes the missing tokens of `saved` and of its layer's other storages, while their first tokens arrive.
+
+        Raises:
+            SwapError: the engine is closed.
+        """
         with self._lock:
             self._refuse_if_closed(saved)
-            if saved.group is not self._groups.reading and not self.closed:
+            if saved.group is not self._layer_calls.reading and not self.closed:
                 self.reach(saved.group)
             if saved.state is AWAY:
                 self._fetch([saved])
         began = self._backend.stamp()
         with self._telemetry.issuing("recompute", saved.module):
-            part.call.recompute(self._fill)
+            prefix.call.recompute(self._fill)
         self._telemetry.recomputed(began, saved.module)
-        if not part.filled and saved.source is None:
+        if not prefix.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
     def reach(self, group: Group) -> None:
-        """Backward has come to this group: reload it, and what the expected order says comes after it (R7)."""
-        self._telemetry.comes_to_edge(group.module)
-        before = self._groups.reading
-        self._groups.reached(group)
-        if before is not None and self._groups.comes_again(before):
-            self._let_go(before)
-        if self._telemetry.journal is not None:
-            self._telemetry.journal.backward_reached(group.module)
+        """Records that backward has reached `group`; reloads it and prefetches the groups expected after it (R7)."""
+        self._telemetry.at_layer_boundary(group.module)
+        before = self._layer_calls.reading
+        self._layer_calls.reached(group)
+        if before is not None and self._layer_calls.comes_again(before):
+            self._drop_reloaded(before)
+        if self._telemetry.trace is not None:
+            self._telemetry.trace.backward_reached(group.module)
         self._release.poll_limbo()
         if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
             return
         room = self.prefetch_bytes
-        for ahead, following in enumerate(self._groups.after(group)):
-            # Of what nothing has to be brought from another tier there is nothing to do before backward asks for it.
-            away = [saved for saved in following.living() if saved.state is AWAY and _is_elsewhere(saved)]
+        for ahead, following in enumerate(self._layer_calls.after(group)):
+            # Storages without bytes in a lower tier have nothing to transfer: they are made when backward asks for them.
+            away = [saved for saved in following.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
             nbytes = sum(saved.nbytes for saved in away)
             if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
                 break
@@ -138,31 +157,31 @@ class Reload:
                 break
             room = None if room is None else room - nbytes
 
-    def look_ahead(self) -> None:
-        """A forward is at its last layer: what the backward after it is expected to want first comes back meanwhile.
+    def prefetch_first(self) -> None:
+        """Prefetches, during the last layer of a forward, the group that backward is expected to reach first.
 
-        In a pipeline that is another microbatch's, and the layer whose place it takes on the device has just left it.
+        In a pipeline that is another microbatch's; it takes the device memory that the layer before has just left.
         """
-        first = next(self._groups.upcoming(), None)
+        first = next(self._layer_calls.upcoming(), None)
         if first is not None:
             self._fetch_group(
-                first, [saved for saved in first.living() if saved.state is AWAY and _is_elsewhere(saved)]
+                first, [saved for saved in first.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
             )
 
-    def _let_go(self, group: Group) -> None:
-        """What was brought back is still where it came from; until the other half of this group's backward the room is free.
+    def _drop_reloaded(self, group: Group) -> None:
+        """Drops a group's reload buffers until the second half of its split backward; the tiers still have the bytes.
 
-        What was computed again stays: it would have to be once more.
+        Recomputed storages stay, since they would have to be recomputed once more.
         """
         for saved in group.living():
-            if saved.state is BACK and saved.part is None and saved.returned is not None:
-                # Who has used it waited for it, and its home waits for who has used it: E3 and E4 hold anew.
+            if saved.state is BACK and saved.prefix is None and saved.returned is not None:
+                # Each user has waited for it, and its home stream waits for each user: E3 and E4 hold for the next reload.
                 saved.returned = saved.returning = None
                 self._telemetry.stats.device_bytes -= saved.nbytes
                 saved.move_to(AWAY)
 
-    def _forward(self, saved: SavedStorage) -> None:
-        """Hands out a source that is not released yet (R6), and cancels its copy out where that has not begun."""
+    def _forward_source(self, saved: SavedStorage) -> None:
+        """Hands out a source that is not released yet (R6), and cancels its copy out if that has not begun."""
         stats = self._telemetry.stats
         if saved.state is LEAVING and saved.out is not None:
             assert saved.place is not None
@@ -176,16 +195,16 @@ class Reload:
         self._telemetry.used(saved, _LIVE)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
-        """Reloads what the group has away; False when the device had no room for all of it.
+        """Issues the reloads of `away`; False if the device had no room for all of them.
 
-        What is not reloaded here is fetched when backward asks for it, when less is held than now.
+        The rest is reloaded on demand, when less device memory is taken than now.
         """
         in_turn = away[::-1]  # backward asks in about this order
         try:
-            self._fetch([saved for saved in in_turn if not _is_aside(saved)])
+            self._fetch([saved for saved in in_turn if not _is_in_device_tier(saved)])
             for saved in in_turn:
-                if _is_aside(saved):
-                    # One by one: each gives up its room beside the buffer before the next takes a buffer.
+                if _is_in_device_tier(saved):
+                    # One by one: each releases its copy in the device tier before the next allocates a buffer.
                     self._fetch([saved])
         except torch.OutOfMemoryError:
             self._telemetry.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
@@ -196,72 +215,73 @@ class Reload:
         """Allocates buffers on their home streams and issues the reloads into them.
 
         Raises:
-            torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
+            torch.OutOfMemoryError: no room for all of them; the reloads of those that got a buffer are issued.
         """
         for home, those in by_home(wanted).items():
             with self._backend.on(home):
                 self._fetch_at_home(home, those)
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
-        """All reloads after one event (E3)."""
+        """Issues the reloads of storages of one home stream, all after one event (E3)."""
         buffers: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         try:
             for saved in wanted:
                 buffer = self._backend.empty(saved.nbytes)
-                targets.append(buffer if saved.part is None else saved.part.returning(buffer, self._backend))
+                targets.append(buffer if saved.prefix is None else saved.prefix.reload_target(buffer, self._backend))
                 buffers.append(buffer)
-                beside = 0 if saved.part is None else saved.part.incoming_nbytes
+                beside = 0 if saved.prefix is None else saved.prefix.unpacking_nbytes
                 self._telemetry.stats.came_to_device(saved.nbytes + beside)
         finally:
             if buffers:
                 event = self._order.allocated(home)
                 for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
-                    self._reload(saved, buffer, target, event)
+                    self._issue_reload(saved, buffer, target, event)
 
-    def _reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
+    def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
         stats = self._telemetry.stats
         place = saved.place
-        if place is not None:  # None where all of it is computed again
-            nbytes = saved.nbytes if saved.part is None else saved.part.head_nbytes
+        if place is not None:  # None where all of it is recomputed
+            nbytes = saved.nbytes if saved.prefix is None else saved.prefix.head_nbytes
             tier = place.tier
             with self._telemetry.issuing(tier.lane_in, saved.module):
-                saved.returning = place.enter(target, after=event)
+                saved.returning = place.copy_in(target, after=event)
             if tier.name is not _DEVICE:
                 stats.bytes_reloaded += nbytes
-                if self._telemetry.journal is not None:
-                    self._telemetry.journal.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+                if self._telemetry.trace is not None:
+                    self._telemetry.trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, span: TokenRange, wanted: Wanted, tail: torch.Tensor) -> None:
-        """Recomputed tokens of a storage take their place behind those that a tier had."""
+    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor) -> None:
+        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier."""
         hold = wanted.hold()
         if hold is None:
-            return  # backward is through with it
+            return  # no handle is left
         saved = hold.saved
         with self._lock:
-            if saved.source is not None or saved.part is None or not saved.part.lacks(span.first):
+            if saved.source is not None or saved.prefix is None or not saved.prefix.lacks(span.first):
                 return
             if saved.state is AWAY:
                 self._fetch([saved])
             assert saved.returned is not None
             self._order.taken_over(saved)
-            self._telemetry.stats.bytes_recomputed += saved.part.fill(saved.returned, tail, span, self._backend)
+            self._telemetry.stats.bytes_recomputed += saved.prefix.fill(saved.returned, recomputed, span, self._backend)
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self.closed and not saved.on_device:
             raise SwapError(
-                f"the manager was closed before backward asked for what {saved.module} saved; close it after backward"
+                f"the manager was closed before backward needed the tensors that {saved.module} saved; "
+                f"close it after backward"
             )
 
 
-def _is_elsewhere(saved: SavedStorage) -> bool:
-    """In another tier than the device's."""
+def _is_in_lower_tier(saved: SavedStorage) -> bool:
+    """True if its bytes rest in another tier than the device's."""
     return saved.place is not None and saved.place.tier.name is not _DEVICE
 
 
-def _is_aside(saved: SavedStorage) -> bool:
-    """Copied aside on the device."""
+def _is_in_device_tier(saved: SavedStorage) -> bool:
+    """True if its bytes rest in the device tier."""
     return saved.place is not None and saved.place.tier.name is _DEVICE

@@ -1,7 +1,8 @@
 """Layer calls of one step and the order in which backward is expected to reach them (R7); drives prefetch.
 
-It owns the calls' numbering and the expected order: that of the step before, or at first what a pipeline's schedule says.
-"Reverse of the forward" alone is wrong across the microbatches of a pipeline: it is the guess where nothing is known.
+It owns the calls' numbering, the storages that each call saved, and the expected order: that of the step before, or of the
+pipeline's schedule before the first step. Where neither is known it is the reverse of the forward order, which is wrong
+across the microbatches of a pipeline.
 """
 
 from __future__ import annotations
@@ -9,47 +10,79 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from memo.swap.engine.saved_storage import Group
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from weakref import ref
 
-__all__ = ["Call", "LayerCalls"]
+    import torch
+
+    from memo.swap.engine.saved_storage import Hold, SavedStorage
+    from memo.swap.engine.trace_events import Began
+    from memo.swap.placement import Quota
+
+__all__ = ["Call", "Group", "LayerCalls"]
 
 Call = tuple[int, int]
-"""A layer, and how often it was called before in the step."""
+"""Layer number, and how often that layer was called before in the step."""
+
+
+class Group:
+    """Storages saved by one call of one layer.
+
+    Args:
+        index: position in the forward order since the engine was last empty.
+        key: the call.
+        module: name of the layer.
+        wait_for_next: copies out begin only when another layer follows.
+    """
+
+    __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "quota", "saved", "wait_for_next")
+
+    def __init__(self, index: int, key: Call, module: str, *, wait_for_next: bool) -> None:
+        self.index = index
+        self.key = key
+        self.module = module
+        self.wait_for_next = wait_for_next
+        self.held = False  # copies out begin only when it is decided what of each storage moves (Engine.settle)
+        self.saved: list[ref[Hold]] = []
+        self.alive = 0  # storages that still have handles
+        self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay
+        self.quota: Quota | None = None  # bytes due to each tier; None: the first tier with room
+        self.began: Began | None = None  # begin of its forward, where there is a trace
+
+    def living(self) -> list[SavedStorage]:
+        """Storages that still have handles, in the order of their saves."""
+        return [hold.saved for weak in self.saved if (hold := weak()) is not None]
 
 
 class LayerCalls:
-    """The groups with living storages, and those whose forward is under way."""
+    """Groups with living storages, and the group whose forward is running. Iterates over the groups in forward order."""
 
     def __init__(self) -> None:
         self.open: Group | None = None
-        """Whose forward is under way, or has just ended: what is saved now belongs to it."""
+        """Its forward is running, or has just ended; takes what is saved now."""
         self.reading: Group | None = None
-        """The latest that backward came to."""
+        """Reached last by backward."""
         self._groups: dict[int, Group] = {}
         self._by_call: dict[Call, Group] = {}
         self._begun = 0
         self._calls: collections.Counter[int] = collections.Counter()
         self._expected: Sequence[Call] = ()
-        self._last_at: dict[Call, int] = {}
-        self._come = 0
-        """How much of the expected order has come true; the rest is to come."""
-        self._on_course = False
-        """The group that backward reached last was expected."""
-        self._order_now: list[Call] = []
+        self._last_at: dict[Call, int] = {}  # last position of each call in the expected order
+        self._position = 0  # in the expected order: of the next call to be reached
+        self._as_expected = False  # the group reached last was in the expected order
+        self._observed: list[Call] = []
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups.values())
 
     def expect(self, order: Sequence[Call]) -> None:
-        """The order in which backward will reach the calls of the step to come. A call may come more than once."""
-        self._expected, self._come = tuple(order), 0
+        """Sets the order in which backward will reach the calls of the next step. A call may occur more than once."""
+        self._expected, self._position = tuple(order), 0
         self._last_at = {call: at for at, call in enumerate(self._expected)}
 
     def begin(self, layer: int, module: str, *, wait_for_next: bool) -> Group:
-        """The group of a call that begins now."""
+        """Opens the group of a call that begins now."""
         group = Group(self._begun, (layer, self._calls[layer]), module, wait_for_next=wait_for_next)
         self._calls[layer] += 1
         self._begun += 1
@@ -57,16 +90,16 @@ class LayerCalls:
         return group
 
     def forget(self, group: Group) -> None:
-        """Nothing of it lives any more."""
+        """Removes a group of which nothing is alive."""
         self._groups.pop(group.index, None)
         self._by_call.pop(group.key, None)
 
     def end_step(self) -> None:
-        """Nothing lives: numbers start anew, and the order that backward took is what to expect."""
-        if self._order_now:
-            self.expect(self._order_now)
-        self._order_now = []
-        self._come, self._on_course = 0, False
+        """Restarts the numbering once nothing is alive; the order that backward took is expected of the next step."""
+        if self._observed:
+            self.expect(self._observed)
+        self._observed = []
+        self._position, self._as_expected = 0, False
         self._groups.clear()
         self._by_call.clear()
         self._calls.clear()
@@ -74,27 +107,27 @@ class LayerCalls:
         self.reading = None
 
     def reached(self, group: Group) -> None:
-        """Backward has come to `group`."""
+        """Records that backward has reached `group`."""
         self.reading = group
-        self._order_now.append(group.key)
+        self._observed.append(group.key)
         try:
-            self._come = self._expected.index(group.key, self._come) + 1
-            self._on_course = True
+            self._position = self._expected.index(group.key, self._position) + 1
+            self._as_expected = True
         except ValueError:
-            self._on_course = False
+            self._as_expected = False
 
     def comes_again(self, group: Group) -> bool:
-        """Backward is to come back to a group that it has just left, and not at once: half of its backward is done."""
-        if not self._on_course or self._last_at.get(group.key, -1) < self._come:
+        """True if backward, which has just left `group`, comes back to it later: a split backward is half done."""
+        if not self._as_expected or self._last_at.get(group.key, -1) < self._position:
             return False
-        return self._expected[self._come] != group.key
+        return self._expected[self._position] != group.key
 
     def after(self, group: Group) -> Iterator[Group]:
-        """What backward will reach next, one after the other.
+        """Groups that backward is expected to reach after `group`, in order.
 
-        As expected, up to a call that is still to be made; where nothing is expected, back through the forward's order.
+        By the expected order up to a call whose forward has not begun; without one, in the reverse of the forward order.
         """
-        if self._on_course and self._come < len(self._expected):
+        if self._as_expected and self._position < len(self._expected):
             yield from self.upcoming()
             return
         for index in range(group.index - 1, -1, -1):
@@ -103,8 +136,8 @@ class LayerCalls:
                 yield earlier
 
     def upcoming(self) -> Iterator[Group]:
-        """What backward is expected to reach next, one after the other, up to a call that is still to be made."""
-        for at in range(self._come, len(self._expected)):
+        """Groups that the expected order says backward reaches next, up to a call whose forward has not begun."""
+        for at in range(self._position, len(self._expected)):
             layer, number = self._expected[at]
             if number >= self._calls[layer]:
                 return

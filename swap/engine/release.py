@@ -1,10 +1,10 @@
-"""Release of saved storages: the last handle dies, in any thread, and memory and places are given back.
+"""Release of saved storages: memory and places are given back when the last handle dies, in any thread.
 
-It owns the storages that were dropped and wait for the engine's lock, and the limbo (E5): storages that nobody needs any
-more while a copy still touches their memory. It waits for no copy unless that memory is wanted.
+It owns the dropped storages that wait for the engine lock, and the limbo (E5): storages without handles whose memory a copy
+still touches. It waits for a copy only where that memory is needed.
 
-    last handle dies -> dropped -> ended -> free             no copy in flight, or one that could be taken back
-                                        -> limbo -> free     when that copy is done
+    last handle dies -> dropped -> ended -> free             no copy in flight, or the copy was cancelled
+                                        -> limbo -> free     when the copy is done
 """
 
 from __future__ import annotations
@@ -34,24 +34,33 @@ _DRAIN = StallCause.DRAIN
 
 
 class Release:
-    """Releases an Engine's storages. Callers hold the engine lock, except for `drop` and `drain`, which take it if free."""
+    """Releases an Engine's storages.
+
+    Callers hold the engine lock, except for `drop` and `drain`, which acquire it if it is free.
+    """
 
     def __init__(
-        self, lock: threading.Lock, backend: Backend, edges: StreamOrder, *, groups: LayerCalls, account: Telemetry
+        self,
+        lock: threading.Lock,
+        backend: Backend,
+        order: StreamOrder,
+        *,
+        layer_calls: LayerCalls,
+        telemetry: Telemetry,
     ) -> None:
         self.dropped: collections.deque[SavedStorage] = collections.deque()
-        """Storages that wait for the lock to be released; look here before calling `drain`."""
+        """Storages without handles that wait for the lock; check it before calling `drain`."""
         self.when_idle: Callable[[], None] | None = None
-        """Called whenever nothing is saved any more, with the lock held and in any thread."""
+        """Called when the last saved storage ends, with the lock held and in any thread."""
         self._lock = lock
         self._backend = backend
-        self._order = edges
-        self._groups = groups
-        self._telemetry = account
+        self._order = order
+        self._layer_calls = layer_calls
+        self._telemetry = telemetry
         self._limbo: collections.deque[SavedStorage] = collections.deque()
 
     def drop(self, saved: SavedStorage) -> None:
-        """The last handle of a storage is gone. May run in any thread, also inside the engine's own locked sections."""
+        """Finalizer of a storage whose last handle is gone. Any thread, also inside the engine's own locked sections."""
         if self._lock.acquire(blocking=False):
             try:
                 self._end(saved)
@@ -59,12 +68,12 @@ class Release:
                 self._lock.release()
         else:
             self.dropped.append(saved)
-        # Whoever has the lock may have let go of it between the two lines above.
+        # The holder of the lock may have released it between the failed acquire and the append.
         if self.dropped:
             self.drain()
 
     def drain(self) -> None:
-        """Ends what was dropped, now or, where the lock is taken, when whoever has it drains."""
+        """Ends the dropped storages; where the lock is taken, its holder does so when it drains."""
         while self.dropped and self._lock.acquire(blocking=False):
             try:
                 self._end_dropped()
@@ -72,9 +81,10 @@ class Release:
                 self._lock.release()
 
     def clear_limbo(self, *, leave: int = 0) -> None:
-        """Frees what a copy had kept back. The compute stream waits rather than the host, as in E2.
+        """Frees the storages in limbo. The compute stream waits for their copies rather than the host, as in E2.
 
-        Where only the host could wait, up to `leave` bytes stay.
+        Args:
+            leave: bytes that may stay where only the host could wait.
         """
         for _ in range(len(self._limbo)):
             saved = self._limbo.popleft()
@@ -88,23 +98,24 @@ class Release:
                 try:
                     self._order.abandoned(saved, event)
                 except SwapError as error:
-                    # Nobody needs these bytes any more; the failure itself must still be seen.
+                    # These bytes are needed no more; the failure itself must still be reported.
                     self._telemetry.warn("dropped-copy", f"{error} (nothing was lost: the tensor was no longer needed)")
                 self._telemetry.waited(began, _DRAIN, saved.module, saved.id, stream=saved.home)
             self._free(saved)
 
     def clear_limbo_of(self, storage: torch.UntypedStorage) -> None:
-        """A storage is saved again whose handles are gone: what was on its way for them must not count twice."""
+        """Frees the former life of a storage that is saved again, so that its memory is not counted twice."""
         self._end_dropped()
         if any(old.source is not None and old.source.untyped_storage() is storage for old in self._limbo):
             self.clear_limbo()
 
     @property
     def has_limbo(self) -> bool:
+        """True while storages without handles wait for a copy."""
         return bool(self._limbo)
 
     def poll_limbo(self) -> None:
-        """Frees what is done already; waits for nothing."""
+        """Frees the storages in limbo whose copies are done; waits for nothing."""
         for _ in range(len(self._limbo)):
             saved = self._limbo.popleft()
             if self._order.in_flight(saved) is None:
@@ -121,12 +132,12 @@ class Release:
         stats.live_entries -= 1
         if not stats.live_entries and self.when_idle is not None:
             self.when_idle()
-        group, groups = saved.group, self._groups
+        group, layer_calls = saved.group, self._layer_calls
         group.alive -= 1
-        if not group.alive and group is not groups.open:
-            groups.forget(group)
-            if group is groups.reading and self._telemetry.journal is not None:
-                self._telemetry.journal.backward_left()
+        if not group.alive and group is not layer_calls.open:
+            layer_calls.forget(group)
+            if group is layer_calls.reading and self._telemetry.trace is not None:
+                self._telemetry.trace.backward_left()
         if self._order.in_flight(saved) is None:
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
@@ -135,16 +146,16 @@ class Release:
             stats.moved(saved.place.tier.name, -saved.moving_nbytes)
             self._free(saved)
         else:
-            if saved.part is not None:
-                saved.part.abandon()
+            if saved.prefix is not None:
+                saved.prefix.abandon()
             self._limbo.append(saved)  # E5
 
     def _free(self, saved: SavedStorage) -> None:
         if saved.source is not None or saved.returned is not None:
             self._telemetry.stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
-        if saved.part is not None:
-            self._telemetry.stats.device_bytes -= saved.part.left() + saved.part.forget()
+        if saved.prefix is not None:
+            self._telemetry.stats.device_bytes -= saved.prefix.drop_packed() + saved.prefix.discard()
         if saved.place is not None:
             saved.place.release()
             saved.place = None

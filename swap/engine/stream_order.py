@@ -1,8 +1,9 @@
-"""The orderings between compute streams and copies (R5): E1 to E6 have a method each here, E7 is the host tier's.
+"""Orderings between compute streams and copies (R5): E1 to E6 and E8 are methods here, E7 is the host tier's.
 
 A program may have several compute streams: two half batches layer by layer, branches of a layer, microbatches. A saved
-storage has one *home*, the stream that it was saved on. Its reload buffer is allocated there too, since backward runs on the
-stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream the caller is on; E4 and E6 the caller's.
+storage has one *home*, the stream that it was saved on. Its reload buffer is allocated there too, since autograd runs
+backward on the stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream the caller is on; E4 and E6
+order the caller's.
 
     E1  copy out waits for an event of the home stream, taken when the tensor is saved or later
     E2  the home stream waits for the copy out before the source is dropped; where another stream allocated the source, its
@@ -14,7 +15,7 @@ stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers.host_and_disk)
     E8  the streams of a recompute that ends in the middle of its layer wait for one another
 
-There are no others. The checking backend proves each of them necessary: a test takes them out one by one.
+There are no others. Tests remove them one by one, and the race checker proves each necessary.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class StreamOrder:
             saved.user = here
 
     def broken_off(self, streams: Collection[int]) -> None:
-        """E8: the layer's own waits have not been reached, and the memory that its streams share is free from now on."""
+        """E8: later work of each stream runs after all that the others have issued.
+
+        The layer's own waits have not been reached, and memory that its streams share is free from now on.
+        """
         if len(streams) > 1:
             for event in [self._backend.compute_event(stream) for stream in streams]:
                 for stream in streams:

@@ -1,6 +1,6 @@
-"""Statistics of one engine: counters always, trace events where there is a tracer, each warning once.
+"""Telemetry of one engine: counters always, trace events where there is a tracer, each warning once.
 
-It owns the counters and the journal. It decides nothing.
+It owns the counters, the trace and the layer-boundary callback. It decides nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ SHORTEST_STALL_NS = 20_000  # shorter ones are the engine's own work
 
 
 class Telemetry:
-    """Statistics of one engine. Times are the device's where `backend` measures them; the host never waits for them, so
-    that those of work that the device has still to do are counted later (`settle_times`)."""
+    """Statistics of one engine.
 
-    __slots__ = ("_backend", "_pending", "_settling", "_warned", "at_edge", "changed", "journal", "stats")
+    Times are the device's, where `backend` measures them. The host never waits for them: `settle_times` counts those of
+    work that the device has finished.
+    """
+
+    __slots__ = ("_backend", "_pending", "_settling", "_warned", "boundary_callback", "changed", "stats", "trace")
 
     def __init__(self, tracer: Tracer | None, backend: Backend) -> None:
         self.stats = Stats()
-        self.journal: TraceEvents | None
+        self.trace: TraceEvents | None
         self.changed: Callable[[SavedStorage], None] | None
-        """Callback for the state transitions of each new storage; None without a tracer."""
-        self.at_edge: Callable[[str | None], None] | None = None
-        """Layer-boundary callback; see `Engine.at_edges`."""
+        """Called after each state transition of a new storage; None without a tracer."""
+        self.boundary_callback: Callable[[str | None], None] | None = None
+        """Layer-boundary callback; see `Engine.at_layer_boundaries`."""
         self._backend = backend
         self._pending: collections.deque[tuple[Stamp, Stamp, Callable[[int, int], None]]] = collections.deque()
         self._settling = threading.Lock()  # forward's thread and backward's settle, neither under the engine's lock
@@ -50,23 +53,23 @@ class Telemetry:
         self.listen(tracer)
 
     def listen(self, tracer: Tracer | None) -> None:
-        """Sends events to `tracer` from now on; None for nowhere."""
-        self.journal = None if tracer is None else TraceEvents(tracer, self._backend)
-        self.changed = None if self.journal is None else self.journal.changed
+        """Sets the receiver of trace events; None: no trace."""
+        self.trace = None if tracer is None else TraceEvents(tracer, self._backend)
+        self.changed = None if self.trace is None else self.trace.changed
 
-    def comes_to_edge(self, begins: str | None) -> None:
+    def at_layer_boundary(self, entered: str | None) -> None:
         """Calls the layer-boundary callback."""
-        if self.at_edge is not None:
-            self.at_edge(begins)
+        if self.boundary_callback is not None:
+            self.boundary_callback(entered)
 
     def issuing(self, what: str, module: str) -> AbstractContextManager[None]:
         """A profiler range around the issue of a copy or a recompute; none without a tracer."""
-        return _NO_RANGE if self.journal is None else self.journal.range(f"{what} {module}")
+        return _NO_RANGE if self.trace is None else self.trace.range(f"{what} {module}")
 
     def begin_wait(self, stream: int | None = None, *, stops_host: bool = False) -> Stamp | None:
         """Stamps a compute stream that is about to wait for a copy; None where its time is not measured.
 
-        A wait that stops the host instead of the device is measured by the host's clock where the device's is not.
+        The host's clock measures a wait that stops the host, where the device's time is not measured.
         """
         stamp = self._backend.stamp(stream)
         return HostStamp() if stamp is None and stops_host else stamp
@@ -80,7 +83,7 @@ class Telemetry:
         *,
         stream: int | None = None,
     ) -> None:
-        """Counts a wait that has been issued, from `began` to the stream's end now; `ident` is the storage waited for."""
+        """Counts an issued wait, from `began` to the stream's current end; `ident` is the storage waited for."""
         if type(began) is HostStamp:
             self._stalled(began.at, time.monotonic_ns(), cause, module, ident)
             return
@@ -94,25 +97,25 @@ class Telemetry:
         if end_ns - begin_ns < SHORTEST_STALL_NS:
             return
         self.stats.stalls_ns[cause] += end_ns - begin_ns
-        if self.journal is not None:
-            self.journal.stalled(begin_ns, end_ns - begin_ns, cause, module, ident)
+        if self.trace is not None:
+            self.trace.stalled(begin_ns, end_ns - begin_ns, cause, module, ident)
 
     def recomputed(self, began: Stamp | None, module: str) -> None:
-        """Counts a layer's recompute that has been issued, from `began` to the end of the caller's stream now."""
+        """Counts a layer's issued recompute, from `began` to the current end of the caller's stream."""
         ended = None if began is None else self._backend.stamp()
         if began is None or ended is None:
             self.stats.untimed_recomputes += 1
             return
         self._pending.append((began, ended, self._recomputed))
-        if self.journal is not None:
-            self.journal.recompute_ended(module, began, ended)
+        if self.trace is not None:
+            self.trace.recompute_ended(module, began, ended)
         self.settle_times()
 
     def _recomputed(self, begin_ns: int, end_ns: int) -> None:
         self.stats.recompute_ns += end_ns - begin_ns
 
     def settle_times(self, *, wait: bool = False) -> None:
-        """Counts the waits and recomputes that the device is through with by now, or all of them where it may `wait`."""
+        """Counts the waits and recomputes that the device has finished; with `wait`, waits for all of them."""
         with self._settling:
             while self._pending:
                 began, ended, count = self._pending[0]
@@ -125,15 +128,15 @@ class Telemetry:
                 count(begin_ns, end_ns)
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
-        """Counts how backward found a storage that it asked for the first time."""
+        """Counts how backward found a storage at its first read."""
         self.stats.uses[how] += 1
-        if self.journal is not None:
-            self.journal.used(saved, how)
+        if self.trace is not None:
+            self.trace.used(saved, how)
 
     def warn(self, cause: str, message: str) -> None:
-        """Warns once of each `cause`; every occurrence goes to the trace. `message` says what was done instead."""
-        if self.journal is not None:
-            self.journal.noted(cause, message)
+        """Warns once of each `cause`; every occurrence goes to the trace. `message` says what is done instead."""
+        if self.trace is not None:
+            self.trace.noted(cause, message)
         if cause not in self._warned:
             self._warned.add(cause)
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,13 +1,14 @@
-"""A saved storage of which only the first tokens rest in a tier; the others are computed again.
+"""Token prefix: a saved storage of which only the first tokens move to a tier; the other tokens are recomputed.
 
-It owns where the parts lie: the head is what moves, the rest is written by recomputes, the last tokens first. The reload
-buffer is whole, so that the parts meet in place and the saved tensor is rebuilt over it as over any other.
+It owns the layout of both parts: the head moves, the rest is written by recomputes, the last tokens first. The reload buffer
+has the size of the whole storage, so both parts are written in place and the saved tensor is rebuilt over it as over any
+other.
 
-    source   |head|rest|head|rest|    two rows: the heads are gathered into one block, which moves
+    source   |head|rest|head|rest|    two rows: the heads are packed into one block, which moves
     buffer   |head|    |head|    |    with one row the reload goes straight into the buffer, beside the recompute
 
-Gathering and scattering is work of the caller's compute stream (memo.kernels.staging). What a layer saved is gathered at
-once, in one launch; it is scattered storage by storage, since each reload ends at a time of its own.
+Packing and unpacking run on the caller's compute stream (memo.kernels.staging). A layer's storages are packed in one launch
+and unpacked one by one, since each reload ends at its own time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.saved_storage import Hold
 
-__all__ = ["Recompute", "Rows", "TokenPrefix", "TokenRange", "Wanted", "gather"]
+__all__ = ["Recompute", "Rows", "TokenPrefix", "TokenRange", "Wanted", "pack_prefixes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,42 +38,54 @@ class Rows:
     width: int
 
     def nbytes(self, tokens: int) -> int:
+        """Bytes of `tokens` tokens in all rows."""
         return self.rows * tokens * self.width
 
 
 class TokenRange(Protocol):
-    """The tokens from `first` to `stop`, which one recompute writes."""
+    """Half-open range of tokens that one recompute writes."""
 
     @property
-    def first(self) -> int: ...
+    def first(self) -> int:
+        """First token."""
 
     @property
-    def stop(self) -> int: ...
+    def stop(self) -> int:
+        """Token after the last."""
 
 
 class Wanted(Protocol):
-    """A saved tensor of which a recompute writes the tokens of a range."""
+    """A saved tensor of which a recompute writes a range of tokens."""
 
     @property
     def hold(self) -> weakref.ref[Hold]:
-        """Of the saved storage; dead when backward is through with it."""
+        """Its storage's Hold; dead when no handle is left."""
 
 
 class Recompute(Protocol):
-    """Computes again the tokens of a layer's saved storages that no tier has."""
+    """Recompute of the tokens of a layer's saved storages that no tier has."""
 
     @property
     def together(self) -> bool:
-        """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
+        """True if it has collectives: all ranks must run it at the same place in their backward."""
 
     def recompute(self, take: Callable[[TokenRange, Wanted, torch.Tensor], None]) -> None:
-        """Computes what is not there yet; `take` gets the storage of each wanted tensor's tokens, as bytes."""
+        """Computes the tokens that are still missing; `take` receives those of each wanted tensor, as bytes."""
 
 
 class TokenPrefix:
-    """The first `first` of `tokens` tokens of a storage. `call` computes the rest."""
+    """The first `first` of `tokens` tokens of a storage, and the recompute of the others.
 
-    __slots__ = ("_computed_from", "call", "first", "incoming", "outgoing", "rows", "tokens")
+    Blocks are one-dimensional uint8 tensors. Methods that end the use of a packed block return its bytes of device memory.
+
+    Args:
+        call: recomputes the other tokens.
+        rows: layout of the storage.
+        tokens: tokens of each row.
+        first: tokens of each row that move.
+    """
+
+    __slots__ = ("_computed_from", "_packed", "_unpacking", "call", "first", "rows", "tokens")
 
     def __init__(self, call: Recompute, rows: Rows, *, tokens: int, first: int) -> None:
         self.call = call
@@ -80,109 +93,122 @@ class TokenPrefix:
         self.tokens = tokens
         self.first = first
         self._computed_from = tokens  # the reload buffer has the tokens from here on
-        self.outgoing: torch.Tensor | None = None  # gathered heads, while they leave
-        self.incoming: torch.Tensor | None = None  # the same on their way back
+        self._packed: torch.Tensor | None = None  # heads in one block, while they are copied out
+        self._unpacking: torch.Tensor | None = None  # heads in one block, while they are reloaded
 
     @property
     def head_nbytes(self) -> int:
+        """Bytes that move."""
         return self.rows.nbytes(self.first)
 
     @property
     def filled(self) -> bool:
-        """The reload buffer has all that is computed again."""
+        """True if the reload buffer has all recomputed tokens."""
         return self._computed_from <= self.first
 
     @property
-    def must_gather(self) -> bool:
-        """What moves is in several pieces that nobody has gathered yet."""
-        return self.rows.rows > 1 and self.first > 0 and self.outgoing is None
+    def must_pack(self) -> bool:
+        """True if the head is in several pieces that are not packed yet."""
+        return self.rows.rows > 1 and self.first > 0 and self._packed is None
 
     def lacks(self, first: int) -> bool:
-        """The reload buffer has not yet the tokens that a recompute from `first` on gives."""
+        """True if the reload buffer does not have the tokens from `first` on yet."""
         return self._computed_from > first
 
     def head(self, block: torch.Tensor) -> torch.Tensor:
-        """The bytes that move, of a storage's or buffer's, as rows x tokens x width."""
+        """View of the moving bytes of a source or reload buffer, as rows x tokens x width."""
         return block.view(self.rows.rows, self.tokens, self.rows.width)[:, : self.first]
 
-    def leaving(self, source: torch.Tensor) -> torch.Tensor:
-        """The heads in one piece: what was gathered, where they are not."""
+    def packed(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns the head in one piece: of `source`, or packed by `pack_prefixes` before."""
         if self.rows.rows == 1:
             return source[: self.head_nbytes]
-        assert self.outgoing is not None
-        return self.outgoing
+        assert self._packed is not None
+        return self._packed
 
-    def left(self) -> int:
-        """Nobody needs what was gathered any more. Returns how many bytes of device memory that gives up."""
-        nbytes = 0 if self.outgoing is None else self.outgoing.numel()
-        self.outgoing = None
+    def drop_packed(self) -> int:
+        """Ends the use of the packed head by the copy out."""
+        nbytes = 0 if self._packed is None else self._packed.numel()
+        self._packed = None
         return nbytes
 
-    def returning(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """Where the reload writes the heads."""
+    def reload_target(self, buffer: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Returns the block that the reload writes: a part of `buffer`, or a new block to be unpacked."""
         self._computed_from = self.tokens
         if self.rows.rows == 1:
             return buffer[: self.head_nbytes]
-        self.incoming = backend.empty(self.head_nbytes)
-        return self.incoming
+        self._unpacking = backend.empty(self.head_nbytes)
+        return self._unpacking
 
     @property
-    def incoming_nbytes(self) -> int:
+    def unpacking_nbytes(self) -> int:
         """Bytes of device memory that the reload takes besides its buffer."""
-        return 0 if self.incoming is None else self.incoming.numel()
+        return 0 if self._unpacking is None else self._unpacking.numel()
 
-    def returned(self, buffer: torch.Tensor, backend: Backend) -> int:
-        """The reload is over: gathered heads go to their rows. Returns as `left`."""
-        nbytes = self.incoming_nbytes
-        if self.incoming is not None:
-            backend.compute_uses(self.incoming)
-            unpack_views(self.incoming, [self.head(buffer)])
-            self.incoming = None
+    def finish_reload(self, buffer: torch.Tensor, backend: Backend) -> int:
+        """Unpacks a reloaded head into the rows of `buffer`, and ends the use of its block."""
+        nbytes = self.unpacking_nbytes
+        if self._unpacking is not None:
+            backend.compute_uses(self._unpacking)
+            unpack_views(self._unpacking, [self.head(buffer)])
+            self._unpacking = None
         return nbytes
 
-    def fill(self, buffer: torch.Tensor, part: torch.Tensor, span: TokenRange, backend: Backend) -> int:
-        """Writes recomputed tokens, `part` being all bytes of their storage; the heads may be arriving meanwhile.
+    def fill(self, buffer: torch.Tensor, recomputed: torch.Tensor, span: TokenRange, backend: Backend) -> int:
+        """Writes recomputed tokens into a reload buffer, to which the head may still be copied.
 
-        Returns the number of bytes.
+        Args:
+            buffer: the reload buffer.
+            recomputed: all bytes of the tokens in `span`, contiguous.
+            span: the tokens.
+            backend: is told that the caller's stream uses the buffer.
+
+        Returns:
+            Number of bytes written.
         """
-        tail = self.part_of(buffer, span)
+        target = self.part_of(buffer, span)
         if self.rows.rows == 1:
-            tail.copy_(part.view(tail.shape))  # one piece
+            target.copy_(recomputed.view(target.shape))  # one piece
             backend.compute_uses(buffer[self.head_nbytes :])
         else:
-            unpack_views(part, [tail])
+            unpack_views(recomputed, [target])
             backend.compute_uses(buffer)
         self._computed_from = span.first
-        return part.numel()
+        return recomputed.numel()
 
     def part_of(self, block: torch.Tensor, span: TokenRange) -> torch.Tensor:
-        """The bytes of the tokens in `span`, as rows x tokens x width."""
+        """View of the bytes of the tokens in `span`, as rows x tokens x width."""
         return block.view(self.rows.rows, self.tokens, self.rows.width)[:, span.first : span.stop]
 
     def abandon(self) -> None:
-        """Nobody will ask for the rest: what would compute it, and what that holds, may go before the copy is over."""
+        """Drops the recompute, and all that it holds, of a storage without handles; its copy may still be running."""
         del self.call
 
-    def forget(self) -> int:
-        """The reload failed: its buffer is gone, and what was written into it. Returns as `left`."""
-        nbytes = self.incoming_nbytes
+    def discard(self) -> int:
+        """Forgets a reload buffer that failed or is released, and ends the use of a block to be unpacked."""
+        nbytes = self.unpacking_nbytes
         self._computed_from = self.tokens
-        self.incoming = None
+        self._unpacking = None
         return nbytes
 
+    def take_packed(self, block: torch.Tensor) -> None:
+        """Sets the packed head."""
+        self._packed = block
 
-def gather(leaving: Iterable[tuple[TokenPrefix, torch.Tensor]], backend: Backend) -> int:
-    """Brings the heads of storages that are about to leave into one block, of which each part gets its piece.
 
-    Returns how many bytes of device memory the pieces take.
+def pack_prefixes(leaving: Iterable[tuple[TokenPrefix, torch.Tensor]], backend: Backend) -> int:
+    """Packs the heads of source storages into one new block, in one launch; each prefix gets its piece of it.
+
+    Returns:
+        Bytes of device memory that the pieces take.
     """
-    parts = [(part, part.head(source)) for part, source in leaving]
-    heads = [head for _, head in parts]
+    prefixes = [(prefix, prefix.head(source)) for prefix, source in leaving]
+    heads = [head for _, head in prefixes]
     if not heads:
         return 0
     block = backend.empty(staging_nbytes(heads))
     pack_views(heads, block)
     backend.compute_uses(block)
-    for (part, _), (offset, nbytes) in zip(parts, places(heads), strict=True):
-        part.outgoing = block[offset : offset + nbytes]
+    for (prefix, _), (offset, nbytes) in zip(prefixes, places(heads), strict=True):
+        prefix.take_packed(block[offset : offset + nbytes])
     return sum(nbytes for _, nbytes in places(heads))

@@ -1,8 +1,8 @@
-"""Trace events of the engine: one for each transition, copy, layer, use and wait.
+"""Trace events of the engine: one for each state transition, copy, layer, use and wait.
 
-Copies and layers take time on the device, so their spans are kept here until they have ended and are emitted at the end of
-a step; everything else is emitted at once. Without a trace there is no journal, and no clock is read for it.
-Layers, copies and recomputes are also ranges for the device's own profiler (NVTX).
+Copies and layers take time on the device: their spans are kept here until they have ended, and are emitted at the end of a
+step. Everything else is emitted at once. Without a tracer this object does not exist, and no clock is read for it. Layers,
+copies and recomputes are also ranges of the device's profiler (NVTX).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["TraceEvents"]
 
 
 class Began(NamedTuple):
-    """The beginning of a layer's pass: its time, None where that is not measured, and the number of its range."""
+    """Begin of a layer's forward or backward: its time, None where not measured, and the number of its profiler range."""
 
     stamp: Stamp | None
     range: int
@@ -40,10 +40,10 @@ class TraceEvents:
         self._tracer = tracer
         self._copies: collections.deque[tuple[int, int, Lane, Timed]] = collections.deque()
         self._layers: collections.deque[tuple[str, Lane, str, Stamp, Stamp]] = collections.deque()
-        self._backward: tuple[str, Began] | None = None  # the layer whose backward is under way
+        self._backward: tuple[str, Began] | None = None  # the layer whose backward is running
 
     def changed(self, saved: SavedStorage, first: torch.Tensor | None = None) -> None:
-        """A storage has made a transition; with the first one comes the tensor it was saved for."""
+        """Emits a state transition of a storage; `first` is the tensor it was saved for, at its first transition."""
         tracer = self._tracer
         tracer.emit(
             StateChange(
@@ -60,16 +60,16 @@ class TraceEvents:
         )
 
     def copying(self, ident: int, nbytes: int, lane: Lane, event: Timed) -> None:
-        """A copy has been issued."""
+        """Records an issued copy."""
         self._copies.append((ident, nbytes, lane, event))
 
     def begin(self, name: str) -> Began:
-        """A layer's forward or backward begins."""
+        """Begins a layer's forward or backward."""
         return Began(self._backend.stamp(), self._backend.begin_range(name))
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Around the issue of a copy or a recompute."""
+        """A profiler range around the issue of a copy or a recompute."""
         number = self._backend.begin_range(name)
         try:
             yield
@@ -77,7 +77,7 @@ class TraceEvents:
             self._backend.end_range(number)
 
     def forward_ended(self, module: str, began: Began) -> None:
-        """A layer's forward is issued."""
+        """Records that a layer's forward has been issued."""
         self._ended(module, "forward", began)
 
     def _ended(self, module: str, phase: str, began: Began) -> None:
@@ -87,32 +87,32 @@ class TraceEvents:
             self._layers.append((module, Lane.COMPUTE, phase, began.stamp, ended))
 
     def recompute_ended(self, module: str, began: Stamp, ended: Stamp) -> None:
-        """A layer's recompute is issued."""
+        """Records an issued recompute of a layer."""
         self._layers.append((module, Lane.RECOMPUTE, "backward", began, ended))
 
     def backward_reached(self, module: str) -> None:
-        """Backward has come to another layer."""
+        """Ends the backward of the layer before, and begins that of `module`."""
         self.backward_left()
         self._backward = (module, self.begin(f"backward {module}"))
 
     def backward_left(self) -> None:
-        """Backward is through with the layer it was in."""
+        """Ends the running backward of a layer, if there is one."""
         if self._backward is not None:
             module, began = self._backward
             self._ended(module, "backward", began)
             self._backward = None
 
     def stalled(self, begin_ns: int, duration_ns: int, cause: StallCause, module: str, ident: int | None) -> None:
-        """A compute stream, or the host in its place, has waited for a copy."""
+        """Emits a wait of a compute stream, or of the host in its place, for a copy."""
         t, step = self._tracer.at(begin_ns), self._tracer.step
         self._tracer.emit(Stall(t=t, d=duration_ns, step=step, cause=cause, module=module, id=ident))
 
     def used(self, saved: SavedStorage, how: UseKind) -> None:
-        """Backward has asked for a storage."""
+        """Emits the first read of a storage by backward."""
         self._tracer.emit(Use(t=self._tracer.now(), step=self._tracer.step, id=saved.id, how=how))
 
     def noted(self, cause: str, message: str) -> None:
-        """A warning or a fallback."""
+        """Emits a warning or a fallback."""
         self._tracer.emit(Note(t=self._tracer.now(), step=self._tracer.step, cause=cause, message=message))
 
     def end_step(self) -> None:

@@ -1,7 +1,7 @@
-"""First-fit division of one range of bytes: the scratch file, and the host slab until a plan exists.
+"""First-fit allocator of offsets in one range of bytes: the scratch file, and the host slab until a plan exists.
 
-Owns only offsets, never memory. Holes are kept in address order and merged when neighbours meet, so that after every
-allocation is freed there is one hole again. First fit packs low addresses: the high end stays whole for large requests.
+It owns offsets, never memory. Holes are kept in address order and adjacent ones are merged, so there is one hole again when
+every allocation is freed. First fit packs low addresses: the high end stays whole for large requests.
 Invariant: holes and allocations tile [0, capacity) exactly, and no two holes touch.
 """
 
@@ -13,7 +13,12 @@ __all__ = ["FreeList"]
 
 
 class FreeList:
-    """Offsets in [0, capacity), each a multiple of `align`. Not thread-safe; its owner holds the lock."""
+    """Offsets in [0, capacity), each a multiple of `align`. Not thread-safe.
+
+    Args:
+        capacity: bytes, rounded down to `align`.
+        align: bytes.
+    """
 
     def __init__(self, capacity: int, *, align: int) -> None:
         if align <= 0:
@@ -30,11 +35,11 @@ class FreeList:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest hole: what one `allocate` can still get."""
+        """Bytes of the largest hole: the most that one `allocate` can still get."""
         return max(self._sizes, default=0)
 
     def allocate(self, nbytes: int) -> int | None:
-        """The lowest offset where `nbytes`, rounded up to `align`, fit; None when no hole is large enough."""
+        """Allocates `nbytes`, rounded up to `align`, at the lowest offset where they fit; None if they fit nowhere."""
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         size = -(-nbytes // self.align) * self.align
@@ -53,7 +58,7 @@ class FreeList:
         return offset
 
     def allocate_at(self, offset: int, nbytes: int) -> bool:
-        """Takes `nbytes`, rounded up to `align`, at `offset` if nothing is there; False, and no change, otherwise."""
+        """Allocates `nbytes`, rounded up to `align`, at `offset` if they are free; otherwise False and no change."""
         if nbytes <= 0 or offset % self.align:
             raise ValueError(f"cannot allocate {nbytes} bytes at {offset}")
         size = -(-nbytes // self.align) * self.align
@@ -74,10 +79,10 @@ class FreeList:
         return True
 
     def free(self, offset: int) -> None:
-        """Gives the allocation at `offset` back.
+        """Frees the allocation at `offset`.
 
         Raises:
-            ValueError: nothing is allocated at `offset` (freed twice, or never allocated); the list is unchanged.
+            ValueError: nothing is allocated at `offset`; the list is unchanged.
         """
         size = self._allocated.pop(offset, None)
         if size is None:

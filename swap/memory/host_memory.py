@@ -1,6 +1,6 @@
 """Host memory that this process can still take: the kernel's estimate, within the limits of its cgroups.
 
-RLIMIT_MEMLOCK is no part of it: a GPU's driver pins pages itself and does not count them there.
+RLIMIT_MEMLOCK does not matter: a GPU's driver pins pages itself and does not count them there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ __all__ = ["available_host_bytes", "total_host_bytes"]
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""Limits from here on are none: cgroup v1 writes a number near 2^63."""
+"""Larger limits mean no limit: cgroup v1 writes a number near 2^63."""
 
 
 def available_host_bytes(root: Path = _ROOT, *, total_before: int | None = None) -> int:
-    """Host memory that can be taken without swapping: the kernel's estimate, and no more than any cgroup leaves.
+    """Bytes of host memory available without swapping: the kernel's estimate, and no more than any cgroup leaves.
 
     Some virtual machines and containers are given memory as they use it, and the kernel's total grows. Where it has grown
-    since `total_before` (by default since this module was imported) the kernel's estimate says little, and the limits of
-    the cgroups are what counts, if there are any.
+    the kernel's estimate says little, and only the limits of the cgroups count, if there are any.
+
+    Args:
+        root: root of the file system that holds proc and sys.
+        total_before: an earlier total to compare with; None: that at the import of this module.
     """
     rooms = list(_cgroup_rooms(root))
     before = _total_at_import if total_before is None else total_before
@@ -34,12 +37,12 @@ def available_host_bytes(root: Path = _ROOT, *, total_before: int | None = None)
 
 
 def total_host_bytes(root: Path = _ROOT) -> int:
-    """Memory of the machine as the kernel sees it now; 0 where it does not say."""
+    """Bytes of the machine's memory by the kernel; 0 where it does not report them."""
     return _meminfo(root).get("MemTotal", 0)
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Bytes by name; empty where the system is not Linux."""
+    """Fields of /proc/meminfo in bytes; empty where the system is not Linux."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -53,7 +56,7 @@ def _free_pages() -> int:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Bytes that each limited cgroup above this process leaves, in cgroups of both versions."""
+    """Bytes that each limited cgroup of this process leaves, for cgroups of both versions."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -70,7 +73,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms(mount: Path, path: str, limits: tuple[str, ...], usage: str, reclaimable: str) -> Iterator[int]:
-    """Bytes left in the group and each of its ancestors; a container sees its own group as the mount, and no ancestors."""
+    """Bytes left in a group and each of its ancestors; a container sees its own group as the mount, and no ancestors."""
     group = Path(path.strip("/"))
     for above in dict.fromkeys((group, *group.parents)):
         directory = mount / above
@@ -89,7 +92,7 @@ def _number(file: Path) -> int:
 
 
 def _stat(file: Path, name: str) -> int:
-    """One figure of memory.stat: file pages not used lately count as used, and the kernel gives them back on demand."""
+    """One field of memory.stat: inactive file pages count as used, but the kernel reclaims them on demand."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

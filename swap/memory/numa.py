@@ -1,6 +1,6 @@
-"""Host memory on the GPU's own NUMA node: a copy across nodes runs at a third of the speed on some machines.
+"""NUMA placement of host memory on the GPU's own node: copies across nodes run at a third of the speed on some machines.
 
-Only Linux has the calls; everywhere else, and where the kernel refuses, memory comes from wherever it comes.
+Only Linux has the calls. On other systems, and where the kernel refuses, the placement is the system's default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of_pci_device(domain: int, bus: int, device: int, *, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that a PCI device hangs on; None when the system does not say."""
+    """Returns the NUMA node of a PCI device; None where the system does not report one.
+
+    Args:
+        domain: of the PCI address.
+        bus: of the PCI address.
+        device: of the PCI address; the function is 0.
+        root: directory of the devices in sysfs.
+    """
     try:
         text = (root / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text()
     except OSError:
@@ -27,9 +34,15 @@ def node_of_pci_device(domain: int, bus: int, device: int, *, root: Path = Path(
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Asks that the pages of [address, address + nbytes), not touched yet, come from `node`. True if the kernel agreed.
+    """Asks the kernel to take the pages of [address, address + nbytes) from `node` when they are first touched.
 
-    `address` must be page-aligned.
+    Args:
+        address: page-aligned.
+        nbytes: length of the range.
+        node: NUMA node; other nodes serve when it is full.
+
+    Returns:
+        True if the kernel agreed.
     """
     number = _SYS_MBIND.get(os.uname().machine)
     if number is None:

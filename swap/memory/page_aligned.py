@@ -1,9 +1,9 @@
-"""Page-aligned host tensors: what O_DIRECT can fill without a second copy.
+"""Page-aligned host tensors, which O_DIRECT reads and writes without a second copy.
 
-torch aligns CPU memory to 64 bytes, O_DIRECT wants 512 to 4096. `PagePool.empty` gives a tensor of exactly the bytes
-asked for, over an anonymous mapping padded to whole pages. A mapping whose storage died is kept for the next request of
-the same size, up to `limit_bytes`: a fresh page costs a fault (on one virtual machine filling fresh pages ran at a
-thirtieth of the speed of filling old ones), and reloads ask for the same sizes layer after layer.
+torch aligns CPU memory to 64 bytes, O_DIRECT needs 512 to 4096. `PagePool.empty` returns a tensor of exactly the bytes
+asked for, over an anonymous mapping padded to whole pages. The mapping of a dead storage is kept for the next request of the
+same size, up to `limit_bytes`: a fresh page costs a fault (on one virtual machine filling fresh pages ran at a thirtieth of
+the speed of filling old ones), and reloads ask for the same sizes layer after layer.
 
 Invariant: a mapping is either under exactly one storage, or in the pool, or returned to the system.
 """
@@ -31,7 +31,7 @@ _DEFAULT_LIMIT_BYTES = 256 << 20
 # Python names it from 3.13 on.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-# Address of each live mapping -> (bytes asked for, bytes mapped). Written by whoever makes or frees a tensor.
+# Address of each live mapping -> (bytes asked for, bytes mapped). Any thread that makes or frees a tensor writes it.
 _live: dict[int, tuple[int, int]] = {}
 
 
@@ -47,7 +47,11 @@ class PagePool:
         self._lock = threading.Lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of `nbytes` uninitialised bytes at a page-aligned address."""
+        """Returns a uint8 tensor of `nbytes` uninitialised bytes at a page-aligned address.
+
+        Raises:
+            SwapError: the system refuses the mapping.
+        """
         if nbytes < 0:
             raise ValueError(f"cannot make a tensor of {nbytes} bytes")
         if nbytes == 0:
@@ -74,7 +78,7 @@ class PagePool:
             self.idle_bytes = 0
 
     def _give_back(self, address: int, mapping: mmap.mmap) -> None:
-        # May run inside a garbage collection that interrupted this very class: no blocking lock here.
+        # May run inside a garbage collection that interrupted a method of this class: no blocking lock here.
         _live.pop(address, None)
         self._references.pop(address, None)
         self._returned.append(mapping)
@@ -112,11 +116,11 @@ def whole_pages(nbytes: int) -> int:
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous private memory, in huge pages where it is large enough for one.
+    """Maps anonymous private memory, in huge pages where it is large enough for one.
 
-    Private matters as much: shared anonymous memory gets small pages. The kernel pins and queues a transfer page by page;
-    on one machine huge pages made O_DIRECT 1.4 times faster in writing and 2 times in reading than shared small ones.
-    Pages are taken as they are touched: more may be mapped than a machine whose memory grows on demand shows at first.
+    Shared anonymous memory would get small pages. The kernel pins and queues a transfer page by page: on one machine huge
+    private pages made O_DIRECT 1.4 times faster in writing and 2 times in reading than small shared ones. Pages are taken
+    as they are touched, so more may be mapped than a machine whose memory grows on demand shows at first.
 
     Raises:
         SwapError: the system refuses the mapping.
@@ -139,21 +143,25 @@ _default_pool = PagePool(_DEFAULT_LIMIT_BYTES)
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """A page-aligned uint8 tensor of `nbytes` from the process-wide pool."""
+    """Returns a page-aligned uint8 tensor of `nbytes` from the process-wide pool, uninitialised.
+
+    Raises:
+        SwapError: the system refuses the mapping.
+    """
     return _default_pool.empty(nbytes)
 
 
 def padded_bytes(address: int, nbytes: int) -> int:
-    """How many bytes from `address` may be overwritten when the tensor there has `nbytes`.
+    """Bytes from `address` that may be overwritten, for a tensor of `nbytes` there.
 
-    More than `nbytes` only for a whole tensor of a PagePool: the padding up to its page end belongs to nobody else.
+    More than `nbytes` only for a whole tensor of a PagePool: it owns the padding up to the end of its last page.
     """
     asked, mapped = _live.get(address, (0, 0))
     return mapped if asked == nbytes else nbytes
 
 
 class Bounce:
-    """One page-aligned block that a thread copies through where O_DIRECT cannot use a tensor's own memory."""
+    """Page-aligned staging block of one thread, for tensors whose own memory O_DIRECT cannot use."""
 
     __slots__ = ("_mapping", "address", "nbytes")
 
@@ -164,4 +172,5 @@ class Bounce:
 
     @property
     def view(self) -> memoryview:
+        """Its bytes."""
         return memoryview(self._mapping)

@@ -1,15 +1,15 @@
-"""Page-locked host memory: what a GPU copies to and from at the full rate of its link.
+"""Page-locked host memory, which a GPU reads and writes at the full rate of its link.
 
-torch's pinned allocator rounds to a power of two (1.78 times what was asked, measured) and never gives back. Here memory is
-a private mapping whose pages are locked where they are, exactly as many as asked for. A `PinnedSlab` is locked from its
-start, piece by piece and in the background, and grows in place: nothing is locked twice. The faults that make pages are most
-of the cost (on one virtual machine 1.1 to 1.4 s per GiB, and at most 0.1 s to lock them then), so threads make them.
+torch's pinned allocator rounds to a power of two (1.78 times the request, measured) and never gives memory back. Here memory
+is a private mapping of which exactly the requested pages are locked in place. A `PinnedSlab` is locked from its start, piece
+by piece in the background, and grows in place: nothing is locked twice. Page faults are most of the cost (on one virtual
+machine 1.1 to 1.4 s per GiB, and at most 0.1 s to lock the pages then), so several threads fault pages in.
 
-A copy may not span two registrations: `copy_pieces` divides it where one ends and the next begins. A single registration
-would not do either: drivers from 580 on refuse 512 GiB in one call (LMCache/LMCache#5177).
+A copy may not span two registrations: `copy_pieces` divides it at their borders. One registration for all is not possible:
+drivers from 580 on refuse 512 GiB in one call (LMCache/LMCache#5177).
 
-Forked processes, as a data loader's workers, do not get this memory: the kernel would copy all of its pages at the fork,
-since they are locked.
+Forked processes, such as a data loader's workers, do not get this memory: the kernel would copy all of its pages at the
+fork, since they are locked.
 """
 
 from __future__ import annotations
@@ -41,30 +41,33 @@ __all__ = ["PinnedSlab", "copy_pieces", "page_locked"]
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context, as torch's own pinned memory
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14; Python has no name for it
 _FAULTED_BYTES = 64 << 20
-"""Bytes whose pages a thread makes in one call; between calls it looks whether the slab is closed."""
+"""Bytes that a thread faults in by one call; between calls it checks whether the slab is closed."""
 _FAULTING_THREADS = min(4, os.cpu_count() or 1)
-_TOLD_BYTES = 4 << 30
-"""Locking less than this is over too soon for a progress line."""
+_PROGRESS_BYTES = 4 << 30
+"""Locking less than this shows no progress line."""
 
 
-class _Own(threading.local):
+class _LockingThreads(threading.local):
     """Marks the threads that lock pages: a garbage collection in one of them may close a slab, which must not join them."""
 
     is_marked = False
 
     def mark(self) -> None:
+        """Marks the calling thread."""
         self.is_marked = True
 
 
-_own = _Own()
+_locking_threads = _LockingThreads()
 _log = logging.getLogger("memo")
 _starts: list[int] = []  # addresses at which registrations begin, sorted
 
 
 def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
-    """Page-locked host memory of exactly `nbytes` rounded up to a page, on NUMA node `node` if the kernel agrees.
+    """Returns page-locked host memory as a uint8 tensor of `nbytes`; it is unlocked when its storage dies.
 
-    Unlocked when its storage dies.
+    Args:
+        nbytes: bytes; whole pages are locked.
+        node: NUMA node that the pages should come from, if the kernel agrees.
 
     Raises:
         SwapError: the system refuses to map or to lock the pages.
@@ -75,17 +78,22 @@ def page_locked(nbytes: int, *, node: int | None = None) -> torch.Tensor:
 
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Issues the copy of all of `source` on the current stream, a piece for each registration that it touches."""
-    cuts = _cuts(target) or _cuts(source)  # the other one is the device's
-    if not cuts:
+    """Issues the copy of all of `source` on the current stream, in one piece for each registration that it touches.
+
+    Args:
+        target: uint8 tensor.
+        source: uint8 tensor of the same size; at most one of the two is page-locked memory of this module.
+    """
+    borders = _borders(target) or _borders(source)  # the other one is the device's
+    if not borders:
         target.copy_(source, non_blocking=True)
         return
-    for start, stop in itertools.pairwise((0, *cuts, source.numel())):
+    for start, stop in itertools.pairwise((0, *borders, source.numel())):
         target[start:stop].copy_(source[start:stop], non_blocking=True)
 
 
-def _cuts(block: torch.Tensor) -> list[int]:
-    """The offsets within a block of bytes at which another registration begins."""
+def _borders(block: torch.Tensor) -> list[int]:
+    """Offsets within a block of bytes at which another registration begins."""
     address = block.data_ptr()
     first = bisect.bisect_right(_starts, address)
     last = bisect.bisect_left(_starts, address + block.numel())
@@ -93,13 +101,11 @@ def _cuts(block: torch.Tensor) -> list[int]:
 
 
 class PinnedSlab:
-    """`nbytes` of addresses whose first bytes are page-locked in the background, as far as `grow` asks.
-
-    Satisfies `memo.swap.backends.protocol.HostSlab`.
+    """A `memo.swap.backends.protocol.HostSlab` whose first bytes are page-locked in the background, as far as `grow` asks.
 
     Args:
-        nbytes: addresses, of which none are locked yet.
-        device: the GPU whose context the locking thread uses; on another one a context would take device memory.
+        nbytes: size of the address range, of which nothing is locked yet.
+        device: the GPU whose context the locking thread uses; a context on another GPU would take its memory.
         node: NUMA node that the pages should come from.
         piece_bytes: the most bytes of one registration.
 
@@ -117,11 +123,12 @@ class PinnedSlab:
         self._ready = 0  # bytes that are locked
         self._changed = threading.Condition()
         self._locking = False
-        self._thread: threading.Thread | None = None  # the one that locks, or the latest that did
+        self._thread: threading.Thread | None = None  # the running or latest locking thread
         self._error: BaseException | None = None
         self._closed = False
 
     def grow(self, nbytes: int) -> None:
+        """Begins to lock up to the first `nbytes` in the background; does nothing once closed."""
         with self._changed:
             if nbytes <= self.nbytes or self._closed:
                 return
@@ -135,6 +142,11 @@ class PinnedSlab:
                 self._thread.start()
 
     def wait(self, nbytes: int) -> None:
+        """Returns when the first `nbytes` are locked.
+
+        Raises:
+            SwapError: the system refused some of them, or the slab is closed; it is then as large as what is locked.
+        """
         if nbytes <= self._ready:
             return
         with self._changed:
@@ -142,28 +154,30 @@ class PinnedSlab:
             if nbytes <= self._ready:
                 return
             error, self._error = self._error, None
-            raise error or SwapError("host memory is asked for after memo was closed")
+            raise error or SwapError("host memory was requested after the manager was closed")
 
     def shrink(self, nbytes: int) -> None:
+        """Unlocks and gives back whole registrations beyond the first `nbytes`, once the locking thread is idle."""
         with self._changed:
-            self.nbytes = min(self.nbytes, max(nbytes, self._ready))  # what the thread is at comes to its end
+            self.nbytes = min(self.nbytes, max(nbytes, self._ready))  # the thread finishes its current piece
             self._changed.wait_for(lambda: not self._locking)
             self.nbytes = self._ready = self._pages.unlock_beyond(nbytes)
 
     def close(self) -> None:
+        """Ends the locking thread; locked memory is unlocked when its storage dies. Idempotent."""
         with self._changed:
             self._closed = True
-        if self._thread is not None and not _own.is_marked:
+        if self._thread is not None and not _locking_threads.is_marked:
             self._thread.join()
         self.nbytes = self._ready
 
     def _work(self, before: threading.Thread | None) -> None:
-        _own.mark()
+        _locking_threads.mark()
         if before is not None:
-            before.join()  # it has nothing more to lock
+            before.join()  # it has nothing left to lock
         progress, begin, first = _Progress(), time.monotonic(), self._ready
         try:
-            faulting = ThreadPoolExecutor(_FAULTING_THREADS, "memo-fault", initializer=_own.mark)
+            faulting = ThreadPoolExecutor(_FAULTING_THREADS, "memo-fault", initializer=_locking_threads.mark)
             with torch.cuda.device(self._device), faulting as threads:
                 while (piece := self._next_piece()) is not None:
                     self._lock(*piece, threads)
@@ -194,10 +208,10 @@ class PinnedSlab:
 
     def _fault(self, start: int, stop: int) -> None:
         if not self._closed:
-            self._pages.make(start, min(stop, start + _FAULTED_BYTES))
+            self._pages.fault_in(start, min(stop, start + _FAULTED_BYTES))
 
     def _end(self) -> None:
-        """Ends the locking thread's work and wakes those who wait; called with the condition held."""
+        """Marks the locking thread as idle and wakes the waiting ones; called with the condition held."""
         self._locking = False
         self._changed.notify_all()
 
@@ -212,11 +226,11 @@ class _Pages:
 
     @classmethod
     def mapped(cls, nbytes: int, node: int | None) -> tuple[_Pages, torch.Tensor]:
-        """Maps pages; returns them with a tensor over them, whose storage's death unlocks all."""
+        """Maps pages; returns them with a tensor over them, which unlocks all when its storage dies."""
         mapping = private_pages(nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         address = memory.data_ptr()
-        with contextlib.suppress(OSError):  # a sandbox's kernel that does not know it
+        with contextlib.suppress(OSError):  # some sandboxes do not implement it
             mapping.madvise(mmap.MADV_DONTFORK)
         if node is not None:
             prefer_node(address, nbytes, node)  # before the pages exist
@@ -224,9 +238,13 @@ class _Pages:
         weakref.finalize(memory.untyped_storage(), pages.unlock_beyond, 0).atexit = False
         return pages, memory
 
-    def make(self, start: int, stop: int) -> None:
-        """Faults in the pages of a range that is not locked yet. Raises SwapError where memory is exhausted."""
-        libc = ctypes.CDLL(None, use_errno=True)  # gives way to other threads, as mmap.madvise does not
+    def fault_in(self, start: int, stop: int) -> None:
+        """Faults in the pages of a range that is not locked yet.
+
+        Raises:
+            SwapError: the system's memory is exhausted.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock, as mmap.madvise does not
         address, nbytes = ctypes.c_void_p(self._address + start), ctypes.c_size_t(stop - start)
         if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
             return
@@ -237,11 +255,15 @@ class _Pages:
         np.frombuffer(self._mapping, dtype=np.uint8)[start:stop:PAGE_BYTES] = 0  # an older kernel
 
     def lock(self, start: int, stop: int) -> None:
-        """Page-locks a range as one registration. Raises SwapError where the driver refuses."""
+        """Page-locks a range as one registration.
+
+        Raises:
+            SwapError: the driver refuses; nothing is locked.
+        """
         address, nbytes = self._address + start, stop - start
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
         if code != 0:
-            _forget_error()
+            _clear_cuda_error()
             raise SwapError(
                 f"cannot page-lock {format_bytes(nbytes)} of host memory beside {format_bytes(start)} locked already "
                 f"(CUDA error {code}); "
@@ -261,22 +283,24 @@ class _Pages:
 
 
 class _Progress:
-    """One line on a terminal's stderr, taken away at the end."""
+    """Progress line on a terminal's stderr, erased at the end."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def show(self, done: int, wanted: int) -> None:
-        if wanted >= _TOLD_BYTES and sys.stderr.isatty():
+        """Prints bytes locked of bytes requested."""
+        if wanted >= _PROGRESS_BYTES and sys.stderr.isatty():
             self._shown = True
             print(f"\rmemo: page-locked {format_bytes(done)} of {format_bytes(wanted)}\x1b[K", end="", file=sys.stderr)
 
     def end(self) -> None:
+        """Erases the line."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _forget_error() -> None:
-    """Clears the CUDA runtime's last error, which would be raised at the program's next kernel, by a kernel of ours."""
+def _clear_cuda_error() -> None:
+    """Clears the CUDA runtime's last error by a kernel of ours; the program's next kernel would raise it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

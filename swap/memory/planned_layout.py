@@ -1,9 +1,8 @@
-"""Layout of the host arena: a step's claims are recorded, planned by `memo.mip`, and followed in the next step.
+"""Planned layout of the host arena: a step's claims are recorded, planned by `memo.mip`, and followed in the next step.
 
-First fit leaves holes; the plan leaves none, since a training step asks for the same bytes in the same order again. A
-plan is advice: a claim that does not match it, or whose place is still taken because a copy drains at its own pace, is
-served by first fit and counted, and a step with such a claim is recorded for the next plan. So a wrong plan costs room and
-never bytes.
+First fit leaves holes. A plan avoids them, since a training step claims the same bytes in the same order again. The plan is
+advice: a claim that does not match it, or whose planned place is still taken by a late copy, is served by first fit and
+counted as a miss, and a step with misses is planned again. So a wrong plan costs room and never correctness.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "StepRecorder", "plan_layout"]
 
-PLAN_SECONDS = 1.0  # for one plan; the portfolio needs a few milliseconds for a step of 1,000 storages
-KEPT_LAYOUTS = 8  # sequence lengths that a run may alternate between without planning again
-PLANS_EACH = 3  # how often a kind of step is planned anew before its irregular claims are left to first fit
+PLAN_SECONDS = 1.0  # time limit of one plan; a step of 1,000 storages takes a few milliseconds
+KEPT_LAYOUTS = 8  # as many sequence lengths may alternate without planning again
+PLANS_EACH = 3  # plans of steps with one first size; irregular claims are then left to first fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +31,28 @@ class Layout:
     sizes: tuple[int, ...]
     offsets: tuple[int | None, ...]
     nbytes: int
-    """How large the arena has to be."""
+    """Bytes that the arena needs."""
     lower_bound_nbytes: int
 
 
 @dataclasses.dataclass(slots=True)
 class _Life:
+    """A claim and its half-open lifetime, in claims and releases since the step's begin."""
+
     nbytes: int
     start: int
     end: int = 0
-    """When the place was given back; 0 for a claim that never got one."""
+    """Time of the release; 0 for a claim that was refused."""
 
 
 class StepRecorder:
-    """The claims and releases of the step under way, and the layouts of earlier steps by the size of their first claim."""
+    """Record of the current step's claims and releases, and layouts of earlier steps by the size of their first claim."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Which step the claims now belong to."""
+        """Number of the current step."""
         self.misses = 0
-        """Claims of this step that did not get the place planned for them."""
+        """Claims of this step that did not get their planned place."""
         self._clock = 0
         self._lives: list[_Life] = []
         self._layouts: collections.OrderedDict[int, Layout] = collections.OrderedDict()
@@ -60,11 +61,11 @@ class StepRecorder:
 
     @property
     def nbytes(self) -> int:
-        """What the largest layout needs."""
+        """Bytes that the largest layout needs."""
         return max((layout.nbytes for layout in self._layouts.values()), default=0)
 
     def claim(self, nbytes: int) -> tuple[int, int | None]:
-        """Notes a claim; (its number, the planned offset or None)."""
+        """Records a claim; returns its number and its planned offset, if there is one."""
         number = len(self._lives)
         self._clock += 1
         self._lives.append(_Life(nbytes, self._clock))
@@ -79,17 +80,22 @@ class StepRecorder:
         return number, layout.offsets[number]
 
     def missed(self) -> None:
-        """The planned place was taken."""
+        """Counts a planned place that was still taken."""
         self.misses += 1
 
     def release(self, number: int, step: int) -> None:
-        """Notes a release; one that belongs to an earlier step is not part of this one's record."""
+        """Records the release of claim `number`; ignores a claim of an earlier step."""
         self._clock += 1
         if step == self.step:
             self._lives[number].end = self._clock
 
     def end_step(self, alignment: int, capacity: int) -> bool:
-        """Everything claimed has been released. True if a layout was made that the next such step will follow."""
+        """Ends a step, all of whose claims have been released; True if it made a layout for the next such step.
+
+        Args:
+            alignment: of offsets, in bytes.
+            capacity: the most bytes of the layout.
+        """
         lives, following, misses = self._lives, self._following, self.misses
         self._lives, self._following, self.misses, self._clock = [], None, 0, 0
         self.step += 1
@@ -110,7 +116,7 @@ class StepRecorder:
 
 
 def plan_layout(lives: Sequence[_Life], alignment: int, capacity: int) -> Layout | None:
-    """Offsets for one step's storages within `capacity` bytes; None when the planner found none in its time."""
+    """Plans the offsets of one step's claims within `capacity` bytes; None when the solver finds none in time."""
     held = [number for number, life in enumerate(lives) if life.end]
     buffers = [
         Buffer(id=str(number), start=lives[number].start, end=lives[number].end, nbytes=lives[number].nbytes)

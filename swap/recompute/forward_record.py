@@ -18,7 +18,8 @@ from memo.swap.recompute.record.operator_log import Script, Scripted
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
-    from memo.swap.engine.saved_storage import Content, Group
+    from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import Content
     from memo.swap.layers import Layer
     from memo.swap.recompute.axis.argument_axes import TokenDims
     from memo.swap.recompute.prover import TokenAxisProver

@@ -41,7 +41,8 @@ from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.saved_storage import Handle, Hold, Kept, Sharded
+    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.saved_storage import Hold
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.layer_arguments import Arguments
 
@@ -75,7 +76,7 @@ class Span:
     def is_filled(self) -> bool:
         """Whatever of it backward may still ask for is there already."""
         holds = (want.hold() for want in self.wanted)
-        parts = (hold.saved.part for hold in holds if hold is not None and hold.saved.source is None)
+        parts = (hold.saved.prefix for hold in holds if hold is not None and hold.saved.source is None)
         return not any(part.lacks(self.first) for part in parts if part is not None)
 
 

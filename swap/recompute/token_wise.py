@@ -43,7 +43,9 @@ from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.saved_storage import Group, Handle, Kept, SavedStorage, Sharded
+    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.engine.token_prefix import TokenPrefix
     from memo.swap.layers import Layer
 

@@ -1,4 +1,4 @@
-"""Where moved bytes rest: device memory, host memory, disk."""
+"""Tiers: the memories that moved bytes rest in (device, host, disk)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.host_and_disk import DiskTier as DiskTier, HostTier as HostTier, Tier as Tier
+    from memo.swap.tiers.host_and_disk import DiskTier as DiskTier, HostTier as HostTier
+    from memo.swap.tiers.protocol import Tier as Tier
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "host_and_disk": "DiskTier HostTier Tier",
+            "host_and_disk": "DiskTier HostTier",
+            "protocol": "Tier",
         },
     )

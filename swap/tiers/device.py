@@ -1,8 +1,8 @@
-"""Room on the device itself: where the first tokens of a storage stay whose other tokens are computed again.
+"""Device tier: copies of token prefixes that stay on the device while their storages' other tokens are recomputed.
 
-A storage that is kept whole needs no room, it just stays. Of a divided one the source must go for any memory to be saved, so
-what is kept of it is copied aside. Both copies run on the compute stream of whoever asks; where forward and backward have
-different ones, events order them.
+A storage that is kept whole needs no place, it just stays. The source of a divided storage must be released for any memory
+to be saved, so its prefix is copied. Both copies run on the caller's compute stream; where forward and backward have
+different streams, events order them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from memo.swap.backends.protocol import Backend, Event, Timed
     from memo.swap.stats import Stats
-    from memo.swap.tiers.host_and_disk import Place, Tier
+    from memo.swap.tiers.protocol import Place, Tier
 
 __all__ = ["DeviceTier"]
 
 
 class DeviceTier:
-    """Satisfies `memo.swap.tiers.host_and_disk.Tier`; has all the room there is, and counts it as the device's."""
+    """A `memo.swap.tiers.protocol.Tier` without a budget; counts its bytes as the device's in `stats`."""
 
     name = TierName.DEVICE
     lane_out = lane_in = Lane.COMPUTE
@@ -35,26 +35,30 @@ class DeviceTier:
         self.peak = 0
 
     def claim(self, nbytes: int) -> Place | None:
+        """Returns a place; its memory is allocated by the copy."""
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         self.stats.came_to_device(nbytes)
-        return _Aside(self, nbytes)
+        return _DevicePlace(self, nbytes)
 
     def give_back(self, nbytes: int) -> None:
+        """Counts the bytes of a released place."""
         self.used -= nbytes
         self.stats.device_bytes -= nbytes
 
     def expect(self, nbytes: int) -> None:
-        return None
+        """Does nothing: the device's allocator owns the memory."""
 
     def end_step(self) -> None:
-        return None
+        """Does nothing."""
 
     def close(self) -> None:
-        return None
+        """Does nothing."""
 
 
-class _Aside:
+class _DevicePlace:
+    """A block of device memory, allocated by the copy into it."""
+
     __slots__ = ("_block", "_nbytes", "_tier", "_written")
 
     def __init__(self, tier: DeviceTier, nbytes: int) -> None:
@@ -67,7 +71,7 @@ class _Aside:
     def tier(self) -> Tier:
         return self._tier
 
-    def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
         backend = self._tier.backend
         self._block = backend.empty(self._nbytes)
         self._block.copy_(source)
@@ -75,7 +79,7 @@ class _Aside:
         written = self._written = backend.compute_event()
         return written
 
-    def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
         assert self._block is not None
         assert self._written is not None
         backend = self._tier.backend
@@ -83,10 +87,10 @@ class _Aside:
         target.copy_(self._block)
         backend.compute_uses(self._block)
         backend.compute_uses(target)
-        self.release()  # once is enough: what is divided comes back for good
+        self.release()  # a divided storage is reloaded only once
         return backend.compute_event()
 
     def release(self) -> None:
         nbytes, self._nbytes = self._nbytes, 0
-        self._block = None  # never there where the device had no room for it
+        self._block = None  # None where its allocation failed
         self._tier.give_back(nbytes)

@@ -1,12 +1,11 @@
-"""Tiers: room for bytes outside the device, the host arena and the disk, behind one interface.
+"""Host tier and disk tier: the budgeted memories that saved bytes move to.
 
-A tier hands out places. A place is written once, may be read many times, and is given back once; who holds a place owns
-its bytes. Budgets are hard (R8): `claim` answers None when a tier is full, and never takes more than it was given.
+They own the budget and the room; the backend owns the copy lanes, and the store its file. Budgets are hard (R8).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from memo.events import Lane, Tier as TierName
 from memo.swap.memory.free_list import FreeList
@@ -17,50 +16,13 @@ if TYPE_CHECKING:
     import torch
 
     from memo.swap.backends.protocol import Backend, Disk, Event, Extent, HostSlab, Timed
+    from memo.swap.tiers.protocol import Place
 
-__all__ = ["DiskTier", "HostTier", "Place", "Tier"]
+__all__ = ["DiskTier", "HostTier"]
 
 PAGE = PAGE_BYTES
 SURPLUS = 20
 """A slab keeps up to 1/20 more than steps need, and grows by 1/20 at least."""
-
-
-class Place(Protocol):
-    """Room for one storage in a tier."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from the device to here, once `after` is done."""
-
-    def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
-        """Issues the copy from here to the device, once `after` is done."""
-
-    def release(self) -> None:
-        """Gives the room back; no copy may be pending."""
-
-
-class Tier(Protocol):
-    """A kind of room with a budget."""
-
-    name: TierName
-    lane_out: Lane
-    lane_in: Lane
-    budget: int | None
-    used: int
-    peak: int
-
-    def claim(self, nbytes: int) -> Place | None:
-        """Room for `nbytes`, or None when the tier is full."""
-
-    def expect(self, nbytes: int) -> None:
-        """Announces the most bytes that steps from now on will hold, by plan; 0: unknown."""
-
-    def end_step(self) -> None:
-        """Ends a step, whose places have all been given back."""
-
-    def close(self) -> None: ...
 
 
 class _Ledger:
@@ -72,6 +34,7 @@ class _Ledger:
         self.peak = 0
 
     def take(self, nbytes: int) -> None:
+        """Counts claimed bytes."""
         self.used += nbytes
         self.peak = max(self.peak, self.used)
 
@@ -79,14 +42,17 @@ class _Ledger:
 class HostTier(_Ledger):
     """Host arena: one slab that grows in place as it is needed, never above the budget.
 
-    Page-locking takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not
-    pay for a large budget, and nobody twice. So the slab is never replaced. The first step is divided by first fit,
-    and the slab grows with it; later steps follow a plan of its claims. Where a plan of activations announces what
-    steps need (`expect`), the slab grows to that size at once, in the background. When a step's claims have been
-    planned, the slab gives back what they do not need, where that is more than a twentieth and no plan of activations
-    may want it later.
+    Page-locking takes some tenths of a second to a second per GiB (memo.swap.memory.pinned): a small model should not pay
+    for a large budget, and no memory is locked twice. So the slab is never replaced. The first step's claims are placed by
+    first fit, and the slab grows with them; later steps follow an address plan of these claims. Where an activation plan
+    announces the bytes of later steps (`expect`), the slab grows to that size at once, in the background. After a step's
+    claims have been planned, the slab gives back the surplus, if it is more than a twentieth and no activation plan may
+    need it later.
 
-    Errors of the system are raised as the backend raised them; the claim is then undone.
+    Args:
+        backend: gives the slab and the two copy lanes.
+        budget: the most bytes, rounded down to whole pages.
+        segment_bytes: the slab grows by multiples of this.
     """
 
     name = TierName.HOST
@@ -101,34 +67,40 @@ class HostTier(_Ledger):
         self._space = FreeList(self._capacity, align=PAGE)
         self._slab: HostSlab | None = None
         self._recorder = StepRecorder()
-        self._refused = False  # in this step, for want of room
-        self._by_plan = False  # somebody has said what steps need, and may say something else later
-        self._begins_anew = False  # what is known of steps before is of no use to the next one
+        self._was_full = False  # a claim of this step found no room
+        self._has_forecast = False  # an activation plan has announced the bytes of steps, and may announce others
+        self._forgets_steps = False  # the next claim while nothing is held begins a new record
         self._reloads = 0
-        self._left: tuple[int, Event] | None = None  # the latest reload out of room that has been given back since
+        self._freed: tuple[int, Event] | None = None  # the latest reload out of room that has been released since
 
     @property
     def reserved(self) -> int:
-        """Bytes taken of the system, or on their way."""
+        """Bytes taken from the system, or being taken."""
         return 0 if self._slab is None else self._slab.nbytes
 
     def expect(self, nbytes: int) -> None:
-        self._begins_anew |= bool(nbytes) or self._by_plan
+        """Grows the slab in the background; earlier steps no longer serve as the record for a layout."""
+        self._forgets_steps |= bool(nbytes) or self._has_forecast
         if nbytes and self._capacity:
-            self._by_plan = True
-            self._opened().grow(min(whole_pages(nbytes), self._capacity))
+            self._has_forecast = True
+            self._open().grow(min(whole_pages(nbytes), self._capacity))
 
     def claim(self, nbytes: int) -> Place | None:
-        if self._begins_anew and not self.used:
+        """Returns a block of the slab; None when the budget is used up.
+
+        Raises:
+            SwapError: the system refuses the memory; nothing is claimed.
+        """
+        if self._forgets_steps and not self.used:
             self._recorder = StepRecorder()
-            self._begins_anew = False
+            self._forgets_steps = False
         number, planned = self._recorder.claim(nbytes)
         offset = self._offset(nbytes, planned)
         if offset is None:
-            self._refused = True
+            self._was_full = True
             return None
         try:
-            slab = self._reach(offset + whole_pages(nbytes))
+            slab = self._grow_to(offset + whole_pages(nbytes))
         except BaseException:
             self._space.free(offset)
             raise
@@ -142,71 +114,82 @@ class HostTier(_Ledger):
             self._recorder.missed()
         return self._space.allocate(nbytes)
 
-    def _reach(self, end: int) -> HostSlab:
-        """The slab, grown so that its first `end` bytes may be used.
+    def _grow_to(self, end: int) -> HostSlab:
+        """Grows the slab so that its first `end` bytes may be used, and returns it.
 
-        It grows by a twentieth at least: each growth adds a border that copies are divided at.
+        It grows by a twentieth at least: copies are divided at the borders that each growth adds.
         """
-        slab = self._opened()
+        slab = self._open()
         if end > slab.nbytes:
             most = max(end, slab.nbytes + slab.nbytes // SURPLUS)
             slab.grow(min(-(-most // self._segment_bytes) * self._segment_bytes, self._capacity))
         slab.wait(end)
         return slab
 
-    def _opened(self) -> HostSlab:
+    def _open(self) -> HostSlab:
         if self._slab is None:
             self._slab = self._backend.host_slab(self._capacity)
         return self._slab
 
     def end_step(self) -> None:
-        """Plans the next step's layout, and gives back what that does not need; nothing is held now."""
-        refused, self._refused = self._refused, False
-        if self._begins_anew or not self._recorder.end_step(PAGE, self._capacity):
+        """Plans the next step's layout and gives back the surplus of the slab; nothing is held now."""
+        was_full, self._was_full = self._was_full, False
+        if self._forgets_steps or not self._recorder.end_step(PAGE, self._capacity):
             return
-        # Where the step did not fit, the whole budget is worth having: what the plan leaves may take other claims.
-        if not (refused or self._by_plan or self.used):
+        # Where the step did not fit, the whole budget is kept: other claims may use what the plan leaves.
+        if not (was_full or self._has_forecast or self.used):
             self._shrink(self._recorder.nbytes)
 
     def _shrink(self, nbytes: int) -> None:
-        slab = self._opened()
+        slab = self._open()
         if slab.nbytes > nbytes + nbytes // SURPLUS:
             self._backend.synchronize()  # a copy that only the device has ordered may still use it
             slab.shrink(nbytes)
 
     def give_back(self, offset: int, nbytes: int, number: int, step: int, reload: tuple[int, Event] | None) -> None:
+        """Frees a place.
+
+        Args:
+            offset: of its block.
+            nbytes: of its block.
+            number: of its claim in the recorder.
+            step: of its claim.
+            reload: number and event of its latest reload.
+        """
         self._space.free(offset)
-        if reload is not None and (self._left is None or self._left[0] < reload[0]):
-            self._left = reload
+        if reload is not None and (self._freed is None or self._freed[0] < reload[0]):
+            self._freed = reload
         self.used -= nbytes
         self._recorder.release(number, step)
 
     @property
     def step(self) -> int:
-        """The recorder's step, which a place remembers."""
+        """Number of the current step; a place keeps that of its claim."""
         return self._recorder.step
 
     def copy_out(self, block: torch.Tensor, source: torch.Tensor, after: Event) -> Timed:
+        """Issues the copy of `source` into a block."""
         self._after_reloads()
         self._backend.d2h.wait(after)
         return self._backend.d2h.copy(block, source)
 
     def _after_reloads(self) -> None:
-        """E7: orders copies out after the latest reload from room that is free again; reloads before it are done by then.
+        """E7: orders later copies out after the latest reload from a released place, and so after all reloads before it.
 
         With one compute stream E4, the program's order and E1 imply this; a second compute stream has not waited for E4.
         """
-        if self._left is not None:
-            self._backend.d2h.wait(self._left[1])
-            self._left = None
+        if self._freed is not None:
+            self._backend.d2h.wait(self._freed[1])
+            self._freed = None
 
     def copy_in(self, target: torch.Tensor, block: torch.Tensor, after: Event) -> tuple[int, Timed]:
-        """Issues a reload; returns its number and its event."""
+        """Issues the reload of a block into `target`; returns its number and its event."""
         self._backend.h2d.wait(after)
         self._reloads += 1
         return self._reloads, self._backend.h2d.copy(target, block)
 
     def close(self) -> None:
+        """Waits for copies in flight and gives the slab back."""
         if self._slab is not None:
             self._backend.synchronize()  # a copy that only the device has ordered may still use it
             self._slab.close()
@@ -226,10 +209,10 @@ class _HostPlace:
         self._step = tier.step
         self._reload: tuple[int, Timed] | None = None
 
-    def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.copy_out(self._block, source, after)
 
-    def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
         self._reload = self.tier.copy_in(target, self._block, after)
         return self._reload[1]
 
@@ -238,7 +221,12 @@ class _HostPlace:
 
 
 class DiskTier(_Ledger):
-    """Scratch file: ranges written and read by the store's own threads."""
+    """Scratch file: extents written and read by the store's own threads.
+
+    Args:
+        disk: the store.
+        budget: bytes; None: as much as the file system has.
+    """
 
     name = TierName.DISK
     lane_out = Lane.DISK_WRITE
@@ -249,9 +237,10 @@ class DiskTier(_Ledger):
         self.disk = disk
 
     def expect(self, nbytes: int) -> None:
-        return None  # its file is of the budget's size from the beginning, or grows
+        """Does nothing: the file has the budget's size from the beginning, or grows."""
 
     def claim(self, nbytes: int) -> Place | None:
+        """Returns an extent of the file; None when the budget is used up."""
         extent = self.disk.reserve(nbytes)
         if extent is None:
             return None
@@ -259,9 +248,10 @@ class DiskTier(_Ledger):
         return _DiskPlace(self, extent, nbytes)
 
     def end_step(self) -> None:
-        return None
+        """Does nothing."""
 
     def close(self) -> None:
+        """Closes the store."""
         self.disk.close()
 
 
@@ -275,10 +265,10 @@ class _DiskPlace:
         self._extent = extent
         self._nbytes = nbytes
 
-    def leave(self, source: torch.Tensor, *, after: Event) -> Timed:
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.disk.write(self._extent, source, after=(after,))
 
-    def enter(self, target: torch.Tensor, *, after: Event) -> Timed:
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> Timed:
         return self.tier.disk.read(self._extent, target, after=(after,))
 
     def release(self) -> None:

@@ -169,7 +169,7 @@ def others(batch: int) -> dict[str | Place, int]:
     run = Run(batch)
     manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))
     use = DevicePeaks(run.memory(1 << 40), engine.stats)
-    engine.at_edges(use.edge)
+    engine.at_layer_boundaries(use.edge)
     for number in range(2):  # in the first one recomputes are tried out
         run.step(number, manager)
         step = use.end_step()

@@ -112,7 +112,7 @@ def managed(world: World) -> tuple[int, int]:
 
     def count(*_: object) -> None:
         nonlocal most
-        groups = manager._engine._groups
+        groups = manager._engine._layer_calls
         most = max(most, sum(saved.nbytes for group in groups for saved in group.living()))
 
     for layer in layers:

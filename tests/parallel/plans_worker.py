@@ -29,8 +29,8 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.parallel.layout import Layout, PipelineSchedule
 from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
-from memo.swap.engine.layer_calls import LayerCalls
-from memo.swap.engine.saved_storage import AWAY, Group
+from memo.swap.engine.layer_calls import Group, LayerCalls
+from memo.swap.engine.saved_storage import AWAY
 
 HOST = 256 << 20
 Steps = list[tuple[float, float, list[torch.Tensor]]]

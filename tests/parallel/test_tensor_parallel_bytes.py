@@ -21,7 +21,7 @@ from memo.gpt.model.rotary import rotary_tables
 from memo.parallel import collectives, tensor_parallel
 from memo.parallel.layout import ContextAttention, Layout
 from memo.parallel.world import World
-from memo.swap.tensor_kinds import cast_of_parameter, view_of_parameter
+from memo.swap.tensor_kinds import cast_of_parameter
 
 SEQ, HIDDEN, HEADS, BATCH = 256, 128, 16, 2
 UNIT = BATCH * SEQ * HIDDEN * 4
@@ -50,7 +50,9 @@ def saved_units(layer: nn.Module, tokens: int, *extra: Any) -> tuple[float, torc
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        of_parameter = isinstance(tensor, nn.Parameter) or view_of_parameter(tensor) or cast_of_parameter(tensor)
+        of_parameter = any(isinstance(seen, nn.Parameter) for seen in (tensor, tensor._base)) or cast_of_parameter(
+            tensor
+        )
         if not of_parameter and all(storage is not t.untyped_storage() for pair in extra for t in pair):
             storages[storage] = storage.nbytes()
         return tensor

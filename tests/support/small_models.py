@@ -109,7 +109,7 @@ def plain(make: Callable[[], nn.Module] = stack, **kwargs: Any) -> list[Step]:
 
 def lives(manager: Manager) -> list[Any]:
     """What is saved now."""
-    return [saved for group in manager._engine._groups for saved in group.living()]
+    return [saved for group in manager._engine._layer_calls for saved in group.living()]
 
 
 @dataclasses.dataclass

@@ -50,7 +50,7 @@ def managed(
 
 def living(manager: Manager) -> dict[int, list[SavedStorage]]:
     """What each layer has saved."""
-    return {group.key[0]: group.living() for group in manager._engine._groups}
+    return {group.key[0]: group.living() for group in manager._engine._layer_calls}
 
 
 def tier_of(saved: SavedStorage) -> Tier:
@@ -276,11 +276,11 @@ def test_what_a_pass_kept_too_little_is_not_kept_in_another(begins: bool) -> Non
     halves = Placement(kept=0.5, host=0.5, nbytes=1000)
     second = Placement(kept=0.5, host=0.5, nbytes=1000, begins=begins)
     manager = managed(stack(), {0: halves, 1: second})
-    destinations = manager._engine._tier_choice
-    first = destinations.quota(0)
+    tier_choice = manager._engine._tier_choice
+    first = tier_choice.quota(0)
     assert first is not None
     assert first.choose(600) is Tier.HOST
-    after = destinations.quota(1)
+    after = tier_choice.quota(1)
     assert after is not None
     assert first.unkept_nbytes == 500.0
     assert after.choose(900) is (Tier.HOST if begins else Tier.DEVICE)

@@ -25,7 +25,8 @@ from memo.swap.recompute.axis.token_axis import Axis, cut
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.saved_storage import Handle, Kept, SavedStorage, Sharded
+    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.saved_storage import SavedStorage
 
 __all__ = ["Reader", "Result"]
 

@@ -26,7 +26,7 @@ from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.host_and_disk import Tier
+    from memo.swap.tiers.protocol import Tier
 
 LAYERS = 4
 

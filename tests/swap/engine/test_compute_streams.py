@@ -282,18 +282,18 @@ def by_the_other(storages: Iterable[SavedStorage]) -> dict[int, list[SavedStorag
     return {1 - home: those for home, those in by_home(storages).items()}
 
 
-def before_the_callers(edges: StreamOrder, saved: SavedStorage) -> None:
+def before_the_callers(order: StreamOrder, saved: SavedStorage) -> None:
     if saved.out is not None:
-        edges._backend.compute_wait(saved.out)
+        order._backend.compute_wait(saved.out)
 
 
-def limbo_of_the_callers(edges: StreamOrder, saved: SavedStorage, event: Event) -> None:
-    edges._backend.compute_wait(event)
+def limbo_of_the_callers(order: StreamOrder, saved: SavedStorage, event: Event) -> None:
+    order._backend.compute_wait(event)
 
 
-def first_user_alone(way: Reload, saved: SavedStorage) -> None:
+def first_user_alone(reload: Reload, saved: SavedStorage) -> None:
     if saved.state is RETURNING:
-        way._order.copied_back(saved)
+        reload._order.copied_back(saved)
 
 
 def told_nobody(

@@ -26,7 +26,7 @@ from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memo.swap.tiers.host_and_disk import Tier
+    from memo.swap.tiers.protocol import Tier
 
 
 class Small(nn.Module):

@@ -12,8 +12,8 @@ from small_models import Stack, ids, stack
 
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
-from memo.swap.engine.layer_calls import Call, LayerCalls
-from memo.swap.engine.saved_storage import AWAY, Group
+from memo.swap.engine.layer_calls import Call, Group, LayerCalls
+from memo.swap.engine.saved_storage import AWAY
 from memo.swap.layers import find_layers
 from memo.swap.recompute.token_wise import TokenWise
 from memo.swap.tiers.host_and_disk import HostTier
@@ -146,7 +146,7 @@ def test_with_the_order_told_nothing_is_reloaded_late_even_in_the_first_step() -
         manager = managed(model, alpha=1.0)
         if order is not None:
             manager._engine.expect(order)
-        groups = manager._engine._groups
+        groups = manager._engine._layer_calls
         late: list[int] = []
         reached = groups.reached
 

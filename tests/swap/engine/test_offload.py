@@ -82,7 +82,7 @@ def test_compiled_layers_are_left_as_they_were_whoever_leaves_first(offload: Cal
     one.__exit__()
     other.__exit__()
     model(ids())
-    assert not [*one._engine._groups, *other._engine._groups], "nobody is told of a forward outside"
+    assert not [*one._engine._layer_calls, *other._engine._layer_calls], "nobody is told of a forward outside"
 
 
 def test_device_memory_holds_two_layers_and_the_last(offload: Callable[..., memo.Manager]) -> None:

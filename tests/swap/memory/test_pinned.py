@@ -174,7 +174,7 @@ def test_closing_while_pages_are_locked_ends_with_the_piece_under_way(cuda: Stan
     for thread in threads:
         thread.join()
     assert cuda.locked_ever == PAGE
-    assert [str(error) for error in raised] == ["host memory is asked for after memo was closed"]
+    assert [str(error) for error in raised] == ["host memory was requested after the manager was closed"]
 
 
 def test_pages_stay_locked_while_somebody_has_a_view_of_them(cuda: StandinCuda) -> None:

@@ -16,7 +16,7 @@ from memo.swap.memory.free_list import FreeList
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
 
 if TYPE_CHECKING:
-    from memo.swap.tiers.host_and_disk import Place
+    from memo.swap.tiers.protocol import Place
 
 
 def run(tier: HostTier, script: list[tuple[str, int]]) -> list[Place | None]:

@@ -13,7 +13,7 @@ def test_host_memory_is_given_back_after_the_copies_that_use_it() -> None:
     place = tier.claim(4096)
     assert place is not None
     source = backend.empty(4096)
-    out = place.leave(source, after=backend.compute_event())
+    out = place.copy_out(source, after=backend.compute_event())
     assert not out.query()
     tier.close()
     assert out.query()
