@@ -88,7 +88,7 @@ class Engine:
         self._release = endings = Release(lock, backend, edges, groups=groups, account=account)
         self._dropping = endings.drop  # one bound method, not one for each storage
         self._dropped = endings.dropped
-        self._here = backend.here
+        self._here = backend.current_stream
         self._is_capturing = backend.is_capturing
         self._tier_choice = TierChoice(
             tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=endings.clear_limbo
@@ -346,7 +346,7 @@ class Engine:
         """The life of a storage begins."""
         account = self._telemetry
         source: torch.Tensor = self._bytes.new(storage)  # all of its bytes, and keeps them alive
-        home = self.backend.saved_here(source)
+        home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._dropping, account.changed)
         hold = Hold(saved)
         self._eligibility.known[storage] = weak = saved.hold

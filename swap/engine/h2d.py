@@ -90,7 +90,7 @@ class Reload:
     def hand_over(self, saved: SavedStorage) -> None:
         """Orders the caller's stream after the reload and after the buffer's last user (E4, E6)."""
         account = self._telemetry
-        stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
+        stops_host = saved.returning is not None and self._backend.would_block(saved.returning)
         began = account.begin_wait(stops_host=stops_host)
         try:
             self._order.copied_back(saved)
@@ -98,7 +98,7 @@ class Reload:
             account.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.part is not None:
             self._order.taken_over(saved)
-        saved.user = self._backend.here()
+        saved.user = self._backend.current_stream()
 
     def recompute(self, saved: SavedStorage, part: TokenPrefix) -> None:
         """Computes again what no tier has of `saved` and its layer's other storages, while their first tokens arrive."""
@@ -199,7 +199,7 @@ class Reload:
             torch.OutOfMemoryError: there was no room for all of them; those that got a buffer are on their way.
         """
         for home, those in by_home(wanted).items():
-            with self._backend.on(home):
+            with self._backend.stream_context(home):
                 self._fetch_at_home(home, those)
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
