@@ -1,9 +1,9 @@
-"""How a view lies in memory: `rows` contiguous runs of `run` elements, `stride` elements from one to the next.
+"""Memory layout of a strided view: `rows` contiguous runs of `run` elements, `stride` elements apart.
 
     (2, s, h)[:, :k]   2 runs of k * h elements, s * h apart
 
-Owns the folding of dimensions. The invariant: element e of the view, counted row-major, is at
-(e // run) * stride + e % run behind the view's first element.
+Owns the folding of dimensions. Invariant: element e of the view, in row-major order, is (e // run) * stride + e % run
+elements behind the view's first element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Runs", "fold", "runs_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Counted in elements of the view."""
+    """Rows of contiguous runs; `run` and `stride` in elements of the view."""
 
     rows: int
     run: int
@@ -29,11 +29,16 @@ class Runs:
 
     @property
     def count(self) -> int:
+        """Elements in all runs."""
         return self.rows * self.run
 
 
 def runs_of(view: torch.Tensor) -> Runs:
-    """Raises UsageError for a view that is not rows of contiguous runs at one distance."""
+    """Returns the layout of a view.
+
+    Raises:
+        UsageError: It is not rows of contiguous runs at equal distances.
+    """
     shape, (strides,) = fold(view)
     if not view.numel():
         return Runs(rows=1, run=0, stride=0)
@@ -49,14 +54,17 @@ def runs_of(view: torch.Tensor) -> Runs:
 
 
 def fold(*views: torch.Tensor) -> tuple[list[int], list[list[int]]]:
-    """The shape that all views share with as few dimensions as their strides allow, and each one's strides in it.
+    """Merges dimensions that are contiguous in all views.
+
+    Returns:
+        The shared shape with as few dimensions as the strides allow, and the strides of each view in it.
 
     Raises:
-        UsageError: the views differ in shape.
+        UsageError: The views differ in shape.
     """
     shape = tuple(views[0].shape)
     if any(tuple(view.shape) != shape for view in views):
-        raise UsageError(f"tensors of one shape are needed, not {', '.join(str(tuple(v.shape)) for v in views)}")
+        raise UsageError(f"views must have one shape, not {', '.join(str(tuple(v.shape)) for v in views)}")
     sizes, strides = [1], [[1] for _ in views]
     for dim in (dim for dim in range(len(shape)) if shape[dim] != 1):
         here = [view.stride(dim) for view in views]
