@@ -16,7 +16,7 @@ from memo.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Runs", "fold", "runs_of"]
+__all__ = ["Runs", "runs_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def runs_of(view: torch.Tensor) -> Runs:
     Raises:
         UsageError: It is not rows of contiguous runs at equal distances.
     """
-    shape, (strides,) = fold(view)
+    shape, strides = _fold(view)
     if not view.numel():
         return Runs(rows=1, run=0, stride=0)
     if strides[-1] != 1:
@@ -53,29 +53,17 @@ def runs_of(view: torch.Tensor) -> Runs:
     return Runs(rows=rows, run=shape[-1], stride=stride)
 
 
-def fold(*views: torch.Tensor) -> tuple[list[int], list[list[int]]]:
-    """Merges dimensions that are contiguous in all views.
-
-    Returns:
-        The shared shape with as few dimensions as the strides allow, and the strides of each view in it.
-
-    Raises:
-        UsageError: The views differ in shape.
-    """
-    shape = tuple(views[0].shape)
-    if any(tuple(view.shape) != shape for view in views):
-        raise UsageError(f"views must have one shape, not {', '.join(str(tuple(v.shape)) for v in views)}")
-    sizes, strides = [1], [[1] for _ in views]
-    for dim in (dim for dim in range(len(shape)) if shape[dim] != 1):
-        here = [view.stride(dim) for view in views]
+def _fold(view: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of a view with as few dimensions as its strides allow."""
+    sizes, strides = [1], [1]
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
         if sizes == [1]:
-            sizes, strides = [shape[dim]], [[step] for step in here]
-        elif all(done[-1] == step * shape[dim] for done, step in zip(strides, here, strict=True)):
-            sizes[-1] *= shape[dim]
-            for done, step in zip(strides, here, strict=True):
-                done[-1] = step
+            sizes, strides = [size], [stride]
+        elif strides[-1] == stride * size:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
         else:
-            sizes.append(shape[dim])
-            for done, step in zip(strides, here, strict=True):
-                done.append(step)
+            sizes.append(size)
+            strides.append(stride)
     return sizes, strides
