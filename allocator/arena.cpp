@@ -184,11 +184,6 @@ class Allocator {
     stats_.arena_used_peak = stats_.arena_used;
   }
 
-  void trim(int device) {
-    std::lock_guard lock(lock_);
-    if (cuda_.is_open()) pool_.trim(device);
-  }
-
   // Back to the state before `open`, but for the memory that is still in use, whose number of blocks is the answer.
   std::int64_t close() {
     std::lock_guard lock(lock_);
@@ -420,7 +415,5 @@ std::int64_t memo_arena_events(memo::LoggedEvent* out, std::int64_t capacity) {
 void memo_arena_stats(int device, memo::Stats* out) { *out = memo::allocator().stats(device); }
 
 void memo_arena_reset_peaks() { memo::allocator().reset_peaks(); }
-
-void memo_arena_trim(int device) { memo::allocator().trim(device); }
 
 }  // extern "C"

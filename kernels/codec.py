@@ -1,13 +1,13 @@
 """Formats of values in a staging block: exact bytes, or one-byte codes with a common scale for each group.
 
-A group is 128 consecutive values in staging order; its float32 scale is its largest magnitude divided by the largest code.
-The payload comes first, then the scales; both begin at multiples of ALIGNMENT.
+A group is 128 consecutive values in staging order; its float32 scale is its largest magnitude divided by the largest
+code. The payload comes first, then the scales; both begin at multiples of ALIGNMENT.
 
     int8   multiples of scale = amax / 127    |x' - x| <= amax / 254 * (1 + 2^-13)
     e4m3   3 bits of mantissa, amax / 448     |x' - x| <= max(2^-4 |x|, amax * 2^-10 / 448) * (1 + 2^-13)
 
-with amax the largest magnitude in the group, at least SMALLEST; the factor covers the rounding of float32 (an int8 code of
-127 is off by 127 times 2^-22). Rounding to the type of x is added when that is narrower than float32. A group with a
+with amax the largest magnitude in the group, at least SMALLEST; the factor covers the rounding of float32 (an int8 code
+of 127 is off by 127 times 2^-22). Rounding to the type of x is added when that is narrower than float32. A group with a
 non-finite value, or one beyond LARGEST, is decoded as NaN throughout: the loss then shows it, where a clipped infinity
 would go unnoticed. EXACT is the default everywhere and the only format that keeps gradients bit-identical.
 """

@@ -1,6 +1,7 @@
-"""Bit-packed 0/1 masks: element i in row-major order is bit i % 8 of byte i // 8; unused bits of the last byte are zero.
+"""Bit-packed 0/1 masks: element i in row-major order is bit i % 8 of byte i // 8.
 
-Recompute needs the saved mask of a dropout. torch stores it as bytes or, on a CPU, in the dtype of the activations.
+The unused bits of the last byte are zero. Recompute needs the saved mask of a dropout. torch stores it as bytes or, on
+a CPU, in the dtype of the activations.
 """
 
 from __future__ import annotations

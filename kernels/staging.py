@@ -1,8 +1,8 @@
 """Packing of token ranges of several tensors into one contiguous staging block, and back.
 
-A copy engine moves one contiguous block at the link's full rate; offloaded tokens are runs spread over the rows of several
-storages. One launch gathers them. The offset of a tensor in the block depends only on the views' shapes and dtypes, so
-unpacking needs no metadata.
+A copy engine moves one contiguous block at the link's full rate; offloaded tokens are runs spread over the rows of
+several storages. One launch gathers them. The offset of a tensor in the block depends only on the views' shapes and
+dtypes, so unpacking needs no metadata.
 
     views     |head|tail|head|tail|    |head|tail|
     staging   |head|head|..|head|                      each tensor in row-major order, at a multiple of ALIGNMENT

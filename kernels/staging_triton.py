@@ -1,9 +1,9 @@
 """Triton kernels of `staging`: one launch for all tensors of a call.
 
-A launch reads a table of int64 on the device: the index of the first program of each tensor, padded to a power of two with
-an index that no program has, then COLUMNS numbers per tensor. A program finds its tensor by counting the first indices up to
-its own. The exact kernels move words as wide as all addresses and strides allow, up to 16 bytes per thread and access; the
-quantising kernels move values, whole groups per program.
+A launch reads a table of int64 on the device: the index of the first program of each tensor, padded to a power of two
+with an index that no program has, then COLUMNS numbers per tensor. A program finds its tensor by counting the first
+indices up to its own. The exact kernels move words as wide as all addresses and strides allow, up to 16 bytes per
+thread and access; the quantising kernels move values, whole groups per program.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _from_e4m3(code):
 def _groups(row, program, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
     """Indices for SIZE groups: each value's index in view and payload and its mask; each group's index and its mask.
 
-    EVEN: no group crosses from one run to the next, so a program stays in one run and divides once instead of per value.
+    EVEN: no group crosses from one run to the next, so a program stays in one run and divides once instead of per
+    value.
     """
     run, stride, count, per_run = (
         tl.load(row + RUN),

@@ -1,7 +1,7 @@
 """Machine diagnosis for `memo doctor`: GPUs and their links, host memory, disks and GPUDirect Storage.
 
-Every figure is measured or read from the system, never assumed; a missing figure comes with its reason. `memo plan` uses
-the rates.
+Every figure is measured or read from the system, never assumed; a missing figure comes with its reason. `memo plan`
+uses the rates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bandwidth measurements: disk write and read, host copy, D2H and H2D; each direction alone and both at once.
 
-They use the engine's own paths: the disk through a DiskStore, the GPU's link through page-locked memory. Every measurement
-is bounded in time, not in bytes, so a slow disk takes no longer to measure than a fast one.
+They use the engine's own paths: the disk through a DiskStore, the GPU's link through page-locked memory. Every
+measurement is bounded in time, not in bytes, so a slow disk takes no longer to measure than a fast one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Resident memory of this process: its current and peak size, and the return of freed memory to the system.
 
-In a CPU run activations are ordinary heap memory, so peak resident memory corresponds to `max_memory_allocated` on a GPU.
+In a CPU run activations are ordinary heap memory, so peak resident memory corresponds to `max_memory_allocated` on a
+GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ __all__ = ["peak_rss_bytes", "return_freed_memory", "rss_bytes"]
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _M_TRIM_THRESHOLD = -1
-# glibc gives larger blocks a mapping of their own, which free() unmaps at once. By default this threshold grows with every
-# such block that is freed, up to 32 MiB; freed activations below it stay resident in the heap.
+# glibc gives larger blocks a mapping of their own, which free() unmaps at once. By default this threshold grows with
+# every such block that is freed, up to 32 MiB; freed activations below it stay resident in the heap.
 _MMAP_THRESHOLD_BYTES = 256 << 10
 
 

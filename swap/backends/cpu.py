@@ -1,7 +1,7 @@
 """CPU backend: device memory is ordinary host memory, copies run on worker threads.
 
-The host is its own compute stream: a compute event is done when it is recorded, and waiting for an event blocks the host.
-Used for training on a CPU, where the disk is the tier that matters.
+The host is its own compute stream: a compute event is done when it is recorded, and waiting for an event blocks the
+host. Used for training on a CPU, where the disk is the tier that matters.
 """
 
 from __future__ import annotations

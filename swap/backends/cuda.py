@@ -1,9 +1,10 @@
 """CUDA backend: one D2H and one H2D copy stream, ordered with the program's compute streams by events.
 
-Copies never run on a compute stream. The caller's compute stream is read at each call: under pipelines, FSDP2 or recompute
-it differs from the one at construction. Streams are identified by raw handle, which takes a tenth of the time to get and
-compare that a torch.cuda.Stream takes. Device buffers are allocated on the caller's stream, so the caching allocator reuses
-their memory in that stream's order; `record_stream` makes the allocator wait for other streams that used them.
+Copies never run on a compute stream. The caller's compute stream is read at each call: under pipelines, FSDP2 or
+recompute it differs from the one at construction. Streams are identified by raw handle, which takes a tenth of the time
+to get and compare that a torch.cuda.Stream takes. Device buffers are allocated on the caller's stream, so the caching
+allocator reuses their memory in that stream's order; `record_stream` makes the allocator wait for other streams that
+used them.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class CudaBackend:
 
     Args:
         device: The GPU; without an index the current one.
-        timing: Enclose each copy, wait and recompute in two timed events. Without it events are cheaper and carry no times.
+        timing: Enclose each copy, wait and recompute in two timed events. Events without timing are cheaper.
     """
 
     def __init__(self, device: torch.device, *, timing: bool = False) -> None:

@@ -178,7 +178,7 @@ class Backend(Protocol):
         """Returns the caller's compute stream, read at each call and never cached (R5). Equal numbers: same stream."""
 
     def saving_stream(self, source: torch.Tensor) -> int:
-        """Returns the caller's compute stream, on which autograd saves `source`. The writer of `source` precedes its end."""
+        """Returns the caller's compute stream, on which autograd saves `source`; it is ordered after `source`'s writer."""
 
     def stream_context(self, stream: int) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is the caller's compute stream."""
@@ -199,7 +199,8 @@ class Backend(Protocol):
     def would_block(self, event: Event) -> bool:
         """Returns True if `compute_wait(event)` would block the calling thread, which could issue other work meanwhile.
 
-        False where the device does the ordering, and where the calling thread is the compute stream and must wait anyway.
+        False where the device does the ordering, and where the calling thread is the compute stream and must wait
+        anyway.
         """
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:

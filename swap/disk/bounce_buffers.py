@@ -1,8 +1,8 @@
 """Disk tier for device tensors without GPUDirect Storage: device -> page-locked staging blocks -> disk, and back.
 
-Two threads, one for each direction, each with its own ring of staging blocks and its own copy stream. A storage is split
-into parts of one block; while one block is written to disk the next one is copied from the device. The slower of the two
-links sets the rate, and staging memory does not grow with the storage.
+Two threads, one for each direction, each with its own ring of staging blocks and its own copy stream. A storage is
+split into parts of one block; while one block is written to disk the next one is copied from the device. The slower of
+the two links sets the rate, and staging memory does not grow with the storage.
 
     D2H copy    part 0 | part 1 | part 2 ...      a block is reused when its write has ended
     disk               | part 0 | part 1 ...

@@ -3,8 +3,8 @@
 Owns the queues, and every operation from submit to done. Reads have priority over writes: backward waits for reads,
 nothing waits for writes. An operation is queued only when its `after` events are done, so no I/O thread waits while
 another operation could run. Operations whose events are still pending at submit go through a gate: one thread for reads
-and one for writes that waits for them in submission order. An event depends only on work issued before it, so this order
-cannot deadlock.
+and one for writes that waits for them in submission order. An event depends only on work issued before it, so this
+order cannot deadlock.
 
     submit ──▶ gate (only if `after` is not done) ──▶ queue of reads / of writes ──▶ I/O threads, piece by piece
 """

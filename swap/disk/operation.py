@@ -1,8 +1,8 @@
 """Disk operations, their pieces, and the extents that they write and read.
 
 An operation waits for its `after` events, is queued, runs piece by piece on any I/O thread, and is done. It is also the
-event that its caller holds: `synchronize` raises its failure, at every call. It keeps the tensor alive until it is done;
-nothing else prevents reuse of that memory during the transfer.
+event that its caller holds: `synchronize` raises its failure, at every call. It keeps the tensor alive until it is
+done; nothing else prevents reuse of that memory during the transfer.
 
     WAITING ──▶ QUEUED ──▶ RUNNING ──▶ DONE
        └────────────┴── cancel ─────────▲

@@ -1,8 +1,8 @@
 """Scratch space of the disk tier: one file in each directory, used as one striped range of bytes.
 
 Owns the files and the allocation of extents, not the transfers. Directories are striped block by block: byte L of the
-space is in file (L / block) mod n. Blocks are allocated on the file system before an extent is handed out, so a full disk
-is detected at construction or in `reserve`, hardly ever by a write.
+space is in file (L / block) mod n. Blocks are allocated on the file system before an extent is handed out, so a full
+disk is detected at construction or in `reserve`, hardly ever by a write.
 
 From the second step on, extents are placed by a plan of the first step's lifetimes (memo.swap.memory.planned_layout); a
 step ends when no extent is held. Requests that do not follow the plan are served by first fit.

@@ -1,7 +1,7 @@
 """Disk store for host tensors: extents of anonymous scratch files, written and read by its own threads (rule R9).
 
-Combines the scratch space (allocation), the transfer of a piece, and the I/O threads. Scratch is disposable: no fsync, no
-file format, nothing on disk is ever parsed; a process that dies leaves no files.
+Combines the scratch space (allocation), the transfer of a piece, and the I/O threads. Scratch is disposable: no fsync,
+no file format, nothing on disk is ever parsed; a process that dies leaves no files.
 
     reserve ──▶ write ──▶ read (any number) ──▶ release        events order; extents never overlap
 """

@@ -1,8 +1,8 @@
 """Transfer of one piece between a tensor and a scratch file: alignment, short transfers, retries, checksums.
 
-O_DIRECT takes whole blocks at aligned addresses. Where a tensor has them the kernel reads or writes its memory directly;
-other pieces go through the calling thread's bounce buffer. A piece counts as moved only with its full byte count. Bytes
-from the disk are never interpreted; with `verify` their checksum is compared with the one in RAM.
+O_DIRECT takes whole blocks at aligned addresses. Where a tensor has them the kernel reads or writes its memory
+directly; other pieces go through the calling thread's bounce buffer. A piece counts as moved only with its full byte
+count. Bytes from the disk are never interpreted; with `verify` their checksum is compared with the one in RAM.
 """
 
 from __future__ import annotations
