@@ -79,7 +79,7 @@ class _New(NamedTuple):
 class _Argument(NamedTuple):
     """Result that is one of the tensor arguments."""
 
-    index: int
+    number: int
 
 
 class _Outcome(NamedTuple):
@@ -234,7 +234,7 @@ def _tensors_of(result: Any, storages: Sequence[torch.UntypedStorage], arguments
         blank = torch.empty(0, dtype=result.dtype)
         return blank.set_(storages[result.storage], result.offset, result.size, result.stride)
     if isinstance(result, _Argument):
-        return arguments[result.index]
+        return arguments[result.number]
     if isinstance(result, (tuple, list)):
         return type(result)(_tensors_of(item, storages, arguments) for item in result)
     return result

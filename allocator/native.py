@@ -1,6 +1,6 @@
 """ctypes binding of arena.cpp: builds and loads it, and converts its structs to the package's dataclasses.
 
-Owns the ctypes declarations only; figures.h and step_log.h define the numbers. There is one allocator per process, as
+Owns the ctypes declarations only; counters.h and step_log.h define the numbers. There is one allocator per process, as
 in torch. Pointers are integers: a stream is its handle, a block its address.
 """
 
@@ -32,7 +32,7 @@ _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
 
 
 class Begun(enum.IntEnum):
-    """Mode in which a step runs; the numbers are those of figures.h."""
+    """Mode in which a step runs; the numbers are those of counters.h."""
 
     WATCHING = 0
     """Events are logged; every request is served by the pool."""

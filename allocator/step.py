@@ -33,7 +33,7 @@ class Event:
 
 
 class Reason(enum.IntEnum):
-    """Cause of a divergence from the plan; the numbers are those of figures.h."""
+    """Cause of a divergence from the plan; the numbers are those of counters.h."""
 
     OTHER_SIZE = 1
     OTHER_STREAM = 2
@@ -102,7 +102,7 @@ class StepSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCounters:
-    """Counters of the allocator, in the order of `Stats` in figures.h: bytes, then numbers of calls."""
+    """Counters of the allocator, in the order of `Stats` in counters.h: bytes, then numbers of calls."""
 
     allocated: int
     allocated_peak: int

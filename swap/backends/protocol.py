@@ -178,7 +178,7 @@ class Backend(Protocol):
         """Returns the caller's compute stream, read at each call and never cached (R5). Equal numbers: same stream."""
 
     def saving_stream(self, source: torch.Tensor) -> int:
-        """Returns the caller's compute stream, on which autograd saves `source`; it is ordered after `source`'s writer."""
+        """Returns the caller's compute stream, on which autograd saves `source`; ordered after `source`'s writer."""
 
     def stream_context(self, stream: int) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is the caller's compute stream."""

@@ -45,7 +45,7 @@ class IoStream(Protocol):
 
 
 class GdsOperation:
-    """Implements `memo.swap.backends.Timed`. Keeps the tensor and kvikio's futures alive until the bytes are counted."""
+    """Implements `memo.swap.backends.Timed`. Keeps the tensor and the futures alive until the bytes are counted."""
 
     def __init__(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, pieces: Sequence[Piece], label: str):
         self.kind = kind
