@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
     from memo.kernels.staging import (
         pack_views as pack_views,
-        places as places,
         staging_nbytes as staging_nbytes,
+        staging_offsets as staging_offsets,
         unpack_views as unpack_views,
     )
 else:
@@ -29,6 +29,6 @@ else:
         __name__,
         {
             "masks": "pack_mask unpack_mask",
-            "staging": "pack_views places staging_nbytes unpack_views",
+            "staging": "pack_views staging_nbytes staging_offsets unpack_views",
         },
     )

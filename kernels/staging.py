@@ -20,10 +20,10 @@ from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, Codec, decode, encode
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = ["pack_reference", "pack_views", "places", "staging_nbytes", "unpack_reference", "unpack_views"]
+__all__ = ["pack_reference", "pack_views", "staging_nbytes", "staging_offsets", "unpack_reference", "unpack_views"]
 
 
-def places(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
+def staging_offsets(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
     """Returns (offset, bytes) of each view in the staging block.
 
     Raises:
@@ -40,7 +40,7 @@ def places(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tu
 
 def staging_nbytes(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> int:
     """Returns the bytes of a staging block for the views; no padding after the last one."""
-    offset, nbytes = places(views, codec)[-1] if views else (0, 0)
+    offset, nbytes = staging_offsets(views, codec)[-1] if views else (0, 0)
     return offset + nbytes
 
 
@@ -88,7 +88,7 @@ def unpack_views(staging: torch.Tensor, views: Sequence[torch.Tensor], *, codec:
 
 def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:
     """Implements `pack_views` in torch."""
-    for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
+    for view, (offset, nbytes) in zip(views, staging_offsets(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
             values = _as_bytes(view)
@@ -101,7 +101,7 @@ def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: 
 
 def unpack_reference(staging: torch.Tensor, views: Sequence[torch.Tensor], codec: Codec) -> None:
     """Implements `unpack_views` in torch."""
-    for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
+    for view, (offset, nbytes) in zip(views, staging_offsets(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
             values = _as_bytes(view)

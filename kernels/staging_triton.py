@@ -16,7 +16,7 @@ import triton.language as tl
 
 from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, GROUP, LARGEST, SMALLEST, Codec
-from memo.kernels.staging import places
+from memo.kernels.staging import staging_offsets
 from memo.kernels.strided_runs import Runs, runs_of
 
 __all__ = ["COLUMNS", "pack", "unpack"]
@@ -187,7 +187,9 @@ def unpack(staging: torch.Tensor, views: Sequence[torch.Tensor], codec: Codec) -
 
 
 def _launch(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec, *, packs: bool) -> None:
-    placed = [(view, place) for view, (place, _) in zip(views, places(views, codec), strict=True) if view.numel()]
+    placed = [
+        (view, offset) for view, (offset, _) in zip(views, staging_offsets(views, codec), strict=True) if view.numel()
+    ]
     if not placed:
         return
     if codec is Codec.EXACT:
@@ -206,14 +208,14 @@ def _is_even(runs: Runs) -> bool:
 
 def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, packs: bool) -> None:
     runs = [_in_bytes(view) for view, _ in placed]
-    addresses = [address for view, place in placed for address in (view.data_ptr(), staging.data_ptr() + place)]
+    addresses = [address for view, offset in placed for address in (view.data_ptr(), staging.data_ptr() + offset)]
     grain = _grain(addresses + [number for one in runs for number in (one.run, one.stride if one.rows > 1 else 0)])
     width = min(grain, 8)
     size = WORDS if max(one.run for one in runs) > FEW_WORDS * width else FEW_WORDS
     rows, programs = [], []
-    for (view, place), one in zip(placed, runs, strict=True):
+    for (view, offset), one in zip(placed, runs, strict=True):
         per_run = -(-one.run // (width * size))
-        address = staging.data_ptr() + place
+        address = staging.data_ptr() + offset
         counts = (one.run // width, one.stride // width, one.count // width, per_run)
         rows.append([view.data_ptr(), address, 0, *counts])
         programs.append(one.rows * per_run)
@@ -233,8 +235,8 @@ def _code(
     packs: bool,
 ) -> None:
     rows, programs, numbers = [], [], [staging.data_ptr()]
-    for view, place in placed:
-        one, address = runs_of(view), staging.data_ptr() + place
+    for view, offset in placed:
+        one, address = runs_of(view), staging.data_ptr() + offset
         per_run = -(-one.run // (GROUP * GROUPS))
         rows.append(
             [

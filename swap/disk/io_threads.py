@@ -111,10 +111,10 @@ class IoPool:
     def _gate(self, kind: Kind) -> SimpleQueue[DiskOperation | None]:
         if kind not in self._gates:
             self._gates[kind] = SimpleQueue()
-            self._gate_threads.append(self._start(self._watch, f"memo-disk-gate-{kind.value}", self._gates[kind]))
+            self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", self._gates[kind]))
         return self._gates[kind]
 
-    def _watch(self, gate: SimpleQueue[DiskOperation | None]) -> None:
+    def _run_gate(self, gate: SimpleQueue[DiskOperation | None]) -> None:
         while (operation := gate.get()) is not None:
             failure = _wait_for(operation)
             with self._changed:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from memo.kernels import pack_views, places, staging_nbytes, unpack_views
+from memo.kernels import pack_views, staging_nbytes, staging_offsets, unpack_views
 
 if TYPE_CHECKING:
     import weakref
@@ -183,6 +183,6 @@ def gather(leaving: Iterable[tuple[TokenPrefix, torch.Tensor]], backend: Backend
     block = backend.empty(staging_nbytes(heads))
     pack_views(heads, block)
     backend.compute_uses(block)
-    for (part, _), (offset, nbytes) in zip(parts, places(heads), strict=True):
+    for (part, _), (offset, nbytes) in zip(parts, staging_offsets(heads), strict=True):
         part.outgoing = block[offset : offset + nbytes]
-    return sum(nbytes for _, nbytes in places(heads))
+    return sum(nbytes for _, nbytes in staging_offsets(heads))
