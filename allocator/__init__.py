@@ -1,4 +1,4 @@
-"""Records the allocations of one step and serves them from a static arena."""
+"""Planned allocator: records the allocations of a training step and serves later steps from one arena by a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         restart_peaks as restart_peaks,
         use_planned_allocator as use_planned_allocator,
     )
-    from memo.allocator.record_step import Life as Life, Recorder as Recorder, Where as Where
+    from memo.allocator.record_step import (
+        AllocationSite as AllocationSite,
+        Lifetime as Lifetime,
+        Recorder as Recorder,
+    )
     from memo.allocator.trace import (
         Allocation as Allocation,
         AllocationTrace as AllocationTrace,
@@ -39,7 +43,7 @@ else:
             "caching_model": "CachingUse Segments simulate_caching",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "
             "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
-            "record_step": "Life Recorder Where",
+            "record_step": "AllocationSite Lifetime Recorder",
             "trace": "Allocation AllocationTrace trace_of trace_to_csv trace_to_json",
         },
     )

@@ -1,16 +1,16 @@
-// The planned allocator: what torch calls for every tensor on the device, and what Python calls around every step.
+// Planned allocator: the functions that torch calls for every device tensor, and those that Python calls around steps.
 //
-//   between steps      requests go to the device's pool
-//   in a step          every malloc, free and use by another stream is written down
-//   in a planned step  each request is matched with the plan and gets its planned place in the arena if that is free;
-//                      every other request goes to the pool, is counted, and the first one of a step is described
+//   between steps      requests are served by the device's pool
+//   in a step          every malloc, free and use by another stream is logged
+//   in a planned step  each request is matched with the plan and placed at its planned address if that is free; other
+//                      requests are served by the pool and counted, and the first one of a step is described
 //
-// Invariants. No byte outside the arena or the pool's blocks is ever handed out. No byte is handed out while a live block
-// holds it, whatever the plan says and in whatever order frees arrive: places are checked, not trusted (step_plan.h). A
-// byte goes from one stream to another only behind an event or a synchronisation (arena_memory.h).
+// Invariants. Only bytes of the arena and of the pool's blocks are handed out. No byte is handed out while a live block
+// holds it, whatever the plan says and in whatever order frees arrive: occupancy is checked (step_plan.h). A byte
+// passes from one stream to another only behind an event or a synchronisation (arena_memory.h).
 //
-// One lock, held for every call: torch frees from several threads. One instance, never destroyed: torch frees tensors
-// until the process ends, later than static objects live.
+// One lock, held during every call: torch frees from several threads. One instance, never destroyed: torch frees
+// tensors until the process ends, after static objects are destroyed.
 
 #include <algorithm>
 #include <memory>
@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "arena_memory.h"
+#include "counters.h"
 #include "cuda_runtime.h"
 #include "device_pool.h"
-#include "figures.h"
 #include "live_blocks.h"
-#include "short_lock.h"
+#include "spin_lock.h"
 #include "step_log.h"
 #include "step_plan.h"
 
@@ -156,13 +156,13 @@ class Allocator {
     return id;
   }
 
-  void forget_plan(std::int64_t id) {  // a step that runs by it keeps it until its end
+  void forget_plan(std::int64_t id) {  // a step that runs by the plan keeps it until its end
     std::lock_guard lock(lock_);
     plans_.erase(id);
     streams_.erase(id);
   }
 
-  // The events of the step under way, or of the last one: how many, and the first `capacity` of them. -1: too many.
+  // Copies the first `capacity` events of the current or last step and returns their total number; -1: too many to log.
   std::int64_t events(LoggedEvent* out, std::int64_t capacity) {
     std::lock_guard lock(lock_);
     return log_.read(out, capacity);
@@ -184,12 +184,7 @@ class Allocator {
     stats_.arena_used_peak = stats_.arena_used;
   }
 
-  void trim(int device) {
-    std::lock_guard lock(lock_);
-    if (cuda_.is_open()) pool_.trim(device);
-  }
-
-  // Back to the state before `open`, but for the memory that is still in use, whose number of blocks is the answer.
+  // Resets to the state before `open` and returns 0; with live blocks does nothing and returns their number.
   std::int64_t close() {
     std::lock_guard lock(lock_);
     if (live_.size() != 0) return static_cast<std::int64_t>(live_.size());
@@ -206,7 +201,7 @@ class Allocator {
  private:
   bool in_this_step(const Block& block) const { return step_open_ && block.step == step_; }
 
-  // Stands for a request that did not come.
+  // Placeholder for a request that was not made.
   Block next_request() const {
     Block none;
     none.request = static_cast<std::uint32_t>(summary_.requests);
@@ -223,7 +218,7 @@ class Allocator {
     first.expected_stream = (*plan_)[slot].stream;
   }
 
-  // Sets the block's address, or leaves it 0: the request is to be served elsewhere.
+  // Sets the block's address, or leaves it 0 for a request that the pool serves.
   void place_by_plan(Block& block) {
     const std::size_t expected = cursor_.next();
     std::uint32_t at = kNoSlot;
@@ -263,8 +258,8 @@ class Allocator {
     return block.address != 0;
   }
 
-  // The device is full: what the arena does not need at this moment is better than an error. Before it gave up the pool
-  // waited for the device, so whatever is free is free on every stream.
+  // Serves a request from free space of the arena when the device is full. The pool waited for the device before it
+  // gave up, so free bytes are free on every stream.
   bool place_in_hole(Block& block) {
     if (arena_.nbytes() == 0 || arena_.device() != block.device) return false;
     arena_.sweep();
@@ -288,7 +283,7 @@ class Allocator {
     --n_in_arena_;
     stats_.arena_used -= static_cast<std::int64_t>(block.nbytes);
     if (block.home == Home::kArena && used_by.empty()) {
-      // A leftover of an earlier step keeps its bits until the next one begins: they are not its alone.
+      // A block of an earlier step keeps its bits until the next step begins: slots of this plan may share them.
       if (in_this_step(block)) occupancy_.give_back((*plan_)[block.slot].first, (*plan_)[block.slot].last);
       return;
     }
@@ -320,7 +315,7 @@ class Allocator {
     occupancy_.take(first, last);
   }
 
-  // At the start of a planned step: what lies in the arena from before is in the way until it is freed.
+  // At the start of a planned step: marks the bytes of earlier steps' blocks and of waiting spans as in use.
   void mark_leftovers() {
     occupancy_.clear(plan_->n_segments());
     arena_.sweep();
@@ -334,22 +329,22 @@ class Allocator {
     stats_.reserved_peak = std::max(stats_.reserved_peak, stats_.reserved);
   }
 
-  ShortLock lock_;
+  SpinLock lock_;
   CudaRuntime cuda_;
   DevicePool pool_{cuda_};
   ArenaMemory arena_{cuda_, pool_};
   LiveBlocks live_;
   std::size_t n_in_arena_ = 0;
-  std::unordered_map<std::uintptr_t, std::vector<Stream>> elsewhere_;  // of the live blocks used by other streams
+  std::unordered_map<std::uintptr_t, std::vector<Stream>> elsewhere_;  // other streams that used a live block
 
   std::int64_t last_plan_ = 0;
   std::unordered_map<std::int64_t, std::shared_ptr<const StepPlan>> plans_;
-  std::unordered_map<std::int64_t, std::vector<Stream>> streams_;  // that a plan gives arena memory to
+  std::unordered_map<std::int64_t, std::vector<Stream>> streams_;  // that get arena memory by a plan
 
   bool step_open_ = false;
   std::uint64_t step_ = 0;
   int step_device_ = -1;
-  std::shared_ptr<const StepPlan> plan_;  // of the step under way; null when it only watches
+  std::shared_ptr<const StepPlan> plan_;  // of the current step; null when it is only logged
   Cursor cursor_;
   Occupancy occupancy_;
   StepSummary summary_{};
@@ -369,9 +364,9 @@ extern "C" {
 
 using memo::Stream;
 
-// What torch calls.
+// Called by torch.
 
-// Throws where there is no memory: torch does not look at the pointer, and a kernel would fault on it much later.
+// Throws when out of memory: torch does not check the pointer, and a kernel would fault on it much later.
 void* memo_arena_malloc(std::size_t nbytes, int device, Stream stream) {
   void* at = memo::allocator().allocate(nbytes, device, stream);
   if (at != nullptr) return at;
@@ -385,7 +380,7 @@ void memo_arena_free(void* at, std::size_t, int, Stream) { memo::allocator().rel
 
 void memo_arena_record_stream(void* at, Stream stream) { memo::allocator().use_elsewhere(at, stream); }
 
-// What Python calls. Texts stay valid until the same thread asks for the next one.
+// Called by Python. Returned strings stay valid until the same thread's next call.
 
 void* memo_arena_try_malloc(std::size_t nbytes, int device, Stream stream) {
   return memo::allocator().allocate(nbytes, device, stream);
@@ -420,7 +415,5 @@ std::int64_t memo_arena_events(memo::LoggedEvent* out, std::int64_t capacity) {
 void memo_arena_stats(int device, memo::Stats* out) { *out = memo::allocator().stats(device); }
 
 void memo_arena_reset_peaks() { memo::allocator().reset_peaks(); }
-
-void memo_arena_trim(int device) { memo::allocator().trim(device); }
 
 }  // extern "C"

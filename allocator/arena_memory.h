@@ -1,7 +1,7 @@
-// The arena itself: one piece of device memory, taken once, and the order of the streams that use it.
+// Device memory of the arena, allocated once, and the ordering of the streams that use it.
 //
-// Owns the memory and the spans that wait: blocks that were freed while a stream other than the plan's may still use them.
-// A waiting span is not free until its events are done. Which live blocks lie in the arena is for the caller to know.
+// Owns the memory and the waiting spans: blocks that were freed while a stream other than the plan's may still use
+// them. A waiting span is free once its events are done. The caller tracks the live blocks in the arena.
 
 #pragma once
 
@@ -30,7 +30,7 @@ class ArenaMemory {
   std::uintptr_t address(std::int64_t offset) const { return base_ + static_cast<std::uintptr_t>(offset); }
   std::int64_t offset(std::uintptr_t address) const { return static_cast<std::int64_t>(address - base_); }
 
-  // Makes the arena at least so large. It grows only while nothing lies in it: what is handed out never moves.
+  // Makes the arena at least `nbytes` large. It grows only while it is empty: blocks never move.
   Hold hold(std::size_t nbytes, int device, std::size_t n_blocks) {
     if (nbytes_ >= nbytes && device_ == device) return Hold::kHeld;
     sweep();
@@ -47,7 +47,7 @@ class ArenaMemory {
     return Hold::kHeld;
   }
 
-  // Returns the memory to the device; nothing may lie in it.
+  // Frees the device memory; the arena must be empty.
   void give_back() {
     if (nbytes_ == 0) return;
     OnDevice guard(cuda_, device_);
@@ -59,14 +59,14 @@ class ArenaMemory {
     streams_.clear();
   }
 
-  // As if new; nothing may lie in it.
+  // Resets to the initial state; the arena must be empty.
   void restart() {
     give_back();
     n_taken_ = 0;
   }
 
-  // Says which streams will be given memory from here on, and orders them after all that have been so far. Blocks of one
-  // stream follow each other in its own order; only from one plan to the next may bytes pass from stream to stream.
+  // Declares the streams that get memory from here on, and orders them after all earlier ones. Within a plan bytes are
+  // reused on one stream only, in its own order; they pass from stream to stream only between plans.
   void admit(const std::vector<Stream>& streams) {
     for (Stream stream : streams)
       if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
@@ -74,19 +74,19 @@ class ArenaMemory {
     OnDevice guard(cuda_, device_);
     for (std::size_t i = 0; i < streams_.size();) {
       const Event end = cuda_.mark(streams_[i]);
-      if (end == nullptr) {  // destroyed by its owner; its work may still run
+      if (end == nullptr) {  // the stream was destroyed; its work may still run
         cuda_.ok(cuda_.device_synchronize());
         streams_.erase(streams_.begin() + static_cast<std::ptrdiff_t>(i));
         continue;
       }
       for (Stream other : streams_)
         if (other != streams_[i]) cuda_.ok(cuda_.stream_wait(other, end, 0));
-      cuda_.ok(cuda_.event_destroy(end));  // the runtime keeps it until it is done
+      cuda_.ok(cuda_.event_destroy(end));  // the runtime keeps it until it has fired
       ++i;
     }
   }
 
-  // The span is free when everything that `streams` have been given so far is done.
+  // Makes the span wait for all work issued on `streams` so far.
   void wait_for(Span span, const std::vector<Stream>& streams) {
     OnDevice guard(cuda_, device_);
     Waiting waiting{span, {}};
@@ -98,7 +98,7 @@ class ArenaMemory {
     waiting_.push_back(std::move(waiting));
   }
 
-  // Forgets the spans whose wait is over.
+  // Drops the spans whose events are done.
   void sweep() {
     auto over = [&](Waiting& waiting) {
       auto done = [&](Event end) {
@@ -118,7 +118,7 @@ class ArenaMemory {
     for (const Waiting& waiting : waiting_) visit(waiting.span);
   }
 
-  // The smallest hole that holds `nbytes` beside the `taken` spans, or -1.
+  // Offset of the smallest hole of at least `nbytes` between the `taken` and waiting spans, or -1.
   std::int64_t find_hole(std::size_t nbytes, std::vector<Span> taken) const {
     for_each_waiting([&](Span span) { taken.push_back(span); });
     std::sort(taken.begin(), taken.end());
@@ -144,8 +144,8 @@ class ArenaMemory {
   std::uintptr_t base_ = 0;
   std::size_t nbytes_ = 0;
   int device_ = -1;
-  std::size_t n_taken_ = 0;       // how often memory was taken from the device
-  std::vector<Stream> streams_;   // that have been given memory since the arena was made
+  std::size_t n_taken_ = 0;       // cudaMalloc calls
+  std::vector<Stream> streams_;   // that got memory since the arena was allocated
   std::vector<Waiting> waiting_;
 };
 

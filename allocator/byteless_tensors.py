@@ -1,14 +1,14 @@
-"""Tensors with shapes and no bytes: a model of any size runs one step in a few megabytes.
+"""Byteless tensors: CPU tensors with address space and no memory, so a step of any model runs in a few megabytes.
 
-`BytelessMode` is a dispatch mode. Operators that move no data (views, `set_`) run as they are. All others run under torch's
-FakeTensorMode, on fakes made for the call, and their results become ordinary CPU tensors over address space that no memory
-backs. So types, devices, storage identities, version counters and lifetimes are exactly those of a real CPU run, and what
-asks for them (autograd, saved-tensor hooks, memo's own engine) cannot tell the difference. What asks for the bytes can:
-`item()` and `if tensor:` raise, and `torch.equal` answers True.
+`BytelessMode` is a dispatch mode. Operators that move no data (views, `set_`) run unchanged. All others run under
+torch's FakeTensorMode, on fakes made for the call, and their results become ordinary CPU tensors over address space
+that no memory backs. Types, devices, storage identities, version counters and lifetimes are those of a real CPU run, so
+autograd, saved-tensor hooks and memo's engine behave as usual. Only contents are missing: `item()` and `if tensor:`
+raise, and `torch.equal` returns True.
 
-    model ──▶ hollow tensors ──▶ operator ──▶ fakes of the arguments ──▶ shapes of the results ──▶ hollow tensors
+    byteless tensors ──▶ operator ──▶ fakes of the arguments ──▶ shapes of the results ──▶ byteless tensors
 
-An operator whose arguments look as they did before is not asked again, which is what makes thirty-two equal layers cheap.
+Results are cached by operator and argument metadata, which makes thirty-two equal layers cheap.
 """
 
 from __future__ import annotations
@@ -28,35 +28,34 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from memo.allocator.record_step import asked_for_shapes, runs_itself
+from memo.allocator.local_mode import LocalTensorMode
 from memo.errors import RecordError
 
-__all__ = ["BytelessMode", "hollow_storage"]
+__all__ = ["BytelessMode", "byteless_storage"]
 
-# mmap's name for it is missing before Python 3.12.
+# Not in the mmap module before Python 3.12.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 _ATEN = torch.ops.aten
-# They move no data, though their schemas do not say so.
-_AS_THEY_ARE = frozenset({_ATEN._unsafe_view.default, _ATEN.lift_fresh.default, _ATEN._fused_sdp_choice.default})
+# These move no data, though their schemas do not say so.
+_UNCHANGED = frozenset({_ATEN._unsafe_view.default, _ATEN.lift_fresh.default, _ATEN._fused_sdp_choice.default})
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
 
-def hollow_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage of `nbytes` that takes address space and no memory, until somebody writes to it.
+def byteless_storage(nbytes: int) -> torch.UntypedStorage:
+    """Returns a storage of `nbytes` with address space and no memory, until it is written to.
 
     Raises:
-        RecordError: the system gives no address space of that size.
+        RecordError: The system gives no address space of that size.
     """
     if nbytes < mmap.PAGESIZE:
-        return torch.UntypedStorage(nbytes)  # less than the least there is to map
+        return torch.UntypedStorage(nbytes)  # smaller than the smallest mapping
     try:
-        # Shared, so that it is no data of this process, which a limit of its memory would count in full.
+        # Shared: RLIMIT_DATA counts private mappings in full.
         space = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
     except (OSError, OverflowError) as error:
         raise RecordError(
@@ -66,78 +65,71 @@ def hollow_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(space, dtype=torch.uint8).untyped_storage()
 
 
-class _Made(NamedTuple):
-    """A tensor that an operator makes: over which of its new storages, and how it lies there."""
+class _New(NamedTuple):
+    """Result tensor over a new storage."""
 
     storage: int
+    """Index among the call's new storages."""
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-class _Given(NamedTuple):
-    """A result that is one of the tensor arguments."""
+class _Argument(NamedTuple):
+    """Result that is one of the tensor arguments."""
 
-    argument: int
+    number: int
 
 
-class _Answer(NamedTuple):
-    """What an operator makes of arguments that look like these."""
+class _Outcome(NamedTuple):
+    """Results of an operator for given argument metadata."""
 
     storages_nbytes: tuple[int, ...]
     results: Any
-    """The operator's own structure with _Made and _Given for its tensors."""
+    """Structure of the operator's result with _New and _Argument in place of tensors."""
 
 
-class BytelessMode(TorchDispatchMode):
-    """While entered, every operator on CPU tensors computes shapes only."""
+class BytelessMode(LocalTensorMode):
+    """Dispatch mode in which every operator on CPU tensors computes shapes only."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # No fallback: it would run the real kernel, on zeros, in real memory.
         self._fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        self._answers: dict[Any, _Answer] = {}
+        self._outcomes: dict[Any, _Outcome] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # torch.compile need not be kept out of this mode at every operator: that takes as long as the mode
-        )
+    def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns byteless results of an operator.
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if asked_for_shapes():
-            return func(*args, **kwargs)
-        if runs_itself(types):
-            return NotImplemented  # a DTensor's own code first: it comes back with the tensors that this rank holds
+        Raises:
+            RecordError: The operator needs the contents of a tensor, or has no shape function.
+        """
         kind = _kind(func)
         if kind is _Kind.COMPARES:
-            return True  # there is nothing in which they could differ
+            return True  # tensors without contents do not differ
         if kind is _Kind.MOVES_NOTHING:
             return func(*args, **kwargs)
         if kind is _Kind.COMMUNICATES:
             return _communicated(func, args)
         tensors: list[torch.Tensor] = []
-        key = (func, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ())
+        key = (func, _metadata(args, tensors), _metadata(tuple(kwargs.items()), tensors) if kwargs else ())
         if _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = self._ask(func, args, kwargs, tensors)
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            outcome = self._outcomes[key] = self._trace(func, args, kwargs, tensors)
         if kind is _Kind.CHANGES_FIRST:
             return args[0]
-        return _realise(answer, tensors)
+        return _realise(outcome, tensors)
 
-    def _ask(
+    def _trace(
         self,
         func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
-    ) -> _Answer:
+    ) -> _Outcome:
         fakes = [self._fake_of(tensor) for tensor in tensors]
         order = iter(fakes)
         args, kwargs = tree_map_only(torch.Tensor, lambda _: next(order), (args, kwargs))
@@ -150,7 +142,7 @@ class BytelessMode(TorchDispatchMode):
                 " control flow and shapes do not depend on data"
             ) from None
         except UnsupportedOperatorException:
-            raise RecordError(f"{func} cannot say what shapes its results have without computing them") from None
+            raise RecordError(f"{func} has no shape function: it cannot be recorded without memory") from None
         return _describe(out, fakes)
 
     def _fake_of(self, tensor: torch.Tensor) -> FakeTensor:
@@ -159,12 +151,12 @@ class BytelessMode(TorchDispatchMode):
 
 
 class _Kind(enum.Enum):
-    """What an operator is to this mode."""
+    """Operator kinds that the mode treats differently."""
 
-    COMPARES = "answers whether contents are equal"
-    MOVES_NOTHING = "runs as it is"
-    COMMUNICATES = "fills its first argument with what other ranks have"
-    CHANGES_FIRST = "returns its first argument, changed: `add_`, but not `add.out`"
+    COMPARES = "compares contents"
+    MOVES_NOTHING = "runs unchanged"
+    COMMUNICATES = "fills its first argument with data of other ranks"
+    CHANGES_FIRST = "returns its mutated first argument: `add_`, but not `add.out`"
     COMPUTES = "makes new tensors, or returns nothing"
 
 
@@ -172,11 +164,11 @@ class _Kind(enum.Enum):
 def _kind(func: torch._ops.OpOverload) -> _Kind:
     if func is _ATEN.equal.default:
         return _Kind.COMPARES
-    if func.namespace == "profiler":  # marks of optimizers; their objects cannot be compared with each other
+    if func.namespace == "profiler":  # record_function of optimizers; its handles are not hashable by value
         return _Kind.MOVES_NOTHING
     if func.namespace == "c10d":
         return _Kind.COMMUNICATES
-    if func.is_view or func in _AS_THEY_ARE or torch.Tag.inplace_view in func.tags:
+    if func.is_view or func in _UNCHANGED or torch.Tag.inplace_view in func.tags:
         return _Kind.MOVES_NOTHING
     returned = func._schema.returns
     first = func._schema.arguments[0].alias_info if func._schema.arguments else None
@@ -186,63 +178,63 @@ def _kind(func: torch._ops.OpOverload) -> _Kind:
 
 
 def _communicated(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
-    """What a collective gives: what it was given to fill, and the work of it, which is over."""
+    """Results of a collective: its first argument, and a completed Work."""
     from torch._C._distributed_c10d import FakeWork
 
     made = [FakeWork().boxed() if "Work" in str(given.type) else args[0] for given in func._schema.returns]
     return made[0] if len(made) == 1 else tuple(made)
 
 
-def _look(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Something hashable that is equal for arguments of which an operator cannot tell the difference.
+def _metadata(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Hashable key of an argument: dtype, size and stride of tensors, type and value of numbers.
 
-    Appends the tensors that were met, in order.
+    Appends the tensors it contains to `tensors`, in order.
     """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return value.dtype, value.size(), value.stride()
     if isinstance(value, (tuple, list)):
-        return tuple([_look(item, tensors) for item in value])
+        return tuple([_metadata(item, tensors) for item in value])
     if isinstance(value, (float, int)):
-        return type(value), value  # 1, 1.0 and True are equal, and not the same to an operator
+        return type(value), value  # 1, 1.0 and True are equal in Python and differ for operators
     return value
 
 
 def _is_on_meta(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """True where the result is a meta tensor, which is hollow already."""
+    """True where the result is a meta tensor, which has no memory anyway."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "meta"
     return bool(tensors) and all(tensor.device.type == "meta" for tensor in tensors)
 
 
-def _describe(out: Any, fakes: Sequence[torch.Tensor]) -> _Answer:
-    given = {fake.untyped_storage(): place for place, fake in enumerate(fakes)}
-    made: dict[torch.UntypedStorage, int] = {}
+def _describe(out: Any, fakes: Sequence[torch.Tensor]) -> _Outcome:
+    arguments = {fake.untyped_storage(): index for index, fake in enumerate(fakes)}
+    new: dict[torch.UntypedStorage, int] = {}
 
-    def describe(tensor: torch.Tensor) -> _Made | _Given:
+    def describe(tensor: torch.Tensor) -> _New | _Argument:
         storage = tensor.untyped_storage()
-        if storage in given:
-            return _Given(given[storage])
-        place = made.setdefault(storage, len(made))
-        return _Made(place, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        if storage in arguments:
+            return _Argument(arguments[storage])
+        index = new.setdefault(storage, len(new))
+        return _New(index, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     results = tree_map_only(torch.Tensor, describe, out)
-    return _Answer(tuple(storage.nbytes() for storage in made), results)
+    return _Outcome(tuple(storage.nbytes() for storage in new), results)
 
 
-def _realise(answer: _Answer, tensors: Sequence[torch.Tensor]) -> Any:
-    storages = [hollow_storage(nbytes) for nbytes in answer.storages_nbytes]
-    return _tensors_of(answer.results, storages, tensors)
+def _realise(outcome: _Outcome, tensors: Sequence[torch.Tensor]) -> Any:
+    storages = [byteless_storage(nbytes) for nbytes in outcome.storages_nbytes]
+    return _tensors_of(outcome.results, storages, tensors)
 
 
-def _tensors_of(result: Any, storages: Sequence[torch.UntypedStorage], given: Sequence[torch.Tensor]) -> Any:
+def _tensors_of(result: Any, storages: Sequence[torch.UntypedStorage], arguments: Sequence[torch.Tensor]) -> Any:
     # Not a closure that calls itself: such a cycle would keep the storages alive until a garbage collection.
-    if isinstance(result, _Made):
+    if isinstance(result, _New):
         blank = torch.empty(0, dtype=result.dtype)
         return blank.set_(storages[result.storage], result.offset, result.size, result.stride)
-    if isinstance(result, _Given):
-        return given[result.argument]
+    if isinstance(result, _Argument):
+        return arguments[result.number]
     if isinstance(result, (tuple, list)):
-        return type(result)(_tensors_of(item, storages, given) for item in result)
+        return type(result)(_tensors_of(item, storages, arguments) for item in result)
     return result

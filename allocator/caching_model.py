@@ -1,10 +1,10 @@
-"""What PyTorch's caching allocator would do with a trace: which segments it takes from the driver, and how large they are.
+"""Simulation of PyTorch's CUDA caching allocator on an allocation trace: segments and bytes taken from the driver.
 
-A simulation of c10/cuda/CUDACachingAllocator.cpp (constants in c10/cuda/CUDACachingAllocator.h and
-c10/core/AllocatorConfig.h), torch 2.11 to 2.13, with the default settings and, if wanted, `expandable_segments:True`. Names
-in comments are that file's functions. The device is as large as it has to be, so nothing is ever given back to it: no
-retry after an out-of-memory, no garbage collection. Streams have blocks of their own and never share them; events of
-`record_stream` are not modelled, and neither are rounding to power-of-two divisions, CUDA graphs or private pools.
+Follows c10/cuda/CUDACachingAllocator.cpp (constants in c10/cuda/CUDACachingAllocator.h and c10/core/AllocatorConfig.h)
+of torch 2.11 to 2.13, with default settings or `expandable_segments:True`. Names in comments are functions of that
+file. Device memory is unlimited, so nothing is returned to the driver: no retry after out-of-memory, no garbage
+collection. Streams do not share blocks. Not modelled: `record_stream`, rounding to power-of-two divisions, CUDA graphs,
+private pools.
 
     request ──round──▶ pool (small, large) ──best fit──▶ block ──split──▶ address
                                        └── none: a new segment, or the expandable segment's next pages
@@ -21,53 +21,53 @@ from memo.allocator.trace import AllocationTrace
 __all__ = ["CachingAllocator", "CachingUse", "Segments", "round_size", "simulate_caching"]
 
 MIN_BLOCK = 512
-"""kMinBlockSize: every request is a multiple of this."""
+"""kMinBlockSize: requests are rounded up to multiples of it."""
 SMALL_SIZE = 1 << 20
-"""kSmallSize: the largest request that the small pool serves."""
+"""kSmallSize: largest request that the small pool serves."""
 SMALL_BUFFER = 2 << 20
-"""kSmallBuffer: segments of the small pool."""
+"""kSmallBuffer: segment size of the small pool."""
 LARGE_BUFFER = 20 << 20
-"""kLargeBuffer: segments for large requests below MIN_LARGE_ALLOC."""
+"""kLargeBuffer: segment size for large requests below MIN_LARGE_ALLOC."""
 MIN_LARGE_ALLOC = 10 << 20
-"""kMinLargeAlloc: from here on a segment is made to measure,"""
+"""kMinLargeAlloc: larger requests get a segment of their own size."""
 ROUND_LARGE = 2 << 20
-"""kRoundLarge: in multiples of this."""
+"""kRoundLarge: such segments are rounded up to multiples of it."""
 
-# Where an expandable segment's address space ends. The real one is 9/8 of the device's memory, once for each pool.
+# Address space of an expandable segment. The real one is 9/8 of the device's memory for each pool.
 _ENDLESS = 1 << 60
 
 
 def round_size(nbytes: int) -> int:
-    """What the allocator makes of a request (round_size)."""
+    """Returns the block size for a request (round_size)."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 class Segments(enum.StrEnum):
-    """How memory is taken from the driver."""
+    """Kind of segments."""
 
     FIXED = "fixed"
-    """cudaMalloc, as by default."""
+    """One cudaMalloc each; the default."""
     EXPANDABLE = "expandable"
-    """Address space that grows by pages: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+    """Address ranges that grow by pages: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CachingUse:
-    """What a trace costs in the caching allocator."""
+    """Memory use of a trace in the caching allocator."""
 
     segments: Segments
     reserved_nbytes: int
-    """Taken from the driver in the end, which is the most: nothing is given back."""
+    """Bytes taken from the driver by the end, which is also the peak."""
     allocated_nbytes: int
-    """The most bytes in live blocks at one time."""
+    """Peak bytes in live blocks."""
     driver_calls: int
     """cudaMalloc calls, or mappings of new pages."""
     addresses: dict[str, int] = dataclasses.field(repr=False)
-    """Of each allocation, by its id; those of a pool lie in its own range."""
+    """Address of each allocation, by id; segments do not overlap."""
 
 
 def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED) -> CachingUse:
-    """Serves the trace's requests in order from an empty cache."""
+    """Runs a trace through an empty caching allocator."""
     allocator = CachingAllocator(segments)
     blocks: dict[str, Block] = {}
     addresses: dict[str, int] = {}
@@ -88,7 +88,7 @@ def simulate_caching(trace: AllocationTrace, segments: Segments = Segments.FIXED
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Block:
-    """A range of addresses in one segment, in a list with its neighbours there."""
+    """Range of addresses in one segment, linked to its neighbours there."""
 
     address: int
     nbytes: int
@@ -101,36 +101,37 @@ class Block:
 
     @property
     def end(self) -> int:
+        """First address behind the block."""
         return self.address + self.nbytes
 
 
 class _Pool:
-    """The free blocks of one stream and one size class."""
+    """Free blocks of one stream and one size class."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.unmapped: Block | None = None
-        """The rest of the expandable segment, after all of its mapped blocks."""
+        """Rest of the expandable segment, behind all of its mapped blocks."""
         self._free: list[tuple[int, int, Block]] = []  # by size, then by address (BlockComparatorSize)
 
     def add(self, block: Block) -> None:
         bisect.insort(self._free, (block.nbytes, block.address, block), key=lambda entry: entry[:2])
 
     def remove(self, block: Block) -> None:
-        del self._free[self._place(block.nbytes, block.address)]
+        del self._free[self._index(block.nbytes, block.address)]
 
     def take(self, nbytes: int, segments: Segments) -> Block | None:
-        """The smallest free block that is large enough (get_free_block)."""
-        place = self._place(nbytes, 0)
-        if place == len(self._free):
+        """Removes and returns the smallest free block that is large enough (get_free_block)."""
+        index = self._index(nbytes, 0)
+        if index == len(self._free):
             return None
         if segments is Segments.EXPANDABLE:
-            # A block before unmapped pages counts as if it had them: taking it would cost the segment its growth.
-            while place + 1 < len(self._free) and _grown(self._free[place + 1][2]) < _grown(self._free[place][2]):
-                place += 1
-        return self._free.pop(place)[2]
+            # A block before unmapped pages counts with their size: taking it would end the segment's growth.
+            while index + 1 < len(self._free) and _grown(self._free[index + 1][2]) < _grown(self._free[index][2]):
+                index += 1
+        return self._free.pop(index)[2]
 
-    def _place(self, nbytes: int, address: int) -> int:
+    def _index(self, nbytes: int, address: int) -> int:
         return bisect.bisect_left(self._free, (nbytes, address), key=lambda entry: entry[:2])
 
 
@@ -140,7 +141,7 @@ def _grown(block: Block) -> int:
 
 
 class CachingAllocator:
-    """One device's allocator."""
+    """Caching allocator of one device."""
 
     def __init__(self, segments: Segments = Segments.FIXED) -> None:
         self._segments = segments
@@ -152,7 +153,7 @@ class CachingAllocator:
         self.driver_calls = 0
 
     def malloc(self, nbytes: int, *, stream: int = 0) -> Block:
-        """A block of at least `nbytes`; the caller frees it."""
+        """Allocates a block of at least `nbytes`; the caller frees it."""
         wanted = round_size(nbytes)
         small = wanted <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small=small))
@@ -167,7 +168,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Gives the block back to its pool, as one with the free blocks beside it (free_block)."""
+        """Returns the block to its pool, merged with its free neighbours (free_block)."""
         block.allocated = False
         self.allocated_nbytes -= block.nbytes
         _merge_neighbours(block)
@@ -180,7 +181,7 @@ class CachingAllocator:
         return rest > SMALL_SIZE
 
     def _segment(self, pool: _Pool, wanted: int) -> Block:
-        """cudaMalloc of a whole segment (get_allocation_size)."""
+        """Allocates a whole segment by cudaMalloc (get_allocation_size)."""
         if pool.small:
             nbytes = SMALL_BUFFER
         elif wanted < MIN_LARGE_ALLOC:
@@ -194,7 +195,7 @@ class CachingAllocator:
         return block
 
     def _grow(self, pool: _Pool, wanted: int) -> Block:
-        """Maps pages at the end of the pool's segment, joined with the free block there (try_allocate_expandable_block)."""
+        """Maps pages at the end of the pool's segment; merges a free block there (try_allocate_expandable_block)."""
         rest = pool.unmapped
         if rest is None:
             rest = Block(address=self._next_address, nbytes=_ENDLESS, pool=pool, mapped=False)
@@ -231,7 +232,7 @@ def _split(block: Block, nbytes: int) -> Block:
 
 
 def _merge_neighbours(block: Block) -> None:
-    """Takes in the free blocks on both sides, which leave their pool (try_merge_blocks)."""
+    """Merges the free blocks on both sides into `block`; they leave their pool (try_merge_blocks)."""
     before, after = block.before, block.after
     if before is not None and not before.allocated and before.mapped == block.mapped:
         block.pool.remove(before)

@@ -1,7 +1,7 @@
-// The part of the CUDA runtime that the allocator calls, found when the program runs.
+// CUDA runtime functions that the allocator calls, resolved at run time.
 //
-// No CUDA header is needed to compile and no library is linked: `open` takes the path of the runtime that torch has
-// loaded (or of a stand-in), so that both speak to the same one. Numbers are those of the runtime's public interface.
+// Compiles without CUDA headers and links no library: `open` takes the path of the runtime that torch has loaded (or of
+// a stand-in), so that both use the same one. Constants are those of the runtime's public interface.
 
 #pragma once
 
@@ -45,7 +45,7 @@ struct CudaRuntime {
   int (*event_destroy)(Event) = nullptr;
   int (*last_error)() = nullptr;
 
-  // Empty on success, else why the library cannot be used; nothing is changed then.
+  // Returns an empty string on success, else the reason why the library cannot be used; nothing is changed then.
   std::string open(const char* path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return dlerror();
@@ -80,13 +80,13 @@ struct CudaRuntime {
 
   bool is_open() const { return malloc != nullptr; }
 
-  // True on success. A failure is taken off the runtime's record, where torch would find it and blame its next kernel.
+  // True on success. Clears the runtime's last error, which torch would otherwise report for its next kernel.
   bool ok(int code) const {
     if (code != kSuccess) last_error();
     return code == kSuccess;
   }
 
-  // An event at the present end of `stream`, or nullptr when the stream no longer exists or events cannot be had.
+  // Records a new event on `stream`; nullptr when the stream no longer exists or no event can be created.
   Event mark(Stream stream) const {
     Event event = nullptr;
     if (!ok(event_create(&event, kEventDisableTiming))) return nullptr;
@@ -96,7 +96,7 @@ struct CudaRuntime {
   }
 };
 
-// Makes `device` current for a block of code: frees come from threads that have another one current, or none.
+// Makes `device` current in a scope: frees come from threads on which another device is current, or none.
 class OnDevice {
  public:
   OnDevice(const CudaRuntime& cuda, int device) : cuda_(cuda) {

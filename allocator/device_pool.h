@@ -1,8 +1,8 @@
-// Memory that is in no plan: parameters, whatever lives across steps, and requests that left their plan.
+// Unplanned memory: parameters, blocks that live across steps, and requests that diverge from their plan.
 //
-// Served by the driver's stream-ordered pool, which keeps what is freed; by cudaMalloc where a device has no pools, which
-// is slow and safe, since cudaFree waits for the device. A block that other streams have used is freed on a stream of
-// its own that waits for all of them, so neither the host nor the block's stream does.
+// Served by the driver's stream-ordered memory pool, which keeps freed memory; by cudaMalloc on devices without pools,
+// which is slow and safe, since cudaFree waits for the device. A block that other streams have used is freed on a
+// separate stream that waits for all of them, so neither the host nor the block's stream waits.
 
 #pragma once
 
@@ -18,7 +18,7 @@ class DevicePool {
  public:
   explicit DevicePool(const CudaRuntime& cuda) : cuda_(cuda) {}
 
-  // nullptr when the device has no such memory left, even after everything kept in reserve was returned to it.
+  // nullptr when the device is out of memory even after `trim`.
   void* allocate(std::size_t nbytes, int device, Stream stream) {
     OnDevice guard(cuda_, device);
     if (void* at = try_allocate(nbytes, device, stream)) return at;
@@ -26,7 +26,7 @@ class DevicePool {
     return try_allocate(nbytes, device, stream);
   }
 
-  // `elsewhere`: the streams other than its own that have used the block.
+  // Frees a block; `elsewhere`: other streams that have used it.
   void release(void* at, std::size_t nbytes, int device, Stream stream, const std::vector<Stream>& elsewhere) {
     OnDevice guard(cuda_, device);
     Device& state = of(device);
@@ -38,19 +38,19 @@ class DevicePool {
     }
     const Stream on = elsewhere.empty() ? stream : after_all(state, stream, elsewhere);
     if (cuda_.ok(cuda_.free_async(at, on))) return;
-    // The stream is gone; its work is not known to be done.
+    // The stream was destroyed; its work may still run.
     cuda_.ok(cuda_.device_synchronize());
     cuda_.ok(cuda_.free_async(at, nullptr));
   }
 
-  // Waits for the device and returns to it what the pool keeps in reserve.
+  // Waits for the device and returns the pool's free memory to it.
   void trim(int device) {
     OnDevice guard(cuda_, device);
     cuda_.ok(cuda_.device_synchronize());
     if (of(device).pool != nullptr) cuda_.ok(cuda_.pool_trim(of(device).pool, 0));
   }
 
-  // Asks anew what each device can do; nothing may be in use.
+  // Drops the cached capabilities of the devices; no block may be in use.
   void forget() {
     devices_.clear();
     n_plain_mallocs_ = 0;
@@ -59,7 +59,7 @@ class DevicePool {
   // cudaMalloc calls: none where the device has pools.
   std::size_t n_plain_mallocs() const { return n_plain_mallocs_; }
 
-  // Bytes taken from the device, in use or in reserve.
+  // Bytes taken from the device, in use or free in the pool.
   std::size_t reserved(int device) {
     OnDevice guard(cuda_, device);
     Device& state = of(device);
@@ -84,7 +84,7 @@ class DevicePool {
       int supported = 0;
       if (cuda_.ok(cuda_.device_attribute(&supported, kMemoryPoolsSupported, device)) && supported != 0 &&
           cuda_.ok(cuda_.default_pool(&state.pool, device))) {
-        std::uint64_t keep = UINT64_MAX;  // a synchronisation shall not return memory that the next step needs
+        std::uint64_t keep = UINT64_MAX;  // a synchronisation must not return memory that the next step needs
         cuda_.ok(cuda_.pool_set(state.pool, kPoolReleaseThreshold, &keep));
       }
     }
@@ -101,13 +101,13 @@ class DevicePool {
     return at;
   }
 
-  // A stream on which everything issued later comes after the present ends of `stream` and of `elsewhere`.
+  // Returns a stream ordered after all work issued so far on `stream` and `elsewhere`.
   Stream after_all(Device& state, Stream stream, const std::vector<Stream>& elsewhere) {
     bool ordered = state.reclaim != nullptr || cuda_.ok(cuda_.stream_create(&state.reclaim, kStreamNonBlocking));
     auto follow = [&](Stream other) {
       const Event event = ordered ? cuda_.mark(other) : nullptr;
       ordered = event != nullptr && cuda_.ok(cuda_.stream_wait(state.reclaim, event, 0));
-      if (event != nullptr) cuda_.ok(cuda_.event_destroy(event));  // the runtime keeps it until it is done
+      if (event != nullptr) cuda_.ok(cuda_.event_destroy(event));  // the runtime keeps it until it has fired
     };
     follow(stream);
     for (Stream other : elsewhere) follow(other);

@@ -1,7 +1,7 @@
-// Every block that is handed out and not yet freed, by address.
+// Hash table of live blocks by address.
 //
-// Open addressing with linear probing; a removal moves the entries behind it forward, so there are no tombstones and a
-// look-up ends at the first empty place. Half full at most. Growing is the only allocation it makes.
+// Open addressing with linear probing; a removal moves later entries of the probe sequence forward, so there are no
+// tombstones and a look-up ends at the first empty place. At most half full. Allocates only to grow.
 
 #pragma once
 
@@ -18,16 +18,16 @@ constexpr std::uint32_t kNoSlot = UINT32_MAX;
 
 enum class Home : std::uint8_t {
   kPool,   // the driver's pool
-  kArena,  // the arena, at the planned place
-  kRescue  // the arena, at a place no plan knows, because the device was full
+  kArena,  // the arena, at the planned address
+  kRescue  // the arena, at an unplanned address, because the device was full
 };
 
 struct Block {
   std::uintptr_t address = 0;  // 0 marks an empty place of the table
   std::size_t nbytes = 0;      // as served: never 0, a multiple of the alignment
   Stream stream = nullptr;
-  std::uint64_t step = 0;      // the step that allocated it; 0 is between steps
-  std::uint32_t request = 0;   // its number among that step's
+  std::uint64_t step = 0;      // step that allocated it; 0: between steps
+  std::uint32_t request = 0;   // its number among that step's requests
   std::uint32_t slot = kNoSlot;
   std::int32_t device = 0;
   Home home = Home::kPool;
@@ -40,8 +40,8 @@ class LiveBlocks {
 
   std::size_t size() const { return size_; }
 
-  // Field by field, here and in the log: a struct copied whole right after its fields were written waits for each of
-  // those stores, which took half of the time of a planned malloc.
+  // Copied field by field, here and in the log: copying a struct whole right after its fields were written stalls on
+  // store forwarding, which took half of the time of a planned malloc.
   void insert(const Block& block) {
     if (2 * (size_ + 1) > places_.size()) grow();
     Block& place = empty_place(block.address);
@@ -63,7 +63,7 @@ class LiveBlocks {
     return nullptr;
   }
 
-  // Removes the block at `address` and hands it over; false if there is none.
+  // Removes the block at `address` and copies it to `out`; false if there is none.
   bool take(std::uintptr_t address, Block& out) {
     Block* found = address == 0 ? nullptr : find(address);
     if (found == nullptr) return false;
@@ -80,7 +80,7 @@ class LiveBlocks {
   }
 
  private:
-  // Addresses differ in their middle bits; the multiplication carries those to the top, which are taken.
+  // Addresses differ in their middle bits; the multiplication carries those to the top bits, which are used.
   std::size_t home(std::uintptr_t address) const {
     const std::uint64_t mixed = (address >> 9) * 0x9E3779B97F4A7C15ull;
     return static_cast<std::size_t>(mixed >> 32) & (places_.size() - 1);
@@ -95,7 +95,7 @@ class LiveBlocks {
 
   void close_gap(std::size_t gap) {
     for (std::size_t at = next(gap); places_[at].address != 0; at = next(at)) {
-      // An entry may move to the gap unless its own home lies behind the gap, on the way from there to where it is.
+      // An entry may move to the gap unless its home lies between the gap and the entry.
       const std::size_t mask = places_.size() - 1;
       if (((at - home(places_[at].address)) & mask) < ((at - gap) & mask)) continue;
       places_[gap] = places_[at];

@@ -1,8 +1,7 @@
-"""The border to arena.cpp: builds and loads it, and turns its structs into the package's nouns.
+"""ctypes binding of arena.cpp: builds and loads it, and converts its structs to the package's dataclasses.
 
-Owns the ctypes declarations and nothing else; what the numbers mean is said in figures.h and step_log.h. There is one
-allocator in a process, as torch's interface has one. Pointers are integers here: a stream is its handle, a block its
-address.
+Owns the ctypes declarations only; counters.h and step_log.h define the numbers. There is one allocator per process, as
+in torch. Pointers are integers: a stream is its handle, a block its address.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from memo.mip import build
 __all__ = ["ALIGNMENT", "FREE", "MALLOC", "RECORD_STREAM", "Begun", "Native", "library_path"]
 
 ALIGNMENT = 512
-"""Bytes; every size is rounded up to it, every offset a multiple of it. `kAlignment` in step_plan.h."""
+"""Bytes; sizes are rounded up to it and offsets are multiples of it. `kAlignment` in step_plan.h."""
 
 MALLOC, FREE, RECORD_STREAM = "memo_arena_malloc", "memo_arena_free", "memo_arena_record_stream"
-"""What torch calls, by name."""
+"""Names of the functions that torch calls."""
 
 _COUNTS = [field.name for field in dataclasses.fields(StepSummary) if field.name != "first"]
 _COUNTERS = [field.name for field in dataclasses.fields(MemoryCounters)]
@@ -33,31 +32,31 @@ _FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-pthread")
 
 
 class Begun(enum.IntEnum):
-    """How a step began."""
+    """Mode in which a step runs; the numbers are those of counters.h."""
 
     WATCHING = 0
-    """Its events are written down; every request goes to the pool."""
+    """Events are logged; every request is served by the pool."""
     REPLAYING = 1
-    """Requests get their planned places."""
+    """Requests are placed by the plan."""
     BUSY = 2
-    """WATCHING, since the arena must grow and something still lies in it."""
+    """As WATCHING, since the arena must grow and still holds live blocks."""
     NO_ROOM = 3
-    """WATCHING, since the device has no room for the arena."""
+    """As WATCHING, since the device has no memory for the arena."""
 
 
 @functools.cache
 def library_path() -> Path:
-    """The compiled allocator, built at its first use.
+    """Returns the path of the compiled allocator; builds it on first use.
 
     Raises:
-        AllocatorError: it cannot be built here.
+        AllocatorError: It cannot be built.
     """
     source = Path(__file__).with_name("arena.cpp")
     try:
         return build(source, includes=sorted(source.parent.glob("*.h")), flags=_FLAGS)
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
-        raise AllocatorError(f"the planned allocator cannot be compiled: {reason}; it needs a C++20 compiler") from None
+        raise AllocatorError(f"cannot compile the planned allocator: {reason}; it needs a C++20 compiler") from None
 
 
 class _Event(ctypes.Structure):
@@ -94,7 +93,7 @@ class _Stats(ctypes.Structure):
 
 
 class Native:
-    """The process's allocator."""
+    """The process's native allocator."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = library_path() if path is None else path
@@ -106,28 +105,28 @@ class Native:
         self.arena = library
 
     def open(self, runtime: Path | str) -> None:
-        """Connects to the CUDA runtime at this path: the one that torch has loaded.
+        """Connects to the CUDA runtime at a path, which must be the one that torch has loaded.
 
         Raises:
-            AllocatorError: it cannot be loaded or is too old.
+            AllocatorError: It cannot be loaded or is too old. Nothing changes.
         """
         error = self.arena.memo_arena_open(str(runtime).encode())
         if error is not None:
             raise AllocatorError(f"the CUDA runtime cannot be used: {error.decode(errors='replace')}")
 
     def close(self) -> int:
-        """Forgets the plans and returns the arena to the device, unless blocks are in use: their number is the answer."""
+        """Drops the plans and frees the arena, unless blocks are in use; returns the number of such blocks."""
         return int(self.arena.memo_arena_close())
 
     def address_of(self, name: str) -> int:
-        """The address of one of the functions that torch calls."""
+        """Returns the address of one of the functions that torch calls."""
         return int(ctypes.cast(getattr(self.arena, name), ctypes.c_void_p).value or 0)
 
     def begin_step(self, device: int, plan: int | None) -> Begun:
-        """Opens a step on this device, by this plan if there is one.
+        """Opens a step on a device; with a plan, its requests are placed by it.
 
         Raises:
-            AllocatorError: a step is open.
+            AllocatorError: A step is open.
         """
         begun = int(self.arena.memo_arena_begin_step(ctypes.c_int(device), ctypes.c_int64(plan or 0)))
         if begun < 0:
@@ -135,24 +134,32 @@ class Native:
         return Begun(begun)
 
     def end_step(self) -> StepSummary:
-        """Closes the step.
+        """Closes the step and returns its summary.
 
         Raises:
-            AllocatorError: none is open.
+            AllocatorError: No step is open.
         """
         summary = _Summary()
         if not self.arena.memo_arena_end_step(ctypes.byref(summary)):
-            raise AllocatorError("a step of the planned allocator ends that never began")
+            raise AllocatorError(
+                "end_step() of the planned allocator without begin_step(): a step ends that never began"
+            )
         counts = {name: getattr(summary, name) for name in _COUNTS}
         return StepSummary(first=_divergence(summary.first), **counts)
 
     def add_plan(
         self, sizes: Sequence[int], offsets: Sequence[int | None], streams: Sequence[int], *, arena_nbytes: int
     ) -> int:
-        """Hands a plan over; its number. An offset of None: the request is served outside the arena.
+        """Registers a plan and returns its number.
+
+        Args:
+            sizes: Bytes of each request of the step, in order; multiples of ALIGNMENT.
+            offsets: Offset of each in the arena; None for requests served by the pool.
+            streams: Stream handle of each.
+            arena_nbytes: Size of the arena.
 
         Raises:
-            AllocatorError: the plan breaks a rule.
+            AllocatorError: The plan breaks a rule; the message names it.
         """
         n = len(sizes)
         why = ctypes.c_char_p()
@@ -165,7 +172,7 @@ class Native:
             ctypes.byref(why),
         )
         if not plan:
-            raise AllocatorError(f"the arena refuses a plan: {(why.value or b'').decode()}")
+            raise AllocatorError(f"the arena refuses the plan: {(why.value or b'').decode()}")
         return int(plan)
 
     def forget_plan(self, plan: int) -> None:
@@ -173,7 +180,7 @@ class Native:
         self.arena.memo_arena_forget_plan(ctypes.c_int64(plan))
 
     def events(self) -> tuple[Event, ...]:
-        """What happened in the step under way, or in the last one; empty when it was too much to write down."""
+        """Returns the events of the current or last step; empty when there were more than the log holds."""
         n = int(self.arena.memo_arena_events(None, ctypes.c_int64(0)))
         if n <= 0:
             return ()
@@ -191,18 +198,14 @@ class Native:
         )
 
     def counters(self, device: int) -> MemoryCounters:
-        """Counts since the start, and what is in use now."""
+        """Returns counts since the start, and bytes in use now."""
         stats = _Stats()
         self.arena.memo_arena_stats(ctypes.c_int(device), ctypes.byref(stats))
         return MemoryCounters(**{name: getattr(stats, name) for name in _COUNTERS})
 
     def reset_peaks(self) -> None:
-        """Peaks count from now on."""
+        """Restarts the peaks at the current values."""
         self.arena.memo_arena_reset_peaks()
-
-    def trim(self, device: int) -> None:
-        """Returns to the device what the pool keeps in reserve."""
-        self.arena.memo_arena_trim(ctypes.c_int(device))
 
 
 def _divergence(raw: _Divergence) -> Divergence | None:

@@ -1,12 +1,12 @@
-"""From one step's events to the plan by which the next ones are served: pure data, no device, no torch.
+"""Conversion of a step's allocator events to an address problem, and of its solution to an arena layout; pure data.
 
     events ──recording_of──▶ Recording ──problem_of──▶ Problem ──(memo.mip)──▶ Plan ──layout_of──▶ ReplayLayout
-                                 ▲ merge: the longest life of each request over several steps
+                                 ▲ merge: longest lifetime of each request over several steps
 
-Time is counted in mallocs, because only a malloc can meet a block that is still alive: a block lives from its own number
-to the number of mallocs made before its free. Rule 1: bytes are shared only within one stream, whose order then keeps the
-second block's work behind the first one's; each stream has a region of the arena. Rule 2: a block that another stream uses,
-or that outlives the step, is in no region; the pool serves it.
+Time is counted in mallocs, since only a malloc can conflict with a live block: a block lives from its own number to the
+number of mallocs before its free. Rule 1: bytes are shared only within one stream, whose order puts the second block's
+work after the first one's; each stream has a region of the arena. Rule 2: a block that another stream uses, or that
+outlives the step, is served by the pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable
 
 from memo.allocator.step import Event, EventKind
-from memo.allocator.trace import Allocation, AllocationTrace
 from memo.mip.address import Buffer, Plan, Problem
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "merge",
     "problem_of",
     "recording_of",
-    "trace_of_events",
 ]
 
 ALIGNMENT = 512  # bytes, as step_plan.h has it
@@ -38,24 +36,24 @@ class Request:
 
     nbytes: int
     stream: int
-    """Its handle."""
+    """Stream handle."""
     end: int | None
-    """How many mallocs of the step came before its free; None: it outlives the step."""
+    """Number of the step's mallocs before its free; None if it outlives the step."""
     shared: bool
-    """Another stream used it."""
+    """True if another stream used it."""
 
     @property
     def in_arena(self) -> bool:
-        """False: the pool serves it (rule 2)."""
+        """False if the pool serves it (rule 2)."""
         return self.end is not None and not self.shared
 
 
 Recording = tuple[Request, ...]
-"""A step's mallocs, in order."""
+"""Mallocs of a step, in order."""
 
 
 def recording_of(events: Iterable[Event]) -> Recording:
-    """What a step's events say of each of its mallocs."""
+    """Returns the mallocs of a step with their lifetimes and uses."""
     made: list[Event] = []
     ends: dict[int, int] = {}
     shared: set[int] = set()
@@ -73,9 +71,9 @@ def recording_of(events: Iterable[Event]) -> Recording:
 
 
 def merge(earlier: Recording, later: Recording) -> Recording | None:
-    """Both steps in one: each request lives as long as in the step where it lived longer. None if the requests differ.
+    """Returns one recording with the longer lifetime of each request; None if the requests differ.
 
-    Frees that wait for a copy come when they come; after a few steps the plan has seen how late.
+    Frees that wait for a copy vary in time; after a few steps the merged recording has seen the latest.
     """
     if [(a.nbytes, a.stream) for a in earlier] != [(b.nbytes, b.stream) for b in later]:
         return None
@@ -90,7 +88,7 @@ def merge(earlier: Recording, later: Recording) -> Recording | None:
 
 
 def problem_of(recording: Recording) -> Problem:
-    """The address problem of what goes into the arena; a buffer's id is its request's number."""
+    """Returns the address problem of the requests in the arena; a buffer's id is the number of its request."""
     return Problem(
         buffers=tuple(
             Buffer(id=str(number), start=number, end=request.end, nbytes=request.nbytes, arena=_region(request.stream))
@@ -103,19 +101,19 @@ def problem_of(recording: Recording) -> Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayLayout:
-    """Where each request of a step goes."""
+    """Arena layout of a step."""
 
     recording: Recording
     offsets: tuple[int | None, ...]
-    """None: outside the arena."""
+    """Offset of each request; None if the pool serves it."""
     nbytes: int
-    """How large the arena has to be."""
+    """Size of the arena."""
     lower_bound_nbytes: int
-    """No arena with a region for each stream is smaller."""
+    """Lower bound of the size of an arena with a region for each stream."""
 
 
 def layout_of(recording: Recording, plan: Plan) -> ReplayLayout:
-    """The recording with the plan's offsets; the regions of the streams lie one behind the other."""
+    """Returns the layout for a plan of `problem_of(recording)`; the streams' regions are concatenated."""
     bases: dict[str, int] = {}
     end = 0
     for arena in plan.arenas:
@@ -126,35 +124,6 @@ def layout_of(recording: Recording, plan: Plan) -> ReplayLayout:
         offsets[int(buffer.id)] = bases[buffer.arena] + offset
     bound = sum(arena.lower_bound_nbytes for arena in plan.arenas)
     return ReplayLayout(recording=recording, offsets=tuple(offsets), nbytes=end, lower_bound_nbytes=bound)
-
-
-def trace_of_events(events: Iterable[Event]) -> AllocationTrace:
-    """The step as a trace, every malloc and free an instant: what `memo pack` reads."""
-    made: dict[int, tuple[int, Event]] = {}
-    freed: dict[int, int] = {}
-    streams: dict[int, int] = {}
-    clock = 0
-    for event in events:
-        if event.kind is EventKind.USED_ELSEWHERE:
-            continue
-        if event.kind is EventKind.MALLOC:
-            made[event.request] = clock, event
-            streams.setdefault(event.stream, len(streams))
-        else:
-            freed[event.request] = clock
-        clock += 1
-    return AllocationTrace(
-        allocations=tuple(
-            Allocation(
-                id=str(request),
-                lower=lower,
-                upper=freed.get(request, clock),
-                size=event.nbytes,
-                stream=streams[event.stream],
-            )
-            for request, (lower, event) in made.items()
-        )
-    )
 
 
 def _region(stream: int) -> str:

@@ -1,8 +1,8 @@
-"""Plans a step's addresses in a process of its own, so that training goes on meanwhile.
+"""Background planner: solves an address problem in a child process while training continues.
 
-`Planning` starts this module on a problem and picks up its plan later; problem and plan go through
-anonymous temporary files in the formats of docs/plan-format.md. The child imports no torch, and one solver only. A plan is
-checked before it is handed over, here and not in the child.
+`Planning` starts this module as the child and reads its plan later. Problem and plan are passed through anonymous
+temporary files in the formats of docs/plan-format.md. The child imports no torch, and one solver only. The parent, not
+the child, checks the plan before it is used.
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from memo.mip.address import (
 __all__ = ["Planning"]
 
 _MEMO = str(Path(memo.errors.__file__).parent.parent)
-# Memo's own folder comes last: it is found where it is not installed, and shadows nothing.
+# The package's parent folder is last on the path: found where memo is not installed, and shadowing nothing.
 _START = """
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
 runpy.run_module("memo.allocator.plan_in_background", run_name="__main__", alter_sys=True)
 """
-_NICENESS = 10  # training goes first
-_GAP = 0.005  # of the lower bound; half of what an arena may be above it
+_NICENESS = 10  # training has priority
+_GAP = 0.005  # relative to the lower bound; half of the 1 % that an arena may be above it
 
 
 class Planning:
-    """A plan in the making."""
+    """Running planner process.
+
+    Args:
+        problem: The address problem.
+        time_limit_s: Time limit of the solver.
+    """
 
     def __init__(self, problem: Problem, *, time_limit_s: float) -> None:
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _stop
         with tempfile.TemporaryFile() as question:
             question.write(problem_to_json(problem).encode())
             question.seek(0)
-            # -P: the user's directory must not come before the packages that are installed.
+            # -P: keeps the user's directory off the path, where it would precede installed packages.
             command = [sys.executable, "-P", "-c", _START, _MEMO, "--time-limit", str(time_limit_s)]
             self._process = subprocess.Popen(
                 command, stdin=question, stdout=self._answer, stderr=subprocess.PIPE, start_new_session=True
@@ -61,15 +66,15 @@ class Planning:
         self._end = weakref.finalize(self, _stop, self._process, self._answer)
 
     def done(self) -> bool:
-        """True once `result` will not wait."""
+        """Returns True once `result` will not block."""
         return self._process.poll() is not None
 
     def result(self) -> Plan:
-        """The plan; waits for it.
+        """Waits for the plan, checks and returns it.
 
         Raises:
-            SolverFailed: the process ended without one.
-            PlanInvalid: what it wrote is no plan for the problem.
+            SolverFailed: The process ended without a plan, or solved another problem.
+            PlanInvalid: The plan breaks a rule.
         """
         _, stderr = self._process.communicate()
         try:
@@ -78,14 +83,14 @@ class Planning:
                 raise SolverFailed(f"the background planner ended with {self._process.returncode}: {lines[-1:]}")
             plan = read_plan(f"/dev/fd/{self._answer.fileno()}")
             if plan.problem != self._problem:
-                raise SolverFailed("the background planner answered another question")
+                raise SolverFailed("the background planner returned a plan for another problem")
             require_valid(plan)
             return plan
         finally:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the process if it still runs. Idempotent."""
+        """Kills the process if it still runs. Idempotent."""
         self._end()
 
 
@@ -99,6 +104,7 @@ def _stop(process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
 
 
 def main() -> int:
+    """Entry point of the child: reads a problem from stdin, writes its plan to stdout."""
     parser = argparse.ArgumentParser(prog="memo.allocator.plan_in_background")
     parser.add_argument("--time-limit", type=float, required=True)
     arguments = parser.parse_args()

@@ -1,15 +1,15 @@
-"""One step after another under the planned allocator: watch, record, plan in the background, replay.
+"""Planned allocator over a run: each kind of step is warmed up, recorded, planned in the background and replayed.
 
-Steps of one signature (a sequence length, training or evaluation) ask for the same memory in the same order; each signature
-has a plan of its own. Its first step warms up (workspaces, optimizer state), its second is recorded, and from when the plan
-is ready its steps are replayed:
+Steps of one signature (a sequence length, training or evaluation) request the same memory in the same order; each
+signature has its own plan. Its first step warms up (workspaces, optimizer state), its second is recorded, and once the
+plan is ready its steps are replayed:
 
     step      1          2         3 ...                       4 ...
-    stage     WARM_UP    RECORD    PLANNING (in background)    REPLAY ──left its plan──▶ PLANNING, still replaying
+    stage     WARM_UP    RECORD    PLANNING (in background)    REPLAY ──divergence──▶ PLANNING, still replaying
 
-A step that leaves its plan is safe (arena.cpp sees to that) and counted. If it asked for the same memory in the same order,
-only some frees came later than known, and the next plan reserves that time. If it asked for something else, it is planned
-anew once a second step does the same: a step that comes once in a hundred should not cost the others their plan.
+A step that diverges from its plan is safe (arena.cpp) and counted. If its requests match the plan, only frees came
+later, and the next plan has the longer lifetimes. If its requests differ, they are planned once a second step makes the
+same ones: a rare step must not cost the others their plan.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedAllocator", "Stage"]
 
-KEPT_SIGNATURES = 8
-PLANS_EACH = 8  # how often a signature is planned before what still diverges is left to the pool
+KEPT_SIGNATURES = 8  # least recently used ones are dropped
+PLANS_EACH = 8  # plans for one signature; requests that diverge after that are left to the pool
 
 
 class Stage(enum.Enum):
-    """How far a signature is."""
+    """Progress of a signature."""
 
     WARM_UP = "warm-up"
     RECORD = "record"
     PLANNING = "planning"
     REPLAY = "replay"
     UNPLANNED = "unplanned"
-    """There is no plan for it, or no room: it runs from the pool."""
+    """No plan could be made, or there is no memory for its arena: steps are served by the pool."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Kind:
-    """What is known of the steps of one signature."""
+    """Steps of one signature."""
 
     stage: Stage = Stage.WARM_UP
     recording: Recording = ()
-    """What the plan, or the one in the making, is for."""
+    """Requests of the current plan, or of the one being made."""
     candidate: Recording = ()
-    """The last step that asked for something else."""
+    """Requests of the last step that differed from `recording`."""
     planning: Planning | None = None
     plan: int | None = None
     layout: ReplayLayout | None = None
@@ -64,7 +64,12 @@ class _Kind:
 
 
 class PlannedAllocator:
-    """The steps of a process. Calls from one thread; one step at a time."""
+    """Plans and replays the steps of a process. Called from one thread; one step at a time.
+
+    Args:
+        native: The native allocator.
+        plan_seconds: Time limit for one plan.
+    """
 
     def __init__(self, native: Native, *, plan_seconds: float) -> None:
         self._native = native
@@ -73,11 +78,11 @@ class PlannedAllocator:
         self._open: _Kind | None = None
         self._warned = False
         self.last: StepSummary | None = None
-        """What became of the requests of the last step."""
+        """Summary of the last step."""
 
     @property
     def native(self) -> Native:
-        """The border to the C++ part."""
+        """Native allocator that serves the requests."""
         return self._native
 
     @property
@@ -86,24 +91,29 @@ class PlannedAllocator:
         return self._open is not None
 
     def stage(self, signature: Hashable = "step") -> Stage:
-        """How far the steps of this signature are."""
+        """Returns the stage of a signature."""
         kind = self._kinds.get(signature)
         return Stage.WARM_UP if kind is None else kind.stage
 
     def layout(self, signature: Hashable = "step") -> ReplayLayout | None:
-        """Where the requests of this signature's steps go; None before there is a plan."""
+        """Returns the arena layout of a signature's steps; None before there is a plan."""
         kind = self._kinds.get(signature)
         return None if kind is None else kind.layout
 
     def layouts(self) -> tuple[ReplayLayout, ...]:
-        """All plans in use, the most recently used signature's last."""
+        """Returns the layouts in use, the most recently used signature's last."""
         return tuple(kind.layout for kind in self._kinds.values() if kind.layout is not None)
 
     @contextlib.contextmanager
     def step(self, signature: Hashable = "step", *, device: int = 0) -> Iterator[None]:
-        """Around one whole step: forward, backward, optimizer, and the release of the gradients.
+        """Encloses one whole step: forward, backward, optimizer, and the release of the gradients.
 
-        Steps with equal signatures should ask for the same memory: give, say, the sequence length and whether it trains.
+        Args:
+            signature: Equal for steps that request the same memory: a sequence length, training or evaluation.
+            device: Index of the GPU.
+
+        Raises:
+            AllocatorError: A step is open.
         """
         self.begin_step(signature, device=device)
         try:
@@ -117,7 +127,7 @@ class PlannedAllocator:
         """Opens a step.
 
         Raises:
-            AllocatorError: one is open.
+            AllocatorError: A step is open.
         """
         if self.in_step:
             raise AllocatorError("a step of the planned allocator begins inside another one")
@@ -132,10 +142,13 @@ class PlannedAllocator:
             self._leave_unplanned(kind, "the device has no room for the arena")
 
     def end_step(self, *, learn: bool = True) -> None:
-        """Closes the step; `learn=False` when it did not run to its end.
+        """Closes the step.
+
+        Args:
+            learn: False for a step that did not run to its end: its requests are not recorded or planned.
 
         Raises:
-            AllocatorError: none is open.
+            AllocatorError: No step is open.
         """
         self.last = summary = self._native.end_step()
         kind, self._open = self._open, None
@@ -146,17 +159,20 @@ class PlannedAllocator:
         elif kind.stage is Stage.RECORD:
             self._plan(kind, recording_of(self._native.events()))
         elif kind.stage is Stage.REPLAY and summary.first is not None:
-            self._warn(f"a step left its plan ({summary.fallbacks} of {summary.requests} requests): {summary.first}")
+            self._warn(
+                f"a step left its plan ({summary.fallbacks} of {summary.requests} requests served by the pool): "
+                f"{summary.first}"
+            )
             self._plan_again(kind, recording_of(self._native.events()))
 
     def wait(self) -> None:
-        """Until every plan in the making is there, for tests and benchmarks."""
+        """Waits for all plans that are being made; for tests and benchmarks."""
         for kind in self._kinds.values():
             if kind.planning is not None:
                 self._adopt(kind)
 
     def close(self) -> None:
-        """Drops all plans; what is allocated stays."""
+        """Drops all plans; live blocks stay valid."""
         for kind in self._kinds.values():
             self._drop(kind)
         self._kinds.clear()
@@ -185,7 +201,7 @@ class PlannedAllocator:
             kind.candidate = recording
 
     def _adopt(self, kind: _Kind) -> None:
-        """Takes the plan that was made in the background; without one, what was there before stays."""
+        """Adopts the plan of the background process; if it failed, an earlier plan stays in use."""
         assert kind.planning is not None
         planning, kind.planning = kind.planning, None
         try:
@@ -223,7 +239,7 @@ class PlannedAllocator:
         kind.planning = kind.plan = kind.layout = None
 
     def _warn(self, text: str) -> None:
-        """Once: the counters tell the rest."""
+        """Warns once; later divergences are only counted."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"planned allocator: {text}", stacklevel=4)

@@ -1,7 +1,7 @@
-"""`memo.use_planned_allocator` and `memo.memory_stats`: the planned allocator in torch's place.
+"""Installation of the planned allocator as torch's CUDA allocator: `memo.use_planned_allocator`, `memo.memory_stats`.
 
-Owns the one installed allocator of the process and where a managed model's steps begin and end; how steps are planned and
-served is memo.allocator's. torch takes another allocator only before its first use of CUDA, and once.
+Owns the one installed allocator of the process, and finds where a managed model's steps begin and end. Planning and
+serving of steps is planned_allocator's. torch accepts another allocator once, and only before its first use of CUDA.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -36,30 +36,36 @@ __all__ = [
     "use_planned_allocator",
 ]
 
-PLAN_SECONDS = 10.0  # for one plan, in the background; most steps are planned in well under a second
+PLAN_SECONDS = 10.0  # limit for one plan; most steps are planned in well under a second
 
 _installed: PlannedAllocator | None = None
-_pluggable: Any = None  # what torch keeps a pointer into
+_pluggable: Any = None  # kept alive: torch holds a pointer into it
 
 
 def use_planned_allocator(*, plan_seconds: float = PLAN_SECONDS) -> PlannedAllocator:
-    """Serves every training step's memory from one arena, at addresses planned from the step before it.
+    """Serves the memory of training steps from one arena, at addresses planned from earlier steps.
 
-    Call it once, before anything touches the GPU. `memo.offload`'s steps are then found without further ado; other steps
-    are named with the answer's `step`:
+    Call it once, before the first use of CUDA. Steps of models under `memo.offload` are found automatically; mark
+    others with `step` of the returned allocator:
 
         allocator = memo.use_planned_allocator()
         for batch in data:
             with allocator.step(("train", batch.shape)):
                 ...
 
-    The first step of a kind warms up, the second is recorded, and from when its plan is ready (in the background, from the
-    fourth on as a rule) steps take no memory from the driver. A step that does something else is served from the driver's
-    pool and counted, never refused. A second call gives the same allocator.
+    The first step of a kind warms up and the second is recorded. Once its plan is ready (made in the background,
+    usually from the fourth step on) steps take no memory from the driver. Requests outside the plan are served by the
+    driver's pool and counted, never refused.
+
+    Args:
+        plan_seconds: Time limit for one plan.
+
+    Returns:
+        The process's allocator; the same one at every call.
 
     Raises:
-        AllocatorError: this torch has no CUDA, there is no GPU, CUDA is in use already, or there is no C++ compiler. Nothing
-            is changed then.
+        AllocatorError: torch has no CUDA, there is no GPU, CUDA is in use already, or there is no C++ compiler. Nothing
+            is changed.
         UsageError: `plan_seconds` is not positive.
     """
     global _installed
@@ -75,13 +81,13 @@ def use_planned_allocator(*, plan_seconds: float = PLAN_SECONDS) -> PlannedAlloc
 
 
 def active_allocator() -> PlannedAllocator | None:
-    """The allocator that `use_planned_allocator` installed; None without one."""
+    """Returns the allocator that `use_planned_allocator` installed; None without one."""
     return _installed
 
 
 def _require_untouched_cuda() -> None:
     if torch.version.cuda is None:
-        raise AllocatorError("the planned allocator needs a torch that is built for CUDA; this one is not")
+        raise AllocatorError("the planned allocator needs a torch built for CUDA; install one")
     if not torch.cuda.is_available():
         raise AllocatorError("the planned allocator needs a CUDA GPU; torch sees none on this machine")
     if torch.cuda.is_initialized():
@@ -99,8 +105,10 @@ def _install(native: Native) -> None:
     pluggable = torch.cuda.memory.CUDAPluggableAllocator(str(native.path), MALLOC, FREE)
     inner = pluggable.allocator()
     record_stream = getattr(inner, "set_record_stream_fn", None)
-    if record_stream is None:  # without it, memory would be reused under the streams that still read it
-        raise AllocatorError(f"torch {torch.__version__} does not tell allocators which streams use a block")
+    if record_stream is None:  # without it memory would be reused while other streams still read it
+        raise AllocatorError(
+            f"torch {torch.__version__} does not tell allocators which streams use a block; use torch 2.11 or later"
+        )
     record_stream(native.address_of(RECORD_STREAM))
     try:
         torch.cuda.memory.change_current_allocator(pluggable)
@@ -110,7 +118,7 @@ def _install(native: Native) -> None:
 
 
 def _cuda_runtime() -> str:
-    """The runtime library that torch has loaded: both must speak to the same one."""
+    """Path of the CUDA runtime that torch has loaded; the allocator must use the same one."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith("libcudart"):
@@ -120,14 +128,14 @@ def _cuda_runtime() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Device memory of this process, whichever allocator serves it."""
+    """Device memory of this process, under torch's or the planned allocator."""
 
-    allocator: str
-    """`planned`; `torch` for torch's own; `none` where there is no GPU, and then everything is 0."""
+    allocator: Literal["planned", "torch", "none"]
+    """`none` without a GPU; all numbers are then 0."""
     allocated_bytes: int = 0
     peak_allocated_bytes: int = 0
     reserved_bytes: int = 0
-    """Taken from the device."""
+    """Bytes taken from the device."""
     peak_reserved_bytes: int = 0
     device_mallocs: int = 0
     """cudaMalloc calls."""
@@ -135,19 +143,19 @@ class MemoryStats:
     arena_used_bytes: int = 0
     peak_arena_used_bytes: int = 0
     planned: int = 0
-    """Requests served at their planned place; so are the next four numbers of requests."""
+    """Requests served at their planned address."""
     outside: int = 0
-    """By plan from the pool: they outlive their step, or several streams use them."""
+    """Requests served by the pool by plan: they outlive their step, or several streams use them."""
     fallbacks: int = 0
-    """Against the plan from the pool."""
+    """Requests served by the pool against the plan."""
     rescues: int = 0
-    """From what the arena did not need, when the device was full."""
+    """Requests served from free space of the arena when the device was full."""
     fallback_bytes: int = 0
     divergent_steps: int = 0
 
     def __str__(self) -> str:
         if self.allocator == "none":
-            return "no CUDA device: tensors are in host memory, which memo does not count"
+            return "no CUDA device; memo does not count host memory"
         text = (
             f"{self.allocator} allocator: {format_bytes(self.allocated_bytes)} allocated "
             f"(peak {format_bytes(self.peak_allocated_bytes)}), {format_bytes(self.reserved_bytes)} reserved "
@@ -162,9 +170,13 @@ class MemoryStats:
 
 
 def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool = False) -> MemoryStats:
-    """Device memory now and at its peak; `reset_peaks` starts the peaks anew after they were read.
+    """Returns current and peak device memory, whichever allocator is installed.
 
-    In place of `torch.cuda.memory_stats`, which refuses to answer under any allocator but torch's own.
+    Replaces `torch.cuda.memory_stats`, which works with torch's own allocator only.
+
+    Args:
+        device: GPU; the current one by default.
+        reset_peaks: Restart the peaks after reading them.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return MemoryStats(allocator="none")
@@ -175,17 +187,17 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that are allocated now, by whichever allocator serves it."""
+    """Returns the bytes of a GPU that are allocated now, whichever allocator is installed."""
     if _installed is not None:
         return _installed.native.counters(_index(device)).allocated
     return _figure(_torch_counters(device), "allocated_bytes", "current")
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Largest `allocated_bytes` of a GPU since `restart_peaks`.
+    """Returns the largest `allocated_bytes` of a GPU since `restart_peaks`.
 
-    Cheap enough for every edge of a layer: `torch.cuda.max_memory_allocated` names, sorts and copies some hundred figures to
-    give this one.
+    Cheap enough for every layer boundary, unlike `torch.cuda.max_memory_allocated`, which flattens and sorts some
+    hundred counters to return one.
     """
     if _installed is not None:
         return _installed.native.counters(_index(device)).allocated_peak
@@ -193,7 +205,7 @@ def peak_allocated_bytes(device: torch.device) -> int:
 
 
 def restart_peaks(device: torch.device | int | None = None) -> None:
-    """Starts the peaks of device memory anew, whichever allocator serves it. Reads nothing."""
+    """Restarts the peaks of device memory, whichever allocator is installed. Reads nothing."""
     if _installed is not None:
         _installed.native.reset_peaks()
     else:
@@ -222,7 +234,7 @@ def _planned_stats(native: Native, device: torch.device | int | None) -> MemoryS
 
 
 def memory_share(device: torch.device) -> float:
-    """The part of a GPU's memory that this process may take of torch's allocator; the planned one has no such bound."""
+    """Returns the fraction of a GPU's memory that torch's allocator may take; 1 under the planned allocator."""
     return 1.0 if _installed is not None else torch.cuda.get_per_process_memory_fraction(device)
 
 
@@ -239,7 +251,7 @@ def _torch_stats(device: torch.device | int | None) -> MemoryStats:
 
 
 def _torch_counters(device: torch.device | int | None) -> dict[str, Any]:
-    """The counters of torch's allocator as it keeps them; empty before the first use of CUDA."""
+    """Counters of torch's allocator, nested; empty before the first use of CUDA."""
     return torch.cuda.memory.memory_stats_as_nested_dict(device)
 
 
@@ -253,15 +265,15 @@ def _index(device: torch.device | int | None) -> int:
 
 
 def model_steps(model: nn.Module, device: torch.device) -> ModelSteps | None:
-    """Finds this model's steps for the planned allocator; None where it does not serve the model's memory."""
+    """Returns the step finder of a model; None where the planned allocator does not serve its device."""
     return ModelSteps(_installed, model, device) if _installed is not None and device.type == "cuda" else None
 
 
 class ModelSteps:
-    """Finds the steps of a managed model: from its forward on, until it is said to be done or another step begins.
+    """Opens and closes steps of a managed model: each begins at a forward and ends at `done` or at the next step.
 
-    A forward begins a step unless activations of an earlier one are still out, as between the microbatches of a pipeline.
-    Steps that the program names itself (`PlannedAllocator.step`) are left alone.
+    A forward begins a step unless activations of an earlier one are still needed, as between microbatches of a
+    pipeline. Steps that the program marks itself (`PlannedAllocator.step`) are left alone.
     """
 
     def __init__(self, allocator: PlannedAllocator, model: nn.Module, device: torch.device) -> None:
@@ -269,7 +281,7 @@ class ModelSteps:
         self._ours = False
 
     def hook(self, idle: Callable[[], bool]) -> RemovableHandle:
-        """Watches the model's forwards; `idle` says whether nothing of an earlier one is still needed."""
+        """Registers a forward pre-hook; `idle()` returns True when no activation of an earlier forward is needed."""
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.forward_begins(args, kwargs, idle=idle())
@@ -277,7 +289,7 @@ class ModelSteps:
         return self._model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, idle: bool) -> None:
-        """Called before the model's forward."""
+        """Begins a step before the model's forward, unless one is to continue."""
         if self._ours and not idle:
             return
         self.done()
@@ -286,14 +298,14 @@ class ModelSteps:
             self._ours = True
 
     def done(self) -> None:
-        """Ends the step, if it is one that this found."""
+        """Ends the step, if this object began it."""
         if self._ours:
             self._ours = False
             self._allocator.end_step()
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """Key of steps that ask for the same memory, as far as can be seen at their start."""
+        """Key of steps that request the same memory, from what is known at their start."""
         shapes = tuple((tuple(x.shape), x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        # Accumulating into gradients that are there asks for other memory than making them.
+        # Accumulating into existing gradients requests other memory than creating them.
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         return shapes, self._model.training, torch.is_grad_enabled(), has_gradients

@@ -1,4 +1,4 @@
-"""The nouns of a running step: what the arena saw, where it left its plan, and what it counts. All frozen, all pure data."""
+"""Data of a running step: allocator events, divergences from the plan, summaries and counters. Frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ __all__ = ["Divergence", "Event", "EventKind", "MemoryCounters", "Reason", "Step
 
 
 class EventKind(enum.IntEnum):
-    """What was asked of the allocator; the numbers are those of step_log.h."""
+    """Kind of an allocator call; the numbers are those of step_log.h."""
 
     MALLOC = 0
     FREE = 1
     USED_ELSEWHERE = 2
-    """By a stream other than the one that the block belongs to."""
+    """Use by a stream other than the block's own (`record_stream`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One call of torch's within a step."""
+    """One call from torch within a step."""
 
     kind: EventKind
     request: int
-    """Which of the step's mallocs it is about, from 0."""
+    """Number of the malloc among the step's, from 0."""
     nbytes: int
     stream: int
-    """Its handle; the other one for USED_ELSEWHERE."""
+    """Stream handle; for USED_ELSEWHERE that of the other stream."""
     thread: int
 
 
 class Reason(enum.IntEnum):
-    """How a step left its plan; the numbers are those of figures.h."""
+    """Cause of a divergence from the plan; the numbers are those of counters.h."""
 
     OTHER_SIZE = 1
     OTHER_STREAM = 2
     EXTRA = 3
-    """The plan was at its end."""
+    """Request after the last planned one."""
     MISSING = 4
-    """Planned requests did not come."""
+    """Planned requests were not made."""
     TAKEN = 5
-    """A block that the plan has freed by now was still held."""
+    """The planned address is still in use by a block that should be freed by now."""
     USED_ELSEWHERE = 6
     """A second stream used the block."""
     UNKNOWN_FREE = 7
-    """A block was freed twice, or never allocated."""
+    """Free of a block that is not allocated."""
 
 
 _WORDS = {
     Reason.OTHER_SIZE: "another size",
     Reason.OTHER_STREAM: "another stream",
     Reason.EXTRA: "a request after the plan's last one",
-    Reason.MISSING: "planned requests did not come",
-    Reason.TAKEN: "the planned place was still held",
+    Reason.MISSING: "planned requests were not made",
+    Reason.TAKEN: "the planned address was still held",
     Reason.USED_ELSEWHERE: "a second stream used the block",
-    Reason.UNKNOWN_FREE: "a block was freed twice",
+    Reason.UNKNOWN_FREE: "free of a block that is not allocated",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where a step first left its plan."""
+    """First divergence of a step from its plan."""
 
     reason: Reason
     request: int
-    """The step's, from 0."""
+    """Number of the step's request, from 0."""
     slot: int
-    """The plan's: what was expected."""
+    """Number of the plan's request that was expected, from 0."""
     expected_nbytes: int
     expected_stream: int
     got_nbytes: int
-    """0 when nothing came."""
+    """0 when there was no request."""
     got_stream: int
 
     def __str__(self) -> str:
         expected, got = _side(self.expected_nbytes, self.expected_stream), _side(self.got_nbytes, self.got_stream)
-        return f"request {self.request}: {_WORDS[self.reason]}; planned was {expected}, asked for was {got}"
+        return f"request {self.request}: {_WORDS[self.reason]}; planned {expected}, requested {got}"
 
 
 def _side(nbytes: int, stream: int) -> str:
@@ -86,15 +86,15 @@ def _side(nbytes: int, stream: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """What became of a step's requests."""
+    """Number of a step's requests by how they were served."""
 
     requests: int
     planned: int
-    """Served at their planned place."""
+    """Served at their planned address."""
     outside: int
-    """By plan served from the pool, because they outlive the step or other streams use them."""
+    """Served by the pool by plan: they outlive the step, or other streams use them."""
     fallbacks: int
-    """Against the plan served from the pool."""
+    """Served by the pool against the plan."""
     fallback_nbytes: int
     divergences: int
     first: Divergence | None
@@ -102,12 +102,12 @@ class StepSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCounters:
-    """The allocator's counters, in the order of `Stats` in arena.cpp; bytes, then numbers of calls."""
+    """Counters of the allocator, in the order of `Stats` in counters.h: bytes, then numbers of calls."""
 
     allocated: int
     allocated_peak: int
     reserved: int
-    """Taken from the device: the arena, and the pool with what it keeps in reserve."""
+    """Bytes taken from the device: the arena, and the pool with its free memory."""
     reserved_peak: int
     arena: int
     arena_used: int
@@ -122,11 +122,11 @@ class MemoryCounters:
     divergent_steps: int
     unknown_frees: int
     rescues: int
-    """Requests that found room in the arena when the device had no more."""
+    """Requests served from free space of the arena when the device was full."""
     out_of_memory: int
     arena_mallocs: int
     """cudaMalloc calls for the arena."""
     device_mallocs: int
     """All cudaMalloc calls."""
     pool_mallocs: int
-    """Requests that went to the pool."""
+    """Requests to the pool."""

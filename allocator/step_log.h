@@ -1,7 +1,7 @@
-// What happened to the memory of one step, in order, as Python reads it afterwards to make a plan.
+// Log of the allocator events of one step, which Python reads afterwards to make a plan.
 //
-// Owns the events of the step under way, or of the last one. Not thread-safe; its user has a lock. Past kMaxEvents a step
-// is no longer written down, and says so: a plan made of a part of a step would be wrong.
+// Owns the events of the current or last step. Not thread-safe; callers hold a lock. A step of more than kMaxEvents
+// counts as not logged: a plan from part of a step would be wrong.
 
 #pragma once
 
@@ -17,15 +17,15 @@
 
 namespace memo {
 
-// These are read by allocator/native.py.
+// Mirrored by allocator/native.py.
 enum class Kind : std::int32_t { kMalloc = 0, kFree = 1, kUsedElsewhere = 2 };
 
 struct LoggedEvent {
-  std::int64_t request;  // which of the step's mallocs, from 0
+  std::int64_t request;  // number of the malloc among the step's, from 0
   std::int64_t nbytes;
-  Stream stream;  // of the block, or the other one that uses it
+  Stream stream;  // of the block; for kUsedElsewhere the other stream
   Kind kind;
-  std::int32_t thread;  // a number for each thread, by first appearance
+  std::int32_t thread;  // numbered by first appearance
 };
 
 class StepLog {
@@ -53,7 +53,7 @@ class StepLog {
     event.thread = this_thread();
   }
 
-  // How many there are, and the first `capacity` of them. -1: more than could be written down.
+  // Copies the first `capacity` events to `out` and returns their total number; -1: more than kMaxEvents.
   std::int64_t read(LoggedEvent* out, std::int64_t capacity) const {
     if (!whole_) return -1;
     const std::size_t n = std::min(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 0)), n_);
@@ -64,12 +64,12 @@ class StepLog {
  private:
   static std::int32_t this_thread() {
     static std::atomic<std::int32_t> count{0};
-    constinit thread_local std::int32_t number = -1;  // constant: an initialiser would be asked after at each call
+    constinit thread_local std::int32_t number = -1;  // constinit: avoids an initialisation check at each call
     if (number < 0) number = count++;
     return number;
   }
 
-  std::vector<LoggedEvent> events_;  // the first n_ count
+  std::vector<LoggedEvent> events_;  // the first n_ are valid
   std::size_t n_ = 0;
   bool whole_ = true;
 };

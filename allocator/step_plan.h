@@ -1,11 +1,11 @@
-// A planned step: where each of its requests goes, and how requests are matched with it while the step runs.
+// Plan of a step: address of each request, occupancy of the arena, and matching of requests while the step runs.
 //
-//   StepPlan    the slots, one a request, in order; immutable, checked when it is made
-//   Occupancy   which bytes of the arena are taken: one bit for each segment between two neighbouring slot borders
-//   Cursor      which slot the next request is, also after the step has left the plan
+//   StepPlan    slots, one per request, in order; immutable, checked when it is made
+//   Occupancy   bytes of the arena in use: one bit for each segment between two neighbouring slot borders
+//   Cursor      slot of the next request, also after the step has diverged from the plan
 //
-// Nothing here trusts the plan's lifetimes; it has none. A slot is handed out only while all its segments are free, so a
-// free that comes late, on whatever thread, costs a fallback and never an address given twice.
+// The plan has no lifetimes that could be wrong. A slot is handed out only while all its segments are free, so a late
+// free, on whatever thread, costs a fallback and never the same address twice.
 
 #pragma once
 
@@ -21,13 +21,13 @@
 
 namespace memo {
 
-constexpr std::size_t kAlignment = 512;  // what torch's own allocator gives, and kernels have come to expect
+constexpr std::size_t kAlignment = 512;  // that of torch's own allocator, which kernels rely on
 
 struct Slot {
-  std::int64_t offset = 0;  // -1: by plan not in the arena
+  std::int64_t offset = 0;  // -1: served by the pool by plan
   std::size_t nbytes = 0;
   Stream stream = nullptr;
-  std::uint32_t first = 0;  // its segments: [first, last)
+  std::uint32_t first = 0;  // segments [first, last)
   std::uint32_t last = 0;
 
   bool outside() const { return offset < 0; }
@@ -36,18 +36,18 @@ struct Slot {
 
 class StepPlan {
  public:
-  // Empty on success, else the rule that the plan breaks.
+  // Returns an empty string on success, else the rule that the plan breaks.
   std::string make(std::size_t n, const std::int64_t* sizes, const std::int64_t* offsets, const Stream* streams,
                    std::size_t arena_nbytes) {
     nbytes_ = arena_nbytes;
     slots_.resize(n);
     for (std::size_t i = 0; i < n; ++i) {
       const std::string which = "slot " + std::to_string(i);
-      if (sizes[i] <= 0 || sizes[i] % kAlignment != 0) return which + ": its size is no positive multiple of 512";
+      if (sizes[i] <= 0 || sizes[i] % kAlignment != 0) return which + ": its size is not a positive multiple of 512";
       slots_[i] = Slot{offsets[i], static_cast<std::size_t>(sizes[i]), streams[i]};
       if (slots_[i].outside()) continue;
       const std::size_t offset = static_cast<std::size_t>(offsets[i]);
-      if (offset % kAlignment != 0) return which + ": its offset is no multiple of 512";
+      if (offset % kAlignment != 0) return which + ": its offset is not a multiple of 512";
       if (offset > arena_nbytes || slots_[i].nbytes > arena_nbytes - offset) return which + ": ends outside the arena";
     }
     cut_segments();
@@ -59,7 +59,7 @@ class StepPlan {
   const Slot& operator[](std::size_t i) const { return slots_[i]; }
   std::size_t n_segments() const { return borders_.empty() ? 0 : borders_.size() - 1; }
 
-  // The segments that hold any of the bytes [begin, end).
+  // Segments that overlap the bytes [begin, end).
   std::pair<std::uint32_t, std::uint32_t> segments(std::int64_t begin, std::int64_t end) const {
     const auto after = std::upper_bound(borders_.begin(), borders_.end(), begin);
     const auto upto = std::lower_bound(borders_.begin(), borders_.end(), end);
@@ -84,7 +84,7 @@ class StepPlan {
     }
   }
 
-  // Two slots that share a byte belong to one stream: its order alone then keeps the second from the first one's work.
+  // Slots that share a byte must belong to one stream, whose order puts the second slot's work after the first one's.
   std::string one_stream_for_each_byte() const {
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < slots_.size(); ++i)
@@ -138,11 +138,12 @@ class Occupancy {
   std::vector<std::uint64_t> words_;
 };
 
-// Follows a plan request by request. Once a request does not match, the step is off the plan; it is on it again at the
-// next slot, or where two requests in a row match two slots in a row, not too far ahead: one alone could be chance.
+// Matches requests with the slots of a plan. After a mismatch the step is off the plan; it is on the plan again when a
+// request matches the next slot, or two consecutive requests match two consecutive slots within kReach. One match
+// further ahead could be chance.
 class Cursor {
  public:
-  static constexpr std::size_t kReach = 64;  // slots; about two layers' worth of requests
+  static constexpr std::size_t kReach = 64;  // slots; about the requests of two layers
 
   enum class Match { kOn, kAhead, kOff };
 
@@ -151,7 +152,7 @@ class Cursor {
   std::size_t next() const { return next_; }
   bool at_end() const { return next_ >= plan_->size(); }
 
-  // The request's slot is `slot` unless the answer is kOff. kAhead: the slots in between were left out.
+  // Sets `slot` to the request's slot, unless the result is kOff. kAhead: slots were skipped.
   Match match(std::size_t nbytes, Stream stream, std::uint32_t& slot) {
     Match found = Match::kOff;
     if (!at_end() && (*plan_)[next_].matches(nbytes, stream)) {

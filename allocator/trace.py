@@ -1,11 +1,11 @@
-"""The nouns of the allocator: what one training step allocated, from when to when.
+"""Allocation trace of one training step: blocks of device memory with their lifetimes.
 
-All frozen, all pure data, readable without torch. The instants are event indices: each allocation and each free of the step
-is one event, counted from 0, so only their order means anything. Lives are half-open: what is freed at an instant may make
-room for what is allocated at the same one. A trace is an address problem with notes, and its files are those of
-docs/plan-format.md: `memo pack` reads them as they are.
+Frozen dataclasses, without torch. Instants are event indices: each allocation and each free of the step is one event,
+counted from 0; only their order has a meaning. Lifetimes are half-open: memory freed at an instant may be reused at the
+same instant. A trace is an address problem with notes; its files are those of docs/plan-format.md, and `memo pack`
+reads them.
 
-    recorder ──▶ AllocationTrace ──▶ offsets (memo.mip), what PyTorch would reserve (caching), replay (the arena)
+    Recorder ──▶ AllocationTrace ──▶ offsets (memo.mip), simulated use of PyTorch's allocator (caching_model)
 """
 
 from __future__ import annotations
@@ -14,59 +14,58 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterator
 
 from memo.errors import PlanError
-from memo.mip.address import PROBLEM_FORMAT, VERSION, Buffer, Notes, Problem, read_annotated
+from memo.mip.address import PROBLEM_FORMAT, VERSION, Buffer, Notes, Problem
 
-__all__ = ["Allocation", "AllocationTrace", "read_trace", "trace_of", "trace_to_csv", "trace_to_json"]
+__all__ = ["Allocation", "AllocationTrace", "trace_of", "trace_to_csv", "trace_to_json"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """One block of device memory, named as the columns of the file are."""
+    """One block of device memory; fields are named as the columns of the file."""
 
     id: str
     lower: int
-    """The event that allocated it."""
+    """Event of its allocation."""
     upper: int
-    """The event that freed it, or the trace's end."""
+    """Event of its free, or the trace's end."""
     size: int
-    """Bytes, as the recorder was told to round them."""
+    """Bytes, rounded as the recorder was told."""
     tag: str = ""
-    """What made it, for people: a module and an operator."""
+    """Module and operator that made it, for display."""
     phase: str = ""
-    """Which part of the step made it, such as `forward`."""
+    """Part of the step that made it, such as `forward`."""
     group: str = ""
-    """The layer's pass it does not outlive, such as `layers.3.forward`; empty when it does."""
+    """Pass of the layer in which it is made and freed, such as `layers.3.forward`; empty if it outlives the pass."""
     stream: int = 0
-    """The CUDA stream that asked for it, by order of first use; 0 is the compute stream."""
+    """CUDA stream that requested it, numbered by first use; 0 is the compute stream."""
 
     def __post_init__(self) -> None:
         if self.stream < 0:
-            raise PlanError(f"allocation {self.id!r}: stream {self.stream} is negative")
+            raise PlanError(f"allocation {self.id!r}: stream {self.stream} is negative; streams count from 0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationTrace:
-    """The allocations of one step, in the order in which they were made."""
+    """Allocations of one step, in the order in which they were made."""
 
     allocations: tuple[Allocation, ...]
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.allocations, key=lambda allocation: allocation.lower))
         object.__setattr__(self, "allocations", ordered)
-        _ = self.problem()  # refuses what cannot be placed: empty lives, negative sizes, an id used twice
+        _ = self.problem()  # raises for empty lifetimes, negative sizes and duplicate ids
 
     @property
     def end(self) -> int:
-        """The first instant after the step. What lives until then was not freed within it."""
+        """First instant after the step. Allocations with this `upper` were not freed within it."""
         return max((allocation.upper for allocation in self.allocations), default=0)
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes that live at one instant: no allocator can do with less."""
+        """Peak of live bytes: a lower bound for every allocator."""
         live = peak = 0
         for allocation, is_free in self.events():
             live += -allocation.size if is_free else allocation.size
@@ -74,9 +73,9 @@ class AllocationTrace:
         return peak
 
     def events(self) -> Iterator[tuple[Allocation, bool]]:
-        """What happened, in order: an allocation and whether it is freed (True) or made (False).
+        """Yields each event in order: an allocation, and True for its free or False for its start.
 
-        Frees come before allocations of the same instant. What is never freed has no second event.
+        Frees precede allocations of the same instant. An allocation that lives until the end has no free.
         """
         end = self.end
         made = [(allocation.lower, 1, place) for place, allocation in enumerate(self.allocations)]
@@ -85,27 +84,18 @@ class AllocationTrace:
             yield self.allocations[place], kind == 0
 
     def problem(self, *, alignment: int = 1) -> Problem:
-        """The address problem: the same lives, without the notes. `problem.buffers[i]` is `allocations[i]`."""
+        """Returns the address problem, without the notes; `problem.buffers[i]` is `allocations[i]`."""
         return Problem(buffers=tuple(_buffer_of(allocation) for allocation in self.allocations), alignment=alignment)
 
 
 def trace_of(problem: Problem, notes: tuple[Notes, ...] = ()) -> AllocationTrace:
-    """The trace that an address problem is, with the notes of its file if there are any.
+    """Returns an address problem as a trace, with the notes of its file if there are any.
 
     Raises:
-        PlanError: a note that means nothing.
+        PlanError: The note `stream` is not a whole number.
     """
     pairs = zip(problem.buffers, notes or ({},) * len(problem.buffers), strict=True)
     return AllocationTrace(allocations=tuple(_allocation_of(buffer, note) for buffer, note in pairs))
-
-
-def read_trace(path: str | os.PathLike[str]) -> AllocationTrace:
-    """The trace in a CSV or JSON file; `-` is standard input.
-
-    Raises:
-        PlanError: the file cannot be read or is not in the format; the message names the line or the key.
-    """
-    return trace_of(*read_annotated(path))
 
 
 _COLUMNS = ("id", "lower", "upper", "size", "tag", "phase")
@@ -113,7 +103,7 @@ _OPTIONAL = {"group": "", "stream": 0}
 
 
 def trace_to_csv(trace: AllocationTrace) -> str:
-    """The trace as CSV; the columns `group` and `stream` only where they say something."""
+    """Formats a trace as CSV; the columns `group` and `stream` are written only if an allocation uses them."""
     used = [name for name, default in _OPTIONAL.items() if any(getattr(a, name) != default for a in trace.allocations)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -124,7 +114,7 @@ def trace_to_csv(trace: AllocationTrace) -> str:
 
 
 def trace_to_json(trace: AllocationTrace) -> str:
-    """The trace as JSON, one allocation a line."""
+    """Formats a trace as JSON, one allocation per line."""
     lines = ",\n".join(json.dumps(_to_json(allocation)) for allocation in trace.allocations)
     head = f'"format": {json.dumps(PROBLEM_FORMAT)},\n"version": {VERSION},\n"alignment": 1'
     return f'{{\n{head},\n"buffers": [\n{lines}\n]\n}}\n'

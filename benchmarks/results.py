@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memo.swap import total_host_bytes
+
 __all__ = ["ROOT", "hardware", "results_folder", "write_result"]
 
 ROOT = Path(__file__).parent.parent
@@ -41,8 +43,7 @@ def hardware() -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": memory_bytes, "kernel": platform.release()}
+    return {"cpu": cpu, "cores": os.cpu_count(), "memory_bytes": total_host_bytes(), "kernel": platform.release()}
 
 
 def commit() -> str:

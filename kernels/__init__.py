@@ -1,13 +1,13 @@
-"""Memory-bound work around the swap engine, each piece once in torch and once in Triton.
+"""Memory-bound kernels for the swap engine, each with a torch reference and a Triton implementation.
 
-A public function here decides by the device of its tensors: CUDA where triton works runs the kernel, anything else runs
-the torch reference beside it, which is also what the kernel is tested against. Triton is imported at the first launch and
-never before. Modules named `*_triton` hold kernels and their launches; nothing but the module they belong to imports them.
+Public functions dispatch by device: CUDA tensors run the Triton kernel where Triton works; all others run the torch
+reference, which is also the kernel's test oracle. Triton is imported at the first launch, not before. A module
+`x_triton` holds the kernels and launches of module `x`, which alone imports it.
 
-    runs      how a strided view lies in memory: rows of contiguous runs
-    staging   token ranges of several tensors into one contiguous block and back, exact or quantised on the way
-    codec     the quantisation, its layout and its error bounds
-    masks     0/1 masks, one bit an element
+    strided_runs   layout of a strided view: rows of contiguous runs
+    staging        packs token ranges of several tensors into one contiguous block and back, exact or quantised
+    codec          quantisation formats, their layout and error bounds
+    masks          0/1 masks, one bit per element
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from memo.kernels.masks import pack_mask as pack_mask, unpack_mask as unpack_mask
     from memo.kernels.staging import (
         pack_views as pack_views,
-        places as places,
         staging_nbytes as staging_nbytes,
+        staging_offsets as staging_offsets,
         unpack_views as unpack_views,
     )
 else:
@@ -29,6 +29,6 @@ else:
         __name__,
         {
             "masks": "pack_mask unpack_mask",
-            "staging": "pack_views places staging_nbytes unpack_views",
+            "staging": "pack_views staging_nbytes staging_offsets unpack_views",
         },
     )

@@ -1,9 +1,9 @@
-"""Compiles every kernel for given GPUs, on a machine that has none.
+"""Ahead-of-time compilation of every Triton kernel for given compute capabilities; needs no GPU.
 
     python -m memo.kernels.compile_all 80 90
 
-Prints one JSON object a kernel: name, architecture, bytes of machine code and of shared memory, and what the assembly
-shows of its memory accesses. Must not run under TRITON_INTERPRET, which leaves nothing to compile.
+Prints one JSON object per kernel: name, architecture, bytes of machine code and shared memory, and properties of the
+assembly. Must not run under TRITON_INTERPRET, which compiles nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _NAMES = {tl.float32: "fp32", tl.bfloat16: "bf16", tl.float16: "fp16"}
 
 
 def compile_all(capability: int) -> Iterator[dict[str, Any]]:
-    """One report a kernel and type, for the compute capability times ten."""
+    """Yields one report for each kernel variant.
+
+    Args:
+        capability: Compute capability times ten, such as 90 for 9.0.
+    """
     for name, kernel, signature, constants in kernels():
         source = ASTSource(
             fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=dict(constants)
@@ -48,7 +52,7 @@ def compile_all(capability: int) -> Iterator[dict[str, Any]]:
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """(name, kernel, types of its arguments, constants)."""
+    """Yields name, kernel, argument types and constants of each kernel variant that a launch can ask for."""
     st, table = staging_triton, {"table": "*i64"}
     for word, aligned in ((tl.int64, True), (tl.int64, False), (tl.int32, False), (tl.int16, False), (tl.int8, False)):
         for packs in (True, False):
@@ -87,6 +91,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
 
 
 def main(capabilities: list[str]) -> None:
+    """Prints the reports of all capabilities."""
     for capability in capabilities:
         for report in compile_all(int(capability)):
             print(json.dumps(report), flush=True)

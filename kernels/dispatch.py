@@ -1,4 +1,4 @@
-"""Which of its two forms a function of this package runs, and on which device."""
+"""Dispatch between the Triton kernel and the torch reference of a function."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["current", "on_triton"]
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """True when work on this tensor goes to Triton: it lies on a CUDA GPU, and triton works here."""
+    """Returns True if the tensor is on a CUDA GPU and Triton works there."""
     return tensor.is_cuda and _works()
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes a GPU the current one for a launch: Triton takes the current device's stream, whatever the tensors are on."""
+    """Makes a GPU current for a launch: Triton uses the current device's stream, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
 def _works() -> bool:
-    """Tried once, on a small kernel: triton calls a C compiler, which an image without development tools lacks."""
+    """True if a small kernel runs. Triton needs a C compiler, which images without development tools lack."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         from memo.kernels import masks_triton
 
         bits = masks_triton.pack(torch.ones(9, device="cuda")).tolist()
-    except Exception as error:  # whatever its build or its driver raises
+    except Exception as error:  # anything that its build or the driver raises
         reason = str(error).strip().splitlines() or [""]
         warnings.warn(
-            f"triton does not work here ({type(error).__name__}: {reason[-1]}); torch does the same, slower",
+            f"triton does not work here ({type(error).__name__}: {reason[-1]}); using slower torch operators instead",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""0/1 masks packed to bits: element i, counted row-major, is bit i % 8 of byte i // 8.
+"""Bit-packed 0/1 masks: element i in row-major order is bit i % 8 of byte i // 8.
 
-A dropout's mask decides a recompute and must be saved; torch keeps it as bytes or, on a CPU, as numbers of the
-activations' type. The unused bits of the last byte are zero.
+The unused bits of the last byte are zero. Recompute needs the saved mask of a dropout. torch stores it as bytes or, on
+a CPU, in the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ __all__ = ["mask_nbytes", "pack_mask", "pack_mask_reference", "unpack_mask", "un
 
 
 def mask_nbytes(count: int) -> int:
-    """Bytes of `count` packed elements."""
+    """Returns the bytes of `count` packed elements."""
     return -(-count // 8)
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """The bits of `mask != 0`, as uint8. `mask` is of any type and rows of contiguous runs, or is copied to be."""
+    """Packs `mask != 0`.
+
+    Args:
+        mask: Any shape and dtype; copied unless it is rows of contiguous runs (memo.kernels.strided_runs).
+
+    Returns:
+        uint8 of shape (mask_nbytes(mask.numel()),).
+    """
     if on_triton(mask):
         from memo.kernels import masks_triton
 
@@ -30,14 +37,22 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_mask(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Writes 0 and 1 of `out`'s type over all of `out`, which is rows of contiguous runs; returns it.
+    """Unpacks `bits` into `out`, as 0 and 1 of its dtype.
+
+    Args:
+        bits: uint8 of shape (mask_nbytes(out.numel()),).
+        out: Any shape and dtype, rows of contiguous runs (memo.kernels.strided_runs); overwritten.
+
+    Returns:
+        `out`.
 
     Raises:
-        UsageError: `bits` are not those of as many elements.
+        UsageError: `bits` has another dtype or size. `out` is unchanged.
     """
     if bits.dtype is not torch.uint8 or bits.ndim != 1 or bits.numel() != mask_nbytes(out.numel()):
         raise UsageError(
-            f"{out.numel()} elements are {mask_nbytes(out.numel())} uint8, not {bits.numel()} {bits.dtype}"
+            f"a packed mask of {out.numel()} elements is {mask_nbytes(out.numel())} uint8, not {bits.numel()} of"
+            f" {bits.dtype}"
         )
     if on_triton(out):
         from memo.kernels import masks_triton
@@ -48,7 +63,7 @@ def unpack_mask(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def pack_mask_reference(mask: torch.Tensor) -> torch.Tensor:
-    """`pack_mask` in torch."""
+    """Implements `pack_mask` in torch."""
     flat = (mask != 0).flatten()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     packed = torch.zeros(padded.size(0), dtype=torch.uint8, device=mask.device)
@@ -58,7 +73,7 @@ def pack_mask_reference(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_mask_reference(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`unpack_mask` in torch."""
+    """Implements `unpack_mask` in torch."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     elements = ((bits.unsqueeze(1) >> shifts) & 1).flatten()[: out.numel()]
     return out.copy_(elements.view(out.shape))

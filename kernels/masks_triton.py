@@ -1,4 +1,4 @@
-"""Triton kernels of `masks`: a program makes, or reads, SIZE bytes."""
+"""Triton kernels of `masks`: each program writes or reads SIZE bytes of packed bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SIZE = 512
 
 @triton.jit
 def _elements(run, stride, count, per_run, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    """For SIZE bytes: each bit's element, whether it is there; each byte's number, same.
+    """Indices for SIZE bytes: each bit's element and its mask; each byte's index and its mask.
 
-    EVEN: no byte holds bits of two runs, so that a program stays in one run and divides once, not per element.
+    EVEN: no byte holds bits of two runs, so a program stays in one run and divides once instead of per element.
     """
     program = tl.program_id(0).to(tl.int64)
     if EVEN:
@@ -51,7 +51,7 @@ def _unpack_kernel(bits, out, run, stride, count, per_run, EVEN: tl.constexpr, S
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
-    """See `masks.pack_mask`."""
+    """Implements `masks.pack_mask`."""
     mask, runs = _runs(mask)
     bits = torch.empty(mask_nbytes(mask.numel()), dtype=torch.uint8, device=mask.device)
     if bits.numel():
@@ -61,7 +61,7 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """See `masks.unpack_mask`."""
+    """Implements `masks.unpack_mask`."""
     if bits.numel():
         programs, *shape = _shape(runs_of(out))
         _unpack_kernel[(programs,)](bits, _as_number(out), *shape, SIZE)
@@ -69,7 +69,7 @@ def unpack(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(runs: Runs) -> tuple[int, int, int, int, int, bool]:
-    """Programs, and what they must know of the runs."""
+    """Number of programs, and the kernel arguments run, stride, count, per_run and EVEN."""
     even = runs.rows == 1 or runs.run % 8 == 0
     per_run = -(-runs.run // (8 * SIZE))
     programs = runs.rows * per_run if even else -(-runs.count // (8 * SIZE))
@@ -85,5 +85,5 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, Runs]:
 
 
 def _as_number(mask: torch.Tensor) -> torch.Tensor:
-    """Triton holds a bool in one bit; in memory torch's is a byte of 0 or 1."""
+    """Views a bool tensor as the bytes 0 and 1 that it has in memory: in Triton a bool is one bit."""
     return mask.view(torch.uint8) if mask.dtype is torch.bool else mask

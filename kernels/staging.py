@@ -1,13 +1,13 @@
-"""Token ranges of several tensors into one contiguous block, and back.
+"""Packing of token ranges of several tensors into one contiguous staging block, and back.
 
-A copy engine moves one contiguous block at the link's full rate; the tokens that leave are runs spread over the rows of
-several storages. One launch brings them together. Where a tensor lies in the block is a function of the views' shapes
-alone, so that the way back needs no record of the way there.
+A copy engine moves one contiguous block at the link's full rate; offloaded tokens are runs spread over the rows of
+several storages. One launch gathers them. The offset of a tensor in the block depends only on the views' shapes and
+dtypes, so unpacking needs no metadata.
 
     views     |head|tail|head|tail|    |head|tail|
-    staging   |head|head|..|head|                      each tensor's values in row-major order, begun at ALIGNMENT
+    staging   |head|head|..|head|                      each tensor in row-major order, at a multiple of ALIGNMENT
 
-Does not own the block, nor when the copies run: everything here is work of the current stream.
+Does not own the block nor order the copies: all work is issued on the current stream.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, Codec, decode, encode
 from memo.kernels.dispatch import current, on_triton
 
-__all__ = ["pack_reference", "pack_views", "places", "staging_nbytes", "unpack_reference", "unpack_views"]
+__all__ = ["pack_reference", "pack_views", "staging_nbytes", "staging_offsets", "unpack_reference", "unpack_views"]
 
 
-def places(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
-    """(offset, bytes) of each view in the staging block."""
+def staging_offsets(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tuple[int, int]]:
+    """Returns (offset, bytes) of each view in the staging block.
+
+    Raises:
+        UsageError: `codec` cannot represent the dtype of a view.
+    """
     found, offset = [], 0
     for view in views:
         codec.require(view.dtype)
@@ -35,16 +39,21 @@ def places(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> list[tu
 
 
 def staging_nbytes(views: Sequence[torch.Tensor], codec: Codec = Codec.EXACT) -> int:
-    """Bytes that the views take in a staging block; one view alone takes its own bytes and no more."""
-    offset, nbytes = places(views, codec)[-1] if views else (0, 0)
+    """Returns the bytes of a staging block for the views; no padding after the last one."""
+    offset, nbytes = staging_offsets(views, codec)[-1] if views else (0, 0)
     return offset + nbytes
 
 
 def pack_views(views: Sequence[torch.Tensor], staging: torch.Tensor, *, codec: Codec = Codec.EXACT) -> None:
-    """Writes the views' values into `staging`, a contiguous block of bytes.
+    """Copies the views into `staging`.
+
+    Args:
+        views: Tensors of any dtype, rows of contiguous runs (memo.kernels.strided_runs), on the device of `staging`.
+        staging: Contiguous uint8 of shape (n,), n at least `staging_nbytes(views, codec)`.
+        codec: Format in the block.
 
     Raises:
-        UsageError: `staging` is no block of enough bytes, a view is not rows of contiguous runs, or its type has no code.
+        UsageError: An argument is not as described, or `codec` cannot represent a view. `staging` is unchanged.
     """
     _require_block(views, staging, codec)
     if on_triton(staging):
@@ -57,7 +66,16 @@ def pack_views(views: Sequence[torch.Tensor], staging: torch.Tensor, *, codec: C
 
 
 def unpack_views(staging: torch.Tensor, views: Sequence[torch.Tensor], *, codec: Codec = Codec.EXACT) -> None:
-    """Writes the values in `staging` into the views; no other byte of their storages is touched. Raises as pack_views."""
+    """Copies `staging` back into the views; other bytes of their storages are unchanged.
+
+    Args:
+        staging: Block that `pack_views` wrote from views of equal shapes and dtypes.
+        views: As for `pack_views`; overwritten.
+        codec: Format of the block.
+
+    Raises:
+        UsageError: As for `pack_views`.
+    """
     _require_block(views, staging, codec)
     if on_triton(staging):
         from memo.kernels import staging_triton
@@ -69,8 +87,8 @@ def unpack_views(staging: torch.Tensor, views: Sequence[torch.Tensor], *, codec:
 
 
 def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:
-    """`pack_views` in torch."""
-    for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
+    """Implements `pack_views` in torch."""
+    for view, (offset, nbytes) in zip(views, staging_offsets(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
             values = _as_bytes(view)
@@ -82,20 +100,20 @@ def pack_reference(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: 
 
 
 def unpack_reference(staging: torch.Tensor, views: Sequence[torch.Tensor], codec: Codec) -> None:
-    """`unpack_views` in torch."""
-    for view, (offset, nbytes) in zip(views, places(views, codec), strict=True):
+    """Implements `unpack_views` in torch."""
+    for view, (offset, nbytes) in zip(views, staging_offsets(views, codec), strict=True):
         block = staging[offset : offset + nbytes]
         if codec is Codec.EXACT:
             values = _as_bytes(view)
             values.copy_(block.view(values.shape))
             continue
-        # A copy of its own, since a part of the block need not lie at a multiple of the scales' size.
+        # Cloned: the view as float32 needs an address that is a multiple of 4.
         scales = block[codec.scales_offset(view.numel()) :].clone().view(torch.float32)
         view.copy_(decode(block[: view.numel()], scales, codec).view(view.shape))
 
 
 def _as_bytes(view: torch.Tensor) -> torch.Tensor:
-    """The same memory, whatever its strides, with the bytes of a value as a last dimension."""
+    """View of the same memory as uint8, with the bytes of a value as the last dimension."""
     return view.detach().unsqueeze(-1).view(torch.uint8)
 
 
@@ -103,7 +121,7 @@ def _require_block(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: 
     needed = staging_nbytes(views, codec)
     if staging.dtype is not torch.uint8 or staging.ndim != 1 or staging.stride(0) != 1 or staging.numel() < needed:
         raise UsageError(
-            f"a staging block is a contiguous row of at least {needed} uint8 here, "
+            f"staging must be one contiguous dimension of at least {needed} uint8, "
             f"not {tuple(staging.shape)} of {staging.dtype} with strides {staging.stride()}"
         )
     for view in views:

@@ -1,9 +1,9 @@
-"""Triton kernels of `staging`: all tensors of a call in one launch.
+"""Triton kernels of `staging`: one launch for all tensors of a call.
 
-A launch reads a table of int64 on the device: first the number of the first program of each tensor, padded to a power of
-two with a number no program has, then COLUMNS numbers a tensor. A program finds its tensor by counting the firsts that
-are not behind it. The exact kernels move words as wide as the addresses and distances of all tensors allow, up to 16
-bytes a thread and access; the coding ones move values, whole groups to a program.
+A launch reads a table of int64 on the device: the index of the first program of each tensor, padded to a power of two
+with an index that no program has, then COLUMNS numbers per tensor. A program finds its tensor by counting the first
+indices up to its own. The exact kernels move words as wide as all addresses and strides allow, up to 16 bytes per
+thread and access; the quantising kernels move values, whole groups per program.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import triton.language as tl
 
 from memo.errors import UsageError
 from memo.kernels.codec import ALIGNMENT, GROUP, LARGEST, SMALLEST, Codec
-from memo.kernels.staging import places
+from memo.kernels.staging import staging_offsets
 from memo.kernels.strided_runs import Runs, runs_of
 
 __all__ = ["COLUMNS", "pack", "unpack"]
 
 # Columns of a tensor's row in the table.
 VIEW = tl.constexpr(0)  # address of its first value
-BLOCK = tl.constexpr(1)  # address of its place in the staging block
+BLOCK = tl.constexpr(1)  # address of its payload in the staging block
 SCALES = tl.constexpr(2)  # address of its scales there
-RUN = tl.constexpr(3)  # words, or values, in a run
-STRIDE = tl.constexpr(4)  # from one run to the next
-COUNT = tl.constexpr(5)  # in all
-PER_RUN = tl.constexpr(6)  # programs a run
+RUN = tl.constexpr(3)  # length of a run, in words or values
+STRIDE = tl.constexpr(4)  # distance between runs, in words or values
+COUNT = tl.constexpr(5)  # total words or values
+PER_RUN = tl.constexpr(6)  # programs per run
 COLUMNS = tl.constexpr(7)
 
 NO_PROGRAM = 1 << 62
-WORDS = 2048  # a program's, 16 KiB of the widest
-FEW_WORDS = 128  # where no run is longer; two sizes, since each is compiled anew
-LEAST_ROOM = 8  # tensors in a table, for the same reason
-GROUPS = 32  # a program's: two 16-byte accesses a thread for bfloat16
+WORDS = 2048  # per program: 16 KiB of the widest words
+FEW_WORDS = 128  # where no run is longer; only two sizes, since each is compiled separately
+LEAST_ROOM = 8  # least tensors of a table, for the same reason
+GROUPS = 32  # per program: two 16-byte accesses per thread for bfloat16
 GROUP_OF_VALUES = tl.constexpr(GROUP)
 SMALLEST_OF_GROUP = tl.constexpr(SMALLEST)
 LARGEST_OF_GROUP = tl.constexpr(LARGEST)
 
-# x + ROUNDS - x is x rounded to a whole number, halves to even, for |x| below 2^22.
+# (x + ROUNDS) - ROUNDS is x rounded to an integer, ties to even, for |x| below 2^22.
 ROUNDS = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def _row_of(table, program, TENSORS: tl.constexpr):
-    """(the table's row of this program's tensor, the program's number among that tensor's)."""
+    """Table row of this program's tensor, and the index of the program among that tensor's."""
     firsts = tl.load(table + tl.arange(0, TENSORS))
     tensor = tl.sum((firsts <= program).to(tl.int32), axis=0) - 1
     return table + TENSORS + tensor * COLUMNS, program - tl.load(table + tensor)
@@ -56,7 +56,7 @@ def _row_of(table, program, TENSORS: tl.constexpr):
 def _copy_kernel(
     table, TENSORS: tl.constexpr, WORD: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr
 ):
-    """block[row * run + i] = view[row * stride + i], or the other way round."""
+    """Computes block[row * run + i] = view[row * stride + i] (PACKS), or the reverse."""
     row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
     run, stride, per_run = tl.load(row + RUN), tl.load(row + STRIDE), tl.load(row + PER_RUN)
     begin = (program // per_run) * stride
@@ -79,7 +79,7 @@ def _copy_kernel(
 
 @triton.jit
 def _to_e4m3(x):
-    """The nearest code of |x| <= 448, halves to even, by whole numbers: sm_80 has no instruction for it."""
+    """Nearest e4m3 code of |x| <= 448, ties to even, in integer arithmetic: sm_80 has no instruction for it."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -98,9 +98,10 @@ def _from_e4m3(code):
 
 @triton.jit
 def _groups(row, program, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr):
-    """For SIZE groups: each value's place in the view and in the payload, whether it is there; each group's number, same.
+    """Indices for SIZE groups: each value's index in view and payload and its mask; each group's index and its mask.
 
-    EVEN: no group crosses from one run to the next, so that a program stays in one run and divides once, not per value.
+    EVEN: no group crosses from one run to the next, so a program stays in one run and divides once instead of per
+    value.
     """
     run, stride, count, per_run = (
         tl.load(row + RUN),
@@ -126,7 +127,7 @@ def _groups(row, program, EVEN: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.co
 
 @triton.jit
 def _address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer in a column of the table."""
+    """Pointer in a column of the table."""
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -138,7 +139,7 @@ def _encode_kernel(
     table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """amax' = max(amax, SMALLEST); scale = amax' / top; payload = code(x * (top / amax')), for SIZE groups."""
+    """Encodes SIZE groups: amax' = max(amax, SMALLEST); scale = amax' / top; payload = code(x * (top / amax'))."""
     row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
     where, packed, inside, group, exists = _groups(row, program, EVEN, ALIGNED, SIZE)
     x = tl.load(_address(row, VIEW, VALUE, ALIGNED) + where, mask=inside, other=0.0).to(tl.float32)
@@ -162,7 +163,7 @@ def _decode_kernel(
     table, TENSORS: tl.constexpr, VALUE: tl.constexpr, INT8: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """x = value(payload) * scale, for SIZE groups."""
+    """Decodes SIZE groups: x = value(payload) * scale."""
     row, program = _row_of(table, tl.program_id(0).to(tl.int64), TENSORS)
     where, packed, inside, group, exists = _groups(row, program, EVEN, ALIGNED, SIZE)
     code = tl.load(_address(row, BLOCK, tl.uint8, ALIGNED) + packed, mask=inside, other=0)
@@ -176,17 +177,19 @@ def _decode_kernel(
 
 
 def pack(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec) -> None:
-    """See `staging.pack_views`."""
+    """Implements `staging.pack_views`."""
     _launch(views, staging, codec, packs=True)
 
 
 def unpack(staging: torch.Tensor, views: Sequence[torch.Tensor], codec: Codec) -> None:
-    """See `staging.unpack_views`."""
+    """Implements `staging.unpack_views`."""
     _launch(views, staging, codec, packs=False)
 
 
 def _launch(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec, *, packs: bool) -> None:
-    placed = [(view, place) for view, (place, _) in zip(views, places(views, codec), strict=True) if view.numel()]
+    placed = [
+        (view, offset) for view, (offset, _) in zip(views, staging_offsets(views, codec), strict=True) if view.numel()
+    ]
     if not placed:
         return
     if codec is Codec.EXACT:
@@ -199,20 +202,20 @@ def _launch(views: Sequence[torch.Tensor], staging: torch.Tensor, codec: Codec, 
 
 
 def _is_even(runs: Runs) -> bool:
-    """No group crosses from one run to the next."""
+    """True if no group crosses from one run to the next."""
     return runs.rows == 1 or runs.run % GROUP == 0
 
 
 def _copy(placed: Sequence[tuple[torch.Tensor, int]], staging: torch.Tensor, *, packs: bool) -> None:
     runs = [_in_bytes(view) for view, _ in placed]
-    addresses = [address for view, place in placed for address in (view.data_ptr(), staging.data_ptr() + place)]
+    addresses = [address for view, offset in placed for address in (view.data_ptr(), staging.data_ptr() + offset)]
     grain = _grain(addresses + [number for one in runs for number in (one.run, one.stride if one.rows > 1 else 0)])
     width = min(grain, 8)
     size = WORDS if max(one.run for one in runs) > FEW_WORDS * width else FEW_WORDS
     rows, programs = [], []
-    for (view, place), one in zip(placed, runs, strict=True):
+    for (view, offset), one in zip(placed, runs, strict=True):
         per_run = -(-one.run // (width * size))
-        address = staging.data_ptr() + place
+        address = staging.data_ptr() + offset
         counts = (one.run // width, one.stride // width, one.count // width, per_run)
         rows.append([view.data_ptr(), address, 0, *counts])
         programs.append(one.rows * per_run)
@@ -232,8 +235,8 @@ def _code(
     packs: bool,
 ) -> None:
     rows, programs, numbers = [], [], [staging.data_ptr()]
-    for view, place in placed:
-        one, address = runs_of(view), staging.data_ptr() + place
+    for view, offset in placed:
+        one, address = runs_of(view), staging.data_ptr() + offset
         per_run = -(-one.run // (GROUP * GROUPS))
         rows.append(
             [
@@ -247,7 +250,7 @@ def _code(
             ]
         )
         programs.append(one.rows * per_run if even else -(-one.count // (GROUP * GROUPS)))
-        # ALIGNED promises multiples of 16 values, and of 16 bytes.
+        # ALIGNED promises addresses that are multiples of 16 bytes, and runs and strides of 16 values.
         numbers += [view.data_ptr(), one.run, one.stride if one.rows > 1 else 0]
     value = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
     table, tensors = _table(rows, programs, staging.device)
@@ -262,7 +265,7 @@ def _in_bytes(view: torch.Tensor) -> Runs:
 
 
 def _grain(numbers: Sequence[int]) -> int:
-    """The widest word, in bytes, of which all numbers are multiples."""
+    """Widest word, in bytes, of which all numbers are multiples."""
     width = ALIGNMENT
     while any(number % width for number in numbers):
         width //= 2
@@ -270,9 +273,9 @@ def _grain(numbers: Sequence[int]) -> int:
 
 
 def _table(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> tuple[torch.Tensor, int]:
-    """The table on the device, and how many tensors it has room for."""
+    """Table on the device, and the number of tensors it has room for."""
     if sum(programs) >= 1 << 31:
-        raise UsageError(f"{sum(programs)} programs in one launch; a GPU starts fewer than 2^31: pack fewer at a time")
+        raise UsageError(f"{sum(programs)} programs in one launch, more than 2^31 - 1; pack fewer tensors at a time")
     room = max(LEAST_ROOM, triton.next_power_of_2(len(rows)))
     firsts = [sum(programs[:number]) for number in range(len(rows))] + [NO_PROGRAM] * (room - len(rows))
     flat = torch.tensor([*firsts, *(number for row in rows for number in row)], dtype=torch.int64)

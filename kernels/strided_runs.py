@@ -1,9 +1,9 @@
-"""How a view lies in memory: `rows` contiguous runs of `run` elements, `stride` elements from one to the next.
+"""Memory layout of a strided view: `rows` contiguous runs of `run` elements, `stride` elements apart.
 
     (2, s, h)[:, :k]   2 runs of k * h elements, s * h apart
 
-Owns the folding of dimensions. The invariant: element e of the view, counted row-major, is at
-(e // run) * stride + e % run behind the view's first element.
+Owns the folding of dimensions. Invariant: element e of the view, in row-major order, is (e // run) * stride + e % run
+elements behind the view's first element.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from memo.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Runs", "fold", "runs_of"]
+__all__ = ["Runs", "runs_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Counted in elements of the view."""
+    """Rows of contiguous runs; `run` and `stride` in elements of the view."""
 
     rows: int
     run: int
@@ -29,12 +29,17 @@ class Runs:
 
     @property
     def count(self) -> int:
+        """Elements in all runs."""
         return self.rows * self.run
 
 
 def runs_of(view: torch.Tensor) -> Runs:
-    """Raises UsageError for a view that is not rows of contiguous runs at one distance."""
-    shape, (strides,) = fold(view)
+    """Returns the layout of a view.
+
+    Raises:
+        UsageError: It is not rows of contiguous runs at equal distances.
+    """
+    shape, strides = _fold(view)
     if not view.numel():
         return Runs(rows=1, run=0, stride=0)
     if strides[-1] != 1:
@@ -48,26 +53,17 @@ def runs_of(view: torch.Tensor) -> Runs:
     return Runs(rows=rows, run=shape[-1], stride=stride)
 
 
-def fold(*views: torch.Tensor) -> tuple[list[int], list[list[int]]]:
-    """The shape that all views share with as few dimensions as their strides allow, and each one's strides in it.
-
-    Raises:
-        UsageError: the views differ in shape.
-    """
-    shape = tuple(views[0].shape)
-    if any(tuple(view.shape) != shape for view in views):
-        raise UsageError(f"tensors of one shape are needed, not {', '.join(str(tuple(v.shape)) for v in views)}")
-    sizes, strides = [1], [[1] for _ in views]
-    for dim in (dim for dim in range(len(shape)) if shape[dim] != 1):
-        here = [view.stride(dim) for view in views]
+def _fold(view: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of a view with as few dimensions as its strides allow."""
+    sizes, strides = [1], [1]
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            continue
         if sizes == [1]:
-            sizes, strides = [shape[dim]], [[step] for step in here]
-        elif all(done[-1] == step * shape[dim] for done, step in zip(strides, here, strict=True)):
-            sizes[-1] *= shape[dim]
-            for done, step in zip(strides, here, strict=True):
-                done[-1] = step
+            sizes, strides = [size], [stride]
+        elif strides[-1] == stride * size:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
         else:
-            sizes.append(shape[dim])
-            for done, step in zip(strides, here, strict=True):
-                done.append(step)
+            sizes.append(size)
+            strides.append(stride)
     return sizes, strides

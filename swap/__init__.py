@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         find_layers as find_layers,
         hook_forward as hook_forward,
     )
-    from memo.swap.memory.host_memory import available_host_bytes as available_host_bytes
+    from memo.swap.memory.host_memory import (
+        available_host_bytes as available_host_bytes,
+        total_host_bytes as total_host_bytes,
+    )
+    from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
     from memo.swap.placement import Placement as Placement
@@ -46,7 +50,8 @@ else:
             "engine.engine": "Engine",
             "engine.layer_calls": "Group",
             "layers": "LayerHook Layer find_layers hook_forward",
-            "memory.host_memory": "available_host_bytes",
+            "memory.host_memory": "available_host_bytes total_host_bytes",
+            "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",
             "placement": "Placement",

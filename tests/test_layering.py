@@ -55,8 +55,8 @@ IMPORTS = {
     "memo/gpt/checkpoint": "memo",
     "memo/gpt/arithmetic": "memo mip/inputs swap face memo/gpt",
     "memo/gpt/model": "memo allocator swap face memo/machine memo/parallel memo/loss memo/gpt",
-    "memo/gpt/train": "memo mip/activation allocator memo/machine memo/parallel memo/manager memo/gpt/optim memo/gpt "
-    "memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
+    "memo/gpt/train": "memo mip/activation allocator swap face memo/machine memo/parallel memo/manager memo/gpt/optim "
+    "memo/gpt memo/gpt/data memo/gpt/checkpoint memo/gpt/arithmetic memo/gpt/model",
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",

@@ -1,4 +1,4 @@
-"""What this machine has and can do: links, disks, host memory, this node's share, limits of its kernels."""
+"""Machine facts: measured links and disks, process memory, shares of a node, and limits of torch's kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         peak_rss_bytes as peak_rss_bytes,
         return_freed_memory as return_freed_memory,
         rss_bytes as rss_bytes,
-        total_bytes as total_bytes,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -33,6 +32,6 @@ else:
             "link_bandwidth": "DiskRates HostFacts measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
-            "process_memory": "peak_rss_bytes return_freed_memory rss_bytes total_bytes",
+            "process_memory": "peak_rss_bytes return_freed_memory rss_bytes",
         },
     )

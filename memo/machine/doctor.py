@@ -1,7 +1,7 @@
-"""What this machine can do: GPUs and their links, host memory, disks and whether they reach the GPU directly.
+"""Machine diagnosis for `memo doctor`: GPUs and their links, host memory, disks and GPUDirect Storage.
 
-Everything here is measured or read from the system, never assumed; what cannot be had is said with its reason. The
-planner uses the rates.
+Every figure is measured or read from the system, never assumed; a missing figure comes with its reason. `memo plan`
+uses the rates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from memo.errors import SwapError
 from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_facts, measure_disk, measure_link
+from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
 
 __all__ = ["Diagnosis", "Disk", "Gpu", "examine"]
@@ -23,7 +24,7 @@ __all__ = ["Diagnosis", "Disk", "Gpu", "examine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as NVML describes it, and its measured link."""
+    """GPU as NVML describes it, and its measured link to host memory."""
 
     index: int
     name: str
@@ -39,7 +40,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """One directory; its rates are None when `problem` says why."""
+    """Scratch directory, its file system and its rates.
+
+    `rates` is None if and only if `problem` tells why the directory cannot be used.
+    """
 
     directory: str
     device: str
@@ -55,21 +59,27 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything, as `memo doctor --json` prints it."""
+    """Result of `examine`, as `memo doctor --json` prints it."""
 
     gpu_driver_version: str | None
     gpus: list[Gpu]
     gpu_problem: str | None
-    """Why there is no GPU, or why its link could not be measured."""
+    """Reason why there is no GPU, or why its link was not measured."""
     host: HostFacts
     disks: list[Disk]
     striped: DiskRates | None
-    """All directories as one store; None for fewer than two."""
+    """Rates of all directories striped into one store; None for fewer than two usable ones."""
     took_s: float
 
 
 def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) -> Diagnosis:
-    """Measures for about `seconds` at a time: one for the host, six for each disk, three for each GPU."""
+    """Measures the host, the GPUs and the disks.
+
+    Args:
+        directories: Scratch directories.
+        seconds: Length of one measurement: one for the host, six for each disk (and the stripe), three for each GPU.
+        nvml: Module to use in place of pynvml.
+    """
     begin = time.monotonic()
     driver, gpus, problem = _gpus(nvml, seconds)
     disks = [_disk(directory, seconds) for directory in directories]
@@ -118,7 +128,7 @@ def _disk(directory: Path, seconds: float) -> Disk:
 
 
 def _gpus(nvml: Any, seconds: float) -> tuple[str | None, list[Gpu], str | None]:
-    """(driver version, GPUs, what is wrong)."""
+    """Returns the driver version, the GPUs, and the reason why there are none or they are not measured."""
     if nvml is None:
         import pynvml
 
@@ -131,7 +141,7 @@ def _gpus(nvml: Any, seconds: float) -> tuple[str | None, list[Gpu], str | None]
         driver = _text(nvml.nvmlSystemGetDriverVersion())
         problem = None
         if not torch.cuda.is_available():
-            problem = f"torch {torch.__version__} cannot use the GPU: links are not measured"
+            problem = f"torch {torch.__version__} cannot use the GPU, so links are not measured; install a CUDA build"
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return driver, [_gpu(nvml, index, handle, seconds) for index, handle in enumerate(handles)], problem
     finally:
@@ -144,7 +154,7 @@ def _gpu(nvml: Any, index: int, handle: Any, seconds: float) -> Gpu:
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
         memory_total_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        # Read after the link was used: an idle link is clocked down.
+        # Measured first: an idle link reports a lower generation.
         link=_link(bus, seconds),
         pcie_generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
         pcie_generation_max=int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
@@ -155,7 +165,7 @@ def _gpu(nvml: Any, index: int, handle: Any, seconds: float) -> Gpu:
 
 
 def _link(bus: str, seconds: float) -> LinkRates | None:
-    """Measured on torch's device at the same bus address: CUDA_VISIBLE_DEVICES renumbers torch's, not NVML's."""
+    """Measures torch's device with this PCI address: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties: Any = torch.cuda.get_device_properties(index)
         address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
@@ -165,13 +175,9 @@ def _link(bus: str, seconds: float) -> LinkRates | None:
 
 
 def _numa_node(bus: str) -> int | None:
-    """NVML writes the domain with eight digits, the kernel with four; -1 is a machine with one node only."""
-    path = Path("/sys/bus/pci/devices") / bus.lower()[-12:] / "numa_node"
-    try:
-        node = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    """NUMA node of a PCI address as NVML writes it: `00000000:65:00.0`."""
+    domain, number, device = bus.partition(".")[0].split(":")
+    return node_of_pci_device(int(domain, 16), int(number, 16), int(device, 16))
 
 
 def _text(value: str | bytes) -> str:

@@ -1,7 +1,7 @@
-"""Measures the links that bytes move over: disk write and read, host copy, GPU to host and back; alone and together.
+"""Bandwidth measurements: disk write and read, host copy, D2H and H2D; each direction alone and both at once.
 
-What is measured is what the engine would get: the disk through a DiskStore, the GPU's link through page-locked memory.
-Every measurement is bounded in time, not in bytes, so that a slow disk takes no longer to know than a fast one.
+They use the engine's own paths: the disk through a DiskStore, the GPU's link through page-locked memory. Every
+measurement is bounded in time, not in bytes, so a slow disk takes no longer to measure than a fast one.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ __all__ = ["DiskRates", "HostFacts", "LinkRates", "host_facts", "measure_disk", 
 
 _TENSOR_BYTES = 16 << 20
 _SCRATCH_BYTES = 512 << 20
-_OUTSTANDING = 4  # operations in flight for each direction: enough to keep every I/O thread busy
+_OUTSTANDING = 4  # operations in flight in each direction: enough to keep every I/O thread busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
-    """One directory, or several striped."""
+    """Rates of one scratch directory, or of several striped."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     write_together_bytes_per_s: float
-    """While reading at the same time; the two share one device."""
+    """While reading at the same time."""
     read_together_bytes_per_s: float
+    """While writing at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """One GPU's link to host memory."""
+    """Rates of one GPU's link to page-locked host memory; `together` with the other direction."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
@@ -57,23 +58,25 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Host memory as a budget sees it."""
+    """Host memory: limits and copy rate."""
 
     memory_available_bytes: int
-    """The smaller of what the kernel and the control group leave."""
+    """Smaller of the kernel's estimate and the control group's limit."""
     memlock_limit_bytes: int | None
-    """How much may be page-locked; None is without limit."""
+    """RLIMIT_MEMLOCK; None is unlimited."""
     copy_bytes_per_s: float
-    """Memory to memory, one copy at a time."""
+    """One copy at a time, memory to memory."""
 
 
 def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
-    """Takes six times `seconds`: write, read, both for twice as long, and before that two passes of plain writing.
+    """Measures the disk tier over `directories`, striped.
 
-    The first write into a reserved block costs the file system more than later ones, and a step overwrites.
+    Takes six times `seconds`: two passes that write the extents for the first time, then write, read, and both at once
+    for twice as long. The first write to a reserved block costs the file system more than later ones; a training step
+    overwrites.
 
     Raises:
-        ScratchUnusable, ScratchFull: as DiskStore. Nothing is left on the disk.
+        ScratchUnusable, ScratchFull: As DiskStore. Nothing is left on the disk.
     """
     writer = DiskStore(directories, _SCRATCH_BYTES // 2)
     try:
@@ -97,10 +100,16 @@ def measure_disk(directories: Sequence[Path], *, seconds: float) -> DiskRates:
 def measure_lanes(
     device: torch.device, *, host: bool, directories: Sequence[Path], seconds: float
 ) -> dict[Lane, float]:
-    """Bytes per second of each copy lane alone: what a trace compares its copies with. Takes about six times `seconds`.
+    """Measures each copy lane alone, as the reference for the rates of a trace. Takes about six times `seconds`.
 
-    `host` says whether there is a host tier, `directories` where the disk tier is. A lane that is off, or for which there
-    is no room to measure, is left out. Leaves nothing behind.
+    Args:
+        device: Device of the engine.
+        host: True if there is a host tier.
+        directories: Scratch directories of the disk tier; empty without one.
+        seconds: Length of one measurement.
+
+    Returns:
+        Bytes per second by lane. Lanes that are unused or have no room for a measurement are left out.
     """
     rates: dict[Lane, float] = {}
     if device.type == "cuda":
@@ -124,7 +133,7 @@ def _disk_rate(directories: Sequence[Path], direction: str, seconds: float) -> f
 
 
 def _worker_copy_rate(seconds: float) -> float:
-    """Memory to memory on a worker thread of the CPU backend."""
+    """Bytes per second of a copy by a worker thread of the CPU backend."""
     backend = CpuBackend()
     try:
         target, source = aligned_empty(_TENSOR_BYTES).fill_(1), aligned_empty(_TENSOR_BYTES).fill_(2)
@@ -134,7 +143,7 @@ def _worker_copy_rate(seconds: float) -> float:
 
 
 def _lane(store: DiskStore, direction: str, seconds: float) -> Callable[[int], Timed]:
-    """Issues the i-th operation of one direction, over and over the extents that could be written in `seconds`."""
+    """Returns a function that issues the i-th operation of one direction, cyclic over extents written in `seconds`."""
     buffers = [aligned_empty(_TENSOR_BYTES).random_(0, 256) for _ in range(_OUTSTANDING)]
     extents: list[DiskExtent] = []
     deadline = time.perf_counter() + seconds
@@ -150,7 +159,7 @@ def _lane(store: DiskStore, direction: str, seconds: float) -> Callable[[int], T
 
 
 def _sustain(lanes: Sequence[Callable[[int], Timed]], seconds: float) -> list[float]:
-    """Bytes per second of each lane while all of them run for `seconds`."""
+    """Bytes per second of each lane while all run for `seconds`."""
     deadline = time.perf_counter() + seconds
 
     def run(start: Callable[[int], Timed]) -> float:
@@ -170,7 +179,7 @@ def _sustain(lanes: Sequence[Callable[[int], Timed]], seconds: float) -> list[fl
 
 
 def host_facts(*, seconds: float) -> HostFacts:
-    """Reads the limits and measures one copy for `seconds`."""
+    """Reads the limits of host memory and measures its copy rate for `seconds`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     source, target = aligned_empty(4 * _TENSOR_BYTES).fill_(1), aligned_empty(4 * _TENSOR_BYTES).fill_(2)
     begin, copies = time.perf_counter(), 0
@@ -186,7 +195,7 @@ def host_facts(*, seconds: float) -> HostFacts:
 
 
 def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
-    """Page-locked copies on the engine's own kind of streams, each direction alone and both at once."""
+    """Measures page-locked copies of a GPU on copy streams like the engine's. Takes three times `seconds`."""
     from memo.swap import page_locked
     from memo.swap.backends import copy_stream
 
@@ -210,7 +219,7 @@ def measure_link(device: torch.device, *, seconds: float) -> LinkRates:
 
 
 def _copy_rates(lanes: Sequence[tuple[CopyStream, torch.Tensor, torch.Tensor]], seconds: float) -> list[float]:
-    """Bytes per second of each (stream, target, source); all of them are kept busy until the time is over."""
+    """Bytes per second of each (stream, target, source); all are kept busy until the time is over."""
     begin, done = time.perf_counter(), [0] * len(lanes)
     flying: list[collections.deque[Timed]] = [collections.deque() for _ in lanes]
     while time.perf_counter() - begin < seconds:

@@ -1,4 +1,4 @@
-"""Shares of a node's host memory, link and disks: its ranks agree on them instead of each taking all."""
+"""Division of a node's host memory and disk budgets among its ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ __all__ = ["share_of_node"]
 
 
 def share_of_node(nbytes: int, *, weight: int = 1) -> int:
-    """This rank's part of a budget that is meant for the whole node, in bytes; all of it without a process group.
+    """Returns this rank's share of a budget for the whole node; all of it without a process group.
 
-    Parts are in proportion to `weight`, each rank's need. A collective call where a group exists: every rank must make it.
-    Ranks that were given different budgets agree on the smallest: the node has what the most careful of them said.
+    A collective call where a process group exists: every rank must make it.
+
+    Args:
+        nbytes: Budget of the node; where ranks of a node differ, the smallest counts.
+        weight: Need of this rank; shares are proportional to it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return nbytes
@@ -24,7 +27,7 @@ def share_of_node(nbytes: int, *, weight: int = 1) -> int:
 
 
 def _host_name() -> str:
-    # Containers of one machine may share a name and not memory; the boot id tells machines apart, the name containers.
+    # The boot id distinguishes machines, the host name containers of one machine.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
             return f"{socket.gethostname()} {boot.read().strip()}"

@@ -1,29 +1,28 @@
-"""What this process takes from the machine: its peak of resident memory, and giving freed memory back.
+"""Resident memory of this process: its current and peak size, and the return of freed memory to the system.
 
-On a CPU run the activations are ordinary heap memory, so the peak of resident memory is the figure that corresponds to
-`max_memory_allocated` on a GPU.
+In a CPU run activations are ordinary heap memory, so peak resident memory corresponds to `max_memory_allocated` on a
+GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 import sys
 
-__all__ = ["peak_rss_bytes", "return_freed_memory", "rss_bytes", "total_bytes"]
+__all__ = ["peak_rss_bytes", "return_freed_memory", "rss_bytes"]
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _M_TRIM_THRESHOLD = -1
-# Larger blocks get a mapping of their own, which free() returns to the system at once. glibc's default grows with every
-# such block that is freed, up to 32 MiB; from then on freed activations below that size stay resident in the heap.
+# glibc gives larger blocks a mapping of their own, which free() unmaps at once. By default this threshold grows with
+# every such block that is freed, up to 32 MiB; freed activations below it stay resident in the heap.
 _MMAP_THRESHOLD_BYTES = 256 << 10
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set this program has had.
+    """Returns the peak resident set size.
 
-    Linux's VmHWM belongs to this program alone; getrusage's figure also remembers the process that started it.
+    On Linux VmHWM, which counts this program only; the value of getrusage includes the process that started it.
     """
     peak = _status("VmHWM:")
     if peak is not None:
@@ -33,13 +32,13 @@ def peak_rss_bytes() -> int:
 
 
 def rss_bytes() -> int:
-    """The resident set now; its peak where the system does not tell."""
+    """Returns the current resident set size; the peak where the system does not report it."""
     now = _status("VmRSS:")
     return peak_rss_bytes() if now is None else now
 
 
 def _status(name: str) -> int | None:
-    """A figure that Linux keeps of this process."""
+    """Value of a line of /proc/self/status, in bytes; None where it is missing."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return next((int(line.split()[1]) << 10 for line in status if line.startswith(name)), None)
@@ -47,13 +46,8 @@ def _status(name: str) -> int | None:
         return None
 
 
-def total_bytes() -> int:
-    """Physical memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def return_freed_memory() -> bool:
-    """Makes free() of a tensor return its pages to the system; False where the C library is not glibc."""
+    """Makes free() of tensors return their pages to the system; False where the C library is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

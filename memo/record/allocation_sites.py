@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memo.allocator import Recorder, Where
+from memo.allocator import AllocationSite, Recorder
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -30,14 +30,14 @@ _NAMED = "memo_module"
 
 
 class Places:
-    """Keeps `recorder.where` while it is entered. `phase` names the part of the step that begins."""
+    """Keeps `recorder.site` while it is entered. `phase` names the part of the step that begins."""
 
     def __init__(self, recorder: Recorder, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._recorder = recorder
         self._model = model
         self._layers = {layer.name: layer for layer in layers}
         self._hooks: list[RemovableHandle] = []
-        self._stack: list[Where] = []
+        self._stack: list[AllocationSite] = []
         self._visits: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> Places:
@@ -53,41 +53,41 @@ class Places:
 
     def phase(self, name: str) -> None:
         """The step goes on to another part."""
-        self._recorder.where = Where(phase=name)
+        self._recorder.site = AllocationSite(phase=name)
 
     def _watch(self, name: str, layer: str, module: nn.Module) -> list[RemovableHandle]:
         def begin(_: nn.Module, args: object) -> None:
-            before = self._recorder.where
+            before = self._recorder.site
             self._stack.append(before)
             group = before.group  # a layer's part, or a recompute, stays in the pass that runs it
             if layer and name == layer and before.phase == _FORWARD:
                 self._visits[layer] += 1
                 group = _group(layer, _FORWARD, self._visits[layer])
-            self._recorder.where = dataclasses.replace(before, module=name, group=group)
+            self._recorder.site = dataclasses.replace(before, module=name, group=group)
 
         def end(_: nn.Module, args: object, output: Any) -> None:
-            phase = self._recorder.where.phase
+            phase = self._recorder.site.phase
             if self._stack:
-                self._recorder.where = self._stack.pop()
+                self._recorder.site = self._stack.pop()
             if phase == _FORWARD:
                 group = _group(layer, _BACKWARD, self._visits[layer]) if layer else ""
                 for tensor in output if isinstance(output, tuple) else (output,):
                     if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                        self._name(tensor.grad_fn, Where(phase=_BACKWARD, module=name, group=group))
+                        self._name(tensor.grad_fn, AllocationSite(phase=_BACKWARD, module=name, group=group))
 
         return [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(end, always_call=True),
         ]
 
-    def _name(self, node: Node, reached: Where) -> None:
+    def _name(self, node: Node, reached: AllocationSite) -> None:
         notes: dict[str, Any] = node.metadata  # type: ignore[assignment]  # declared as the method it is not
         if _NAMED in notes:
             return  # the output of an inner module, which says more
         notes[_NAMED] = reached.module
 
         def reach(_: object) -> None:
-            self._recorder.where = reached
+            self._recorder.site = reached
 
         node.register_prehook(reach)
 

@@ -136,7 +136,7 @@ class _Lanes(OneComputeStream):
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
         return None
 
-    def host_waits(self, event: Event) -> bool:
+    def would_block(self, event: Event) -> bool:
         return False
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memo.allocator import AllocationTrace, BytelessMode, Life, Recorder
+from memo.allocator import AllocationTrace, BytelessMode, Lifetime, Recorder
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
 from memo.gpt import GPTConfig, Precision
 from memo.gpt.model import GPT
@@ -252,12 +252,12 @@ class _Saved:
 
     def __init__(self, recorder: Recorder, layers: list[Layer]) -> None:
         self._recorder, self._layers = recorder, layers
-        self._inputs: set[Life] = set()
-        self._roles: dict[Life, Role] = {}
+        self._inputs: set[Lifetime] = set()
+        self._roles: dict[Lifetime, Role] = {}
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called by autograd; keeps the tensor where it is."""
-        life = self._recorder.life_of(tensor)
+        life = self._recorder.lifetime_of(tensor)
         if life is not None and life not in self._roles:
             self._roles[life] = Role.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
         return tensor.detach()
@@ -268,7 +268,7 @@ class _Saved:
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-            life = None if given is None else self._recorder.life_of(given)
+            life = None if given is None else self._recorder.lifetime_of(given)
             if life is not None:
                 self._inputs.add(life)
 
@@ -286,10 +286,10 @@ class _Saved:
             sums[role] += life.nbytes
         return sums
 
-    def _role(self, life: Life) -> Role:
+    def _role(self, life: Lifetime) -> Role:
         if life in self._inputs:
             return Role.INPUT
-        if not (life.where.group and self._recorder.where.group):
+        if not (life.site.group and self._recorder.site.group):
             return Role.OUTSIDE
         if is_attention(life.operator):
             return Role.ATTENTION if life.result == 0 else Role.STATISTICS

@@ -1,4 +1,4 @@
-"""Streams, events and copies of one kind of device: CUDA, or the CPU."""
+"""Device backends: copy streams, events and memory of CUDA GPUs and of the CPU, behind one interface."""
 
 from __future__ import annotations
 

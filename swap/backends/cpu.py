@@ -1,7 +1,7 @@
-"""The CPU backend: "device" memory is ordinary memory, copies run on worker threads.
+"""CPU backend: device memory is ordinary host memory, copies run on worker threads.
 
-The host is its own compute stream, so a compute event is done when it is taken and waiting for one blocks the host.
-Used in production on CPU, where the tier that matters is the disk.
+The host is its own compute stream: a compute event is done when it is recorded, and waiting for an event blocks the
+host. Used for training on a CPU, where the disk is the tier that matters.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ __all__ = ["CpuBackend", "Done", "HostEvent", "ThreadStream"]
 
 
 class Done:
-    """An event in the past."""
+    """Implements Timed as an event that is done already."""
 
     def query(self) -> bool:
+        """Returns True."""
         return True
 
     def synchronize(self) -> None:
-        return None
+        """Returns at once."""
 
     def interval_ns(self) -> tuple[int, int] | None:
+        """Returns None: not measured."""
         return None
 
     def cancel(self) -> bool:
+        """Returns False."""
         return False
 
 
@@ -44,7 +47,7 @@ _DONE = Done()
 
 
 class HostEvent:
-    """The end of an operation that a worker thread runs."""
+    """Implements Timed for an operation of a worker thread."""
 
     __slots__ = ("_done", "_error", "_interval", "_lock", "_started")
 
@@ -56,21 +59,25 @@ class HostEvent:
         self._interval: tuple[int, int] | None = None
 
     def query(self) -> bool:
+        """Returns True once the operation is done, failed or cancelled."""
         return self._done.is_set()
 
     def synchronize(self) -> None:
+        """Blocks until the operation is done; raises its failure."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Blocks until then, whatever came of it."""
+        """Blocks until the operation is done; raises nothing."""
         self._done.wait()
 
     def interval_ns(self) -> tuple[int, int] | None:
+        """Returns start and end of the operation; None before its end."""
         return self._interval
 
     def cancel(self) -> bool:
+        """Cancels an operation that has not started."""
         with self._lock:
             if self._started:
                 return False
@@ -79,7 +86,7 @@ class HostEvent:
         return True
 
     def start(self) -> bool:
-        """Called by the worker: True if it is to run the operation, False if that was cancelled."""
+        """Marks the operation as started, on the worker; False if it was cancelled."""
         with self._lock:
             if self._started:
                 return False
@@ -87,7 +94,7 @@ class HostEvent:
             return True
 
     def finish(self, begin_ns: int, error: BaseException | None = None) -> None:
-        """Called by the worker, once."""
+        """Marks the operation as done or failed; called once, on the worker."""
         self._interval = (begin_ns, time.monotonic_ns())
         self._error = error
         self._done.set()
@@ -97,7 +104,7 @@ _Operation = tuple[HostEvent, torch.Tensor, torch.Tensor, "list[Event]"]
 
 
 class ThreadStream:
-    """Copies in order on one thread, started at the first copy."""
+    """Implements CopyStream with one worker thread, started at the first copy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -107,10 +114,12 @@ class ThreadStream:
         self._last: HostEvent | None = None
 
     def wait(self, event: Event) -> None:
+        """Orders later copies after `event`."""
         if not event.query():
             self._waits.append(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> HostEvent:
+        """Queues a copy."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"memo-{self._name}", daemon=True)
             self._thread.start()
@@ -121,6 +130,7 @@ class ThreadStream:
         return event
 
     def synchronize(self) -> None:
+        """Blocks until the last copy is done."""
         if self._last is not None:
             self._last.wait()
 
@@ -137,13 +147,14 @@ class ThreadStream:
                     event.finish(begin)
             except BaseException as error:
                 event.finish(begin, error)
-            del operation, event, target, source, waits  # the buffers' lives are not this thread's
+            del operation, event, target, source, waits  # this thread must not keep the buffers alive
 
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # A foreign call, so the interpreter runs on; torch's own copy would take the compute threads.
+        # ctypes releases the interpreter lock; torch's own copy would occupy the compute threads.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def close(self) -> None:
+        """Completes the queued copies and ends the thread."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -151,7 +162,7 @@ class ThreadStream:
 
 
 class CpuBackend(OneComputeStream):
-    """Worker threads in place of copy engines."""
+    """Implements Backend for the CPU, with worker threads in place of copy engines."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -159,27 +170,35 @@ class CpuBackend(OneComputeStream):
         self.h2d = ThreadStream("h2d")
 
     def compute_event(self, stream: int | None = None) -> Timed:
+        """Returns an event that is done."""
         return _DONE
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
+        """Blocks the calling thread until `event`."""
         event.synchronize()
 
-    def host_waits(self, event: Event) -> bool:
-        return False  # the host is the compute stream
+    def would_block(self, event: Event) -> bool:
+        """Returns False: the calling thread is the compute stream and must wait anyway."""
+        return False
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Allocates page-aligned memory."""
         return aligned_empty(nbytes)
 
     def host_slab(self, nbytes: int) -> PageableSlab:
+        """Reserves addresses of pageable memory."""
         return PageableSlab(nbytes)
 
     def synchronize(self) -> None:
+        """Blocks until no copy is in flight."""
         self.d2h.synchronize()
         self.h2d.synchronize()
 
     def stamp(self, stream: int | None = None) -> HostStamp:
+        """Returns a stamp of the present time."""
         return HostStamp()
 
     def close(self) -> None:
+        """Ends the copy threads."""
         self.d2h.close()
         self.h2d.close()

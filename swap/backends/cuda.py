@@ -1,10 +1,10 @@
-"""The CUDA backend: one stream out, one stream in, events between them and the program's compute streams.
+"""CUDA backend: one D2H and one H2D copy stream, ordered with the program's compute streams by events.
 
-Copies never run on a compute stream, and which one the caller is on is read at each call: under pipelines, FSDP2 or
-recompute it is not the one a constructor saw. A stream is named by its raw handle, which takes a tenth of the time that a
-torch.cuda.Stream takes to ask for and to compare. Device buffers are allocated on the caller's stream, so that the caching
-allocator reuses their memory in that stream's order; `record_stream` makes it wait for any other stream that used them, and
-does nothing for their own.
+Copies never run on a compute stream. The caller's compute stream is read at each call: under pipelines, FSDP2 or
+recompute it differs from the one at construction. Streams are identified by raw handle, which takes a tenth of the time
+to get and compare that a torch.cuda.Stream takes. Device buffers are allocated on the caller's stream, so the caching
+allocator reuses their memory in that stream's order; `record_stream` makes the allocator wait for other streams that
+used them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaBackend", "CudaStream", "copy_stream", "numa_node"]
 
-# The driver tells the time between two events as a 24-bit float of milliseconds: to 1 us after ten seconds, to a quarter of
-# a millisecond after an hour.
+# The driver reports the time between two events in milliseconds with 24 bits of precision: 1 us after ten seconds, a
+# quarter of a millisecond after an hour.
 _LONGEST_ELAPSED_MS = 10_000.0
 
-_SAME = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _is_capturing() -> bool:
@@ -36,7 +36,7 @@ def _is_capturing() -> bool:
 
 
 class _Clock:
-    """Translates timed events into host time, by their distance from one event whose host time is known."""
+    """Converts timed events to host time, by their distance from an event whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +46,7 @@ class _Clock:
         self._origin = event, time.monotonic_ns()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        """`time.monotonic_ns()` at which a timed event that is done took place."""
+        """Returns the `time.monotonic_ns()` of a timed event that is done."""
         origin, origin_ns = self._origin
         elapsed_ms: float = origin.elapsed_time(event)
         at = origin_ns + round(elapsed_ms * 1e6)
@@ -62,7 +62,7 @@ class _CudaEvent:
         self._event = event
 
     def query(self) -> bool:
-        # A question to the driver would break off a capture that is under way; an unanswered one is asked again later.
+        # cudaEventQuery would invalidate a capture in progress; the caller asks again later.
         return not _is_capturing() and bool(self._event.query())
 
     def synchronize(self) -> None:
@@ -72,15 +72,15 @@ class _CudaEvent:
         return None
 
     def cancel(self) -> bool:
-        return False  # what stands in a stream's order cannot be taken back
+        return False  # work issued on a stream cannot be cancelled
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Work issued later on `stream` runs after this event; the host does not wait."""
+        """Orders later work of `stream` after this event; the host does not wait."""
         stream.wait_event(self._event)
 
 
 class _CudaCopy(_CudaEvent):
-    """The event at the end of a copy; `begin` and `clock` are None where copies are not timed."""
+    """Event at the end of a copy; `begin` and `clock` are None where copies are not timed."""
 
     __slots__ = ("_begin", "_clock")
 
@@ -96,19 +96,21 @@ class _CudaCopy(_CudaEvent):
 
 
 class CudaStream:
-    """A copy stream of one GPU. With a `clock` each copy stands between two timed events."""
+    """Implements CopyStream for one GPU. With a `clock`, each copy is enclosed by two timed events."""
 
     def __init__(self, device: torch.device, clock: _Clock | None) -> None:
         self.stream = torch.cuda.Stream(device)
         self._clock = clock
 
     def wait(self, event: Event) -> None:
+        """Orders later copies after `event`."""
         _order(event, self.stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _CudaCopy:
+        """Issues a copy in either direction; asynchronous where the host buffer is page-locked."""
         timing = self._clock is not None
         begin = torch.cuda.Event(enable_timing=True) if timing else None
-        # Blocking: the threads of a disk tier that wait for a copy sleep, where they would each spin on a core.
+        # Blocking: disk threads that wait for a copy sleep instead of each spinning on a core.
         end = torch.cuda.Event(enable_timing=timing, blocking=True)
         with torch.cuda.stream(self.stream):
             if begin is not None:
@@ -119,7 +121,7 @@ class CudaStream:
 
 
 class _CudaStamp(_CudaEvent):
-    """A timed event of a compute stream."""
+    """Timed event of a compute stream."""
 
     __slots__ = ("_clock",)
 
@@ -133,7 +135,7 @@ class _CudaStamp(_CudaEvent):
 
 
 def _order(event: Event, stream: torch.cuda.Stream) -> None:
-    """Orders later work of `stream` after `event`; the host waits where that is a thread's event and not the device's."""
+    """Orders later work of `stream` after `event`; blocks the host for an event of a host thread."""
     if isinstance(event, _CudaEvent):
         event.order(stream)
     else:
@@ -141,10 +143,11 @@ def _order(event: Event, stream: torch.cuda.Stream) -> None:
 
 
 class CudaBackend:
-    """Streams and events of one GPU.
+    """Implements Backend for one GPU.
 
-    With `timing` each copy, wait and recompute stands between two timed events; without it events are the cheap kind and
-    their times are unknown.
+    Args:
+        device: The GPU; without an index the current one.
+        timing: Enclose each copy, wait and recompute in two timed events. Events without timing are cheaper.
     """
 
     def __init__(self, device: torch.device, *, timing: bool = False) -> None:
@@ -153,87 +156,106 @@ class CudaBackend:
         self._clock = _Clock(self.device) if timing else None
         self.d2h = CudaStream(self.device, self._clock)
         self.h2d = CudaStream(self.device, self._clock)
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by raw handle, each that the program has been on
-        # Storage of a buffer -> its allocation stream. Those of the program's own tensors only the allocator knows.
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by raw handle: compute streams seen so far
+        # Allocation stream of each buffer's storage. Of the program's own tensors only the allocator knows it.
         self._owner: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
-    def here(self) -> int:
+    def current_stream(self) -> int:
+        """Returns the raw handle of the caller's stream."""
         handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self.device)
         return handle
 
     def _stream(self, handle: int | None) -> torch.cuda.Stream:
-        """The compute stream of this handle; the caller's for None."""
-        return self._streams[self.here() if handle is None else handle]
+        """Compute stream of a handle; the caller's for None."""
+        return self._streams[self.current_stream() if handle is None else handle]
 
-    def saved_here(self, source: torch.Tensor) -> int:
-        return self.here()
+    def saving_stream(self, source: torch.Tensor) -> int:
+        """Returns the caller's stream."""
+        return self.current_stream()
 
-    def on(self, stream: int) -> contextlib.AbstractContextManager[object]:
-        return _SAME if stream == self.here() else torch.cuda.stream(self._streams[stream])
+    def stream_context(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        """Makes `stream` current in a context."""
+        return _NO_CONTEXT if stream == self.current_stream() else torch.cuda.stream(self._streams[stream])
 
     def is_capturing(self) -> bool:
+        """Returns True during CUDA graph capture."""
         return _is_capturing()
 
     def compute_event(self, stream: int | None = None) -> Timed:
+        """Records an untimed event."""
         event = torch.cuda.Event()
         event.record(self._stream(stream))
         return _CudaEvent(event)
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
+        """Makes a compute stream wait for `event`; blocks the host for an event of a host thread."""
         _order(event, self._stream(stream))
 
-    def host_waits(self, event: Event) -> bool:
+    def would_block(self, event: Event) -> bool:
+        """Returns True for an event of a host thread that is not done."""
         return not isinstance(event, _CudaEvent) and not event.query()
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
-        user = self.here() if stream is None else stream
+        """Calls `record_stream`, unless the buffer was allocated on that stream."""
+        user = self.current_stream() if stream is None else stream
         if self._owner.get(buffer.untyped_storage()) != user:
             buffer.record_stream(self._streams[user])
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Allocates device memory on the caller's stream.
+
+        Raises:
+            OutOfMemoryError: torch's class, whichever allocator is installed.
+        """
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             if "CUDA out of memory" not in str(error):
                 raise
-            # The planned allocator cannot throw torch's own class; who makes room and tries again waits for that one.
+            # The planned allocator cannot throw torch's own class, which callers catch to free memory and retry.
             raise torch.OutOfMemoryError(str(error)) from None
-        self._owner[buffer.untyped_storage()] = self.here()
+        self._owner[buffer.untyped_storage()] = self.current_stream()
         return buffer
 
     def host_slab(self, nbytes: int) -> PinnedSlab:
+        """Reserves addresses of page-locked memory on the GPU's NUMA node."""
         return PinnedSlab(nbytes, self.device, node=numa_node(self.device))
 
     def synchronize(self) -> None:
+        """Blocks the host until both copy streams are idle."""
         self.d2h.stream.synchronize()
         self.h2d.stream.synchronize()
 
     def stamp(self, stream: int | None = None) -> _CudaStamp | None:
+        """Records a timed event; None without timing and during graph capture."""
         if self._clock is None or _is_capturing():
             return None
         return _CudaStamp(self._stream(stream), self._clock)
 
     def begin_range(self, name: str) -> int:
+        """Opens an NVTX range."""
         return int(torch.cuda.nvtx.range_start(name))
 
     def end_range(self, number: int) -> None:
+        """Closes an NVTX range."""
         torch.cuda.nvtx.range_end(number)
 
     def close(self) -> None:
+        """Waits for all work of the GPU."""
         torch.cuda.synchronize(self.device)
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The GPU's NUMA node; None where the system does not say."""
+    """Returns the GPU's NUMA node; None where the system does not report it."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         return node_of_pci_device(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    except AttributeError:  # an older torch does not tell
+    except AttributeError:  # an older torch has no PCI address
         return None
 
 
 def copy_stream(device: torch.device) -> CudaStream:
-    """A copy stream beside the backend's two, without timing: for bytes on their way to and from disk."""
+    """Creates a copy stream beside the backend's two, without timing: for transfers to and from disk."""
     return CudaStream(device, None)

@@ -1,10 +1,11 @@
-"""Interface between the engine and a device: copy streams, events that order, memory of each kind (rule R10).
+"""Interface between the engine and a device: copy streams, events, device and host memory (rule R10).
 
 Three implementations: `memo.swap.backends.cuda` (CUDA streams), `memo.swap.backends.cpu` (worker threads), and
 `race_checker` (deterministic schedules and vector clocks, for tests). The engine is the same above all three.
 
-Every buffer that crosses this interface is a one-dimensional uint8 tensor. A copy stream runs its operations in the
-order they were issued. Different streams are ordered only by events: `CopyStream.wait` and `Backend.compute_wait`.
+Every buffer that crosses this interface is a one-dimensional uint8 tensor. A copy stream runs its operations in issue
+order. Different streams are ordered only by events: `CopyStream.wait` and `Backend.compute_wait`. Where a method takes
+`stream: int | None`, None is the caller's compute stream.
 """
 
 from __future__ import annotations
@@ -34,75 +35,85 @@ __all__ = [
 
 
 class Event(Protocol):
-    """A point in a stream's order."""
+    """Point in the order of a stream."""
 
     def query(self) -> bool:
-        """True once everything before the point is done. Never blocks, never raises."""
+        """Returns True once all work before the point is done. Never blocks, never raises."""
 
     def synchronize(self) -> None:
-        """Blocks the calling host thread until then; raises the MemoError of the operation that failed, if one did."""
+        """Blocks the calling host thread until the point is reached.
+
+        Raises:
+            MemoError: The operation before the point failed.
+        """
 
 
 class Timed(Event, Protocol):
-    """An event at the end of one operation that knows when the operation ran."""
+    """Event at the end of one operation, with the operation's start and end time."""
 
     def interval_ns(self) -> tuple[int, int] | None:
-        """(start, end) as `time.monotonic_ns()` readings; None while it runs or where it was not measured."""
+        """Returns (start, end) in `time.monotonic_ns()`; None while it runs and where it is not measured."""
 
     def cancel(self) -> bool:
-        """True if the operation had not begun and never will; the event is then done. False where that cannot be."""
+        """Cancels an operation that has not started; its event is then done. False where that is not possible."""
 
 
 class CopyStream(Protocol):
-    """A lane that copies in order."""
+    """Stream of copies, run in issue order."""
 
     def wait(self, event: Event) -> None:
-        """Everything issued later runs after `event`."""
+        """Orders all later work of the stream after `event`."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Timed:
         """Issues a copy of all of `source`; the caller keeps both buffers alive until the event is done."""
 
 
 class Extent(Protocol):
-    """A reserved range of the disk tier."""
+    """Reserved range of the disk tier."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Capacity in bytes."""
+        ...
 
 
 class Disk(Protocol):
-    """The disk tier: reserved ranges, written and read by threads of its own (rule R9).
+    """Disk tier: reserved ranges, written and read asynchronously (rule R9).
 
     Operations on different extents run in any order; `after` is the only ordering. The store keeps `source` and
     `target` alive until the event is done.
     """
 
     def reserve(self, nbytes: int) -> Extent | None:
-        """A range of at least `nbytes`, or None when the budget is used up."""
+        """Reserves at least `nbytes`; None when the budget is used up."""
 
     def release(self, extent: Extent) -> None:
-        """Gives the range back; no operation on it may be pending."""
+        """Releases the range; no operation on it may be pending."""
 
-    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed: ...
+    def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
+        """Writes all of `source` to the start of `extent` once the events of `after` are done."""
+        ...
 
-    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed: ...
+    def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> Timed:
+        """Fills `target` from the start of `extent` once the events of `after` are done."""
+        ...
 
     def close(self) -> None:
-        """Waits for running operations, ends the threads, closes the files. Idempotent."""
+        """Waits for running operations, ends the threads and closes the files. Idempotent."""
 
 
 class Stamp(Protocol):
-    """A timed event of a compute stream."""
+    """Timed event of a compute stream."""
 
     def ns(self) -> int | None:
-        """`time.monotonic_ns()` when the stream passed it; None while it has not."""
+        """Returns the `time.monotonic_ns()` at which the stream passed it; None before that."""
 
     def synchronize(self) -> None:
-        """Blocks the calling host thread until it has."""
+        """Blocks the calling host thread until the stream has passed it."""
 
 
 class HostStamp:
-    """The time of its construction, for devices whose clock is the host's."""
+    """Implements Stamp with the host time of its construction, for devices whose clock is the host's."""
 
     __slots__ = ("at",)
 
@@ -110,134 +121,148 @@ class HostStamp:
         self.at = time.monotonic_ns()
 
     def ns(self) -> int:
+        """Returns the time of construction."""
         return self.at
 
     def synchronize(self) -> None:
-        return None
+        """Returns at once."""
 
 
 class HostSlab(Protocol):
-    """A range of host addresses of which the first `nbytes` are backed by memory; grows and shrinks in place, at its end."""
+    """Range of host addresses of which the first `nbytes` are backed by memory; grows and shrinks at its end."""
 
     @property
     def memory(self) -> torch.Tensor:
-        """The whole range; what lies beyond the bytes waited for must not be touched."""
+        """Whole range; bytes beyond those passed to `wait` must not be accessed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken from the system, or being taken."""
+        """Bytes allocated, or being allocated."""
 
     def grow(self, nbytes: int) -> None:
-        """Begins to take at least the first `nbytes` from the system; returns at once."""
+        """Starts to allocate at least the first `nbytes`; returns at once."""
 
     def wait(self, nbytes: int) -> None:
-        """Returns when the first `nbytes` may be used.
+        """Waits until the first `nbytes` may be used.
 
         Raises:
-            SwapError: the system refused some of them; the slab is then as large as what it gave.
+            SwapError: The system refused some of them; the slab keeps what it got.
         """
 
     def shrink(self, nbytes: int) -> None:
-        """Gives back whole pieces beyond the first `nbytes`, where nothing may be in use."""
+        """Frees whole pieces beyond the first `nbytes`; nothing there may be in use."""
 
     def close(self) -> None:
-        """Takes no more. What is taken is given back when nobody has a view of the memory any more. Idempotent."""
+        """Ends growth. The memory is freed with the last view of it. Idempotent."""
 
 
 class Backend(Protocol):
-    """One device and its lanes."""
+    """One device: its memory, compute streams and copy streams."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device with its index."""
+        ...
 
     @property
-    def d2h(self) -> CopyStream: ...
+    def d2h(self) -> CopyStream:
+        """Stream of device-to-host copies."""
+        ...
 
     @property
-    def h2d(self) -> CopyStream: ...
+    def h2d(self) -> CopyStream:
+        """Stream of host-to-device copies."""
+        ...
 
-    def here(self) -> int:
-        """The caller's compute stream, read at call time and never cached (R5). Equal numbers are the same stream."""
+    def current_stream(self) -> int:
+        """Returns the caller's compute stream, read at each call and never cached (R5). Equal numbers: same stream."""
 
-    def saved_here(self, source: torch.Tensor) -> int:
-        """The caller's compute stream, on which autograd saves `source`; what wrote `source` is ordered before its end."""
+    def saving_stream(self, source: torch.Tensor) -> int:
+        """Returns the caller's compute stream, on which autograd saves `source`; ordered after `source`'s writer."""
 
-    def on(self, stream: int) -> AbstractContextManager[object]:
-        """A context in which `stream` is the caller's compute stream."""
+    def stream_context(self, stream: int) -> AbstractContextManager[object]:
+        """Returns a context in which `stream` is the caller's compute stream."""
 
     def is_capturing(self) -> bool:
-        """True while the caller's stream is captured into a graph: what is issued now runs later, and more than once."""
+        """Returns True while the caller's stream is captured into a graph: work issued now runs later, repeatedly."""
 
     def compute_event(self, stream: int | None = None) -> Timed:
-        """An event at the current end of a compute stream, the caller's where none is named."""
+        """Records an event at the current end of a compute stream."""
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
-        """Work issued later on a compute stream, the caller's where none is named, runs after `event`.
+        """Orders later work of a compute stream after `event`.
 
-        Raises what the event's operation failed with, where that is known.
+        Raises:
+            MemoError: The event's operation failed, where that is known by now.
         """
 
-    def host_waits(self, event: Event) -> bool:
-        """True where `compute_wait(event)` would stop the calling thread now, which could issue other work meanwhile.
+    def would_block(self, event: Event) -> bool:
+        """Returns True if `compute_wait(event)` would block the calling thread, which could issue other work meanwhile.
 
-        False where a device orders itself, and where the calling thread is the compute stream: it must wait in any case.
+        False where the device does the ordering, and where the calling thread is the compute stream and must wait
+        anyway.
         """
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
-        """Declares that a compute stream, the caller's where none is named, has just used `buffer` or is about to.
+        """Declares that a compute stream has just used `buffer` or is about to (`record_stream`).
 
-        The memory is then reused only after all that this stream has issued when the buffer is freed (`record_stream`).
+        Once freed, the memory is reused only after all work that this stream has issued by then.
         """
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Device memory that belongs to the caller's compute stream."""
+        """Allocates device memory on the caller's compute stream."""
 
     def host_slab(self, nbytes: int) -> HostSlab:
-        """Reserves addresses for `nbytes` of host memory (page-locked where the device has a bus to cross); takes none yet.
+        """Reserves addresses for `nbytes` of host memory, page-locked where the device has a bus to cross.
 
         Raises:
-            SwapError: the system refuses them.
+            SwapError: The system refuses them.
         """
 
     def synchronize(self) -> None:
-        """The host waits until no copy is in flight."""
+        """Blocks the host until no copy is in flight."""
 
     def stamp(self, stream: int | None = None) -> Stamp | None:
-        """Records a stamp on a compute stream, the caller's where none is named; None where times are not measured."""
+        """Records a stamp on a compute stream; None where times are not measured."""
 
     def begin_range(self, name: str) -> int:
-        """Opens a range of the device's profiler (NVTX) around what is issued in it; returns its number for `end_range`."""
+        """Opens a range of the device's profiler (NVTX); returns its number for `end_range`."""
 
     def end_range(self, number: int) -> None:
         """Closes the range."""
 
     def close(self) -> None:
-        """Ends the lanes. Idempotent."""
+        """Ends the copy streams. Idempotent."""
 
 
 class OneComputeStream:
-    """Base of backends whose only compute stream is the calling thread: the part of Backend about compute streams."""
+    """Base of backends whose only compute stream is the calling thread: implements that part of Backend."""
 
-    def here(self) -> int:
+    def current_stream(self) -> int:
+        """Returns 0."""
         return 0
 
-    def saved_here(self, source: torch.Tensor) -> int:
+    def saving_stream(self, source: torch.Tensor) -> int:
+        """Returns 0."""
         return 0
 
-    def on(self, stream: int) -> AbstractContextManager[object]:
-        return _SAME
+    def stream_context(self, stream: int) -> AbstractContextManager[object]:
+        """Returns a context without effect."""
+        return _NO_CONTEXT
 
     def is_capturing(self) -> bool:
+        """Returns False."""
         return False
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
-        return None
+        """Does nothing: the thread's own order suffices."""
 
     def begin_range(self, name: str) -> int:
+        """Does nothing: there is no profiler range."""
         return 0
 
     def end_range(self, number: int) -> None:
-        return None
+        """Does nothing."""
 
 
-_SAME = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()

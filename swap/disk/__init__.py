@@ -1,4 +1,4 @@
-"""The disk tier's I/O: scratch files, queues of operations, io threads, GPUDirect Storage."""
+"""Disk tier I/O: anonymous scratch files, I/O threads, bounce buffers for device tensors, GPUDirect Storage."""
 
 from __future__ import annotations
 

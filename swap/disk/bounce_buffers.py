@@ -1,11 +1,11 @@
-"""The disk tier of a device that the disk cannot reach by itself: device -> page-locked blocks -> disk, and back.
+"""Disk tier for device tensors without GPUDirect Storage: device -> page-locked staging blocks -> disk, and back.
 
-Two threads, one out and one in, each with its own ring of staging blocks and its own copy stream. A storage is cut into
-parts of one block each; while one block is written to disk the next is copied from the device, so the slower of the two
-links sets the pace and staging memory does not grow with the storage.
+Two threads, one for each direction, each with its own ring of staging blocks and its own copy stream. A storage is
+split into parts of one block; while one block is written to disk the next one is copied from the device. The slower of
+the two links sets the rate, and staging memory does not grow with the storage.
 
-    out    copy part 0 | copy part 1 | copy part 2 ...      a block is reused when its write has ended
-    disk               | write 0     | write 1 ...
+    D2H copy    part 0 | part 1 | part 2 ...      a block is reused when its write has ended
+    disk               | part 0 | part 1 ...
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ __all__ = ["StagedDisk"]
 
 @dataclasses.dataclass(slots=True)
 class _Parts:
+    """Extent of a StagedDisk: one extent of the underlying disk for each block."""
+
     nbytes: int
     extents: tuple[Extent, ...]
     written: HostEvent | None = None
-    """The latest write: `after` is about the tensor, and a read of the disk must not overtake it."""
+    """Latest write. A read waits for it: `after` orders uses of the tensor, not of the disk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
+    """Write or read of one storage, queued for a lane."""
+
     event: HostEvent
     parts: _Parts
     tensor: torch.Tensor
@@ -47,9 +51,15 @@ class _Job:
 
 
 class StagedDisk:
-    """Satisfies `memo.swap.backends.protocol.Disk` for device tensors over a `disk` that takes host tensors.
+    """Implements `memo.swap.backends.Disk` for device tensors over a disk that takes host tensors.
 
-    `blocks` staging blocks of `block_bytes` in each direction, from `empty_host`.
+    Args:
+        disk: Underlying store; closed together with this one.
+        out: Copy stream for device to host.
+        back: Copy stream for host to device.
+        empty_host: Allocates the staging memory, uint8, page-locked where the device has a bus to cross.
+        block_bytes: Bytes of one staging block.
+        blocks: Staging blocks in each direction.
     """
 
     def __init__(
@@ -72,6 +82,7 @@ class StagedDisk:
         )
 
     def reserve(self, nbytes: int) -> _Parts | None:
+        """Reserves an extent for each block; None, with nothing reserved, when the disk is full."""
         extents: list[Extent] = []
         for start in range(0, nbytes, self._block_bytes):
             extent = self._disk.reserve(min(self._block_bytes, nbytes - start))
@@ -83,20 +94,24 @@ class StagedDisk:
         return _Parts(nbytes, tuple(extents))
 
     def release(self, extent: Extent) -> None:
+        """Releases the extents of all blocks."""
         assert isinstance(extent, _Parts)
         for part in extent.extents:
             self._disk.release(part)
 
     def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
+        """Queues a write of all of `source` after the events of `after`."""
         assert isinstance(extent, _Parts)
         extent.written = self._lanes[0].put(_Job(HostEvent(), extent, source, tuple(after)))
         return extent.written
 
     def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> HostEvent:
+        """Queues a read into `target` after the latest write of `extent` and the events of `after`."""
         assert isinstance(extent, _Parts)
         return self._lanes[1].put(_Job(HostEvent(), extent, target, tuple(after)))
 
     def close(self) -> None:
+        """Completes the queued jobs, ends the threads and closes the underlying disk."""
         for lane in self._lanes:
             lane.close()
         self._disk.close()
@@ -108,7 +123,7 @@ class StagedDisk:
         try:
             for number, (part, piece) in enumerate(self._pieces(job)):
                 if len(writes) == len(ring):
-                    writes.popleft().synchronize()  # the block's last write, before it is overwritten
+                    writes.popleft().synchronize()  # latest write of this block, before the copy overwrites it
                 block = ring[number % len(ring)][: piece.numel()]
                 copied = stream.copy(block, piece)
                 writes.append(self._disk.write(part, block, after=(copied,)))
@@ -126,7 +141,7 @@ class StagedDisk:
         try:
             for number, (part, piece) in enumerate(pieces):
                 if len(reads) + len(copies) == len(ring):
-                    self._pass_on(pieces, number, reads, copies, stream, ring)
+                    self._free_oldest(pieces, number, reads, copies, stream, ring)
                 block = ring[number % len(ring)][: piece.numel()]
                 reads.append(self._disk.read(part, block))
             while reads:
@@ -135,9 +150,9 @@ class StagedDisk:
             try:
                 _settle(reads)
             finally:
-                _settle(copies)  # also where reads failed: a copy that still runs would write into a freed buffer
+                _settle(copies)  # after failed reads too: a running copy would write into a freed buffer
 
-    def _pass_on(
+    def _free_oldest(
         self,
         pieces: Sequence[tuple[Extent, torch.Tensor]],
         number: int,
@@ -146,7 +161,7 @@ class StagedDisk:
         stream: CopyStream,
         ring: Sequence[torch.Tensor],
     ) -> None:
-        """Frees the oldest block of a full ring: its read must end and its copy to the device too."""
+        """Frees the oldest block of a full ring: waits for its read and for its H2D copy."""
         if not copies:
             self._copy_oldest(pieces, number - len(reads), reads, copies, stream, ring)
         copies.popleft().synchronize()
@@ -170,7 +185,7 @@ class StagedDisk:
 
 
 def _settle(events: collections.deque[Event]) -> None:
-    """Waits for all, so that no staging block is in use afterwards; raises the first failure."""
+    """Waits for all events, so that no staging block is in use afterwards; raises the first failure."""
     failure: BaseException | None = None
     while events:
         try:
@@ -182,7 +197,7 @@ def _settle(events: collections.deque[Event]) -> None:
 
 
 class _Lane:
-    """Runs jobs in order on one thread, started with the first."""
+    """One direction: a thread, started with the first job, that runs jobs in order."""
 
     def __init__(self, name: str, run: Callable[[_Job], None]) -> None:
         self._name = name
@@ -207,7 +222,7 @@ class _Lane:
                 except BaseException as error:
                     failure = error
                 event = job.event
-                del job  # the tensor's life is not this thread's
+                del job  # this thread must not keep the tensor alive until the next job
                 event.finish(begin, failure)
 
     def close(self) -> None:

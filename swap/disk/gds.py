@@ -1,11 +1,11 @@
-"""The disk tier straight from GPU memory: GPUDirect Storage through kvikio's asynchronous calls on CUDA streams.
+"""Disk tier by GPUDirect Storage (GDS): transfers between GPU memory and disk through kvikio's stream-ordered calls.
 
-Same scratch space as `memo.swap.disk.store`, no host memory and no thread of ours: each operation is put on a stream
-of its own after the events it needs. Only where `memo doctor` finds GDS working: without it kvikio does the same calls
-by blocking the caller, which the forward must never be.
+Uses the same scratch space as `memo.swap.disk.store`, no host memory and no threads: each operation is issued on a
+stream of its own, after the events it depends on. Used only where `memo doctor` finds GDS working: elsewhere kvikio
+falls back to calls that block the caller, and the forward must never block.
 
-An operation's success is known only from its byte count, and a CUDA event fires whether the bytes arrived or not. So
-the event of an operation is waited for by the host, which then looks at the count; it is never handed to a stream.
+Success of an operation is known only from its byte count; its CUDA event fires whether or not the bytes arrived. The
+host therefore waits for that event and checks the count. The event is never passed to a stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memo.errors import MemoError, ScratchUnusable, SwapError
-from memo.swap.disk.operation import DiskExtent, Kind, Piece
+from memo.swap.disk.operation import DiskExtent, Kind, Piece, check_fits, own_extent
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["GdsDisk", "GdsOperation", "IoStream"]
 
 _READ_RETRIES = 2
-_MAX_LANES = 16  # streams in each direction; more operations than that share them in turn
+_MAX_LANES = 16  # streams in each direction; further operations share them round-robin
 
 
 class IoStream(Protocol):
-    """What GdsDisk needs of a copy stream of the CUDA backend."""
+    """Part of the CUDA backend's copy stream that GdsDisk uses."""
 
     @property
     def stream(self) -> Any:
-        """The torch stream; its `cuda_stream` is the raw handle."""
+        """Underlying torch stream; `cuda_stream` is its raw handle."""
 
     def wait(self, event: Event) -> None:
-        """Everything put on the stream later runs after `event`."""
+        """Orders all later work of the stream after `event`."""
 
 
 class GdsOperation:
-    """A `memo.swap.backends.protocol.Timed`. Holds the tensor, and kvikio's futures, until the bytes have been counted."""
+    """Implements `memo.swap.backends.Timed`. Keeps the tensor and the futures alive until the bytes are counted."""
 
     def __init__(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, pieces: Sequence[Piece], label: str):
         self.kind = kind
@@ -56,20 +56,20 @@ class GdsOperation:
         self.futures: list[Any] = []
         self.files: list[Any] = []
         self.arrived: Event | None = None
-        """At the end of the operation on its stream; None when it could not even be issued."""
+        """Event recorded after the operation on its stream; None before the operation was issued."""
         self.failure: tuple[type[MemoError], str, BaseException | None] | None = None
         self.settled = False
         self._lock = threading.Lock()
 
     def query(self) -> bool:
-        """True once the stream has passed the operation."""
+        """Returns True once the stream has passed the operation."""
         return self.settled or self.arrived is None or self.arrived.query()
 
     def synchronize(self) -> None:
-        """Waits for the bytes and counts them.
+        """Waits for the transfer and checks its byte count.
 
         Raises:
-            StoreWriteError, StoreReadError: not all of them arrived.
+            StoreWriteError, StoreReadError: Fewer bytes arrived; a read's target holds garbage.
         """
         self.settle()
         if self.failure is not None:
@@ -77,18 +77,21 @@ class GdsOperation:
             raise error(message) from cause
 
     def interval_ns(self) -> tuple[int, int] | None:
+        """Returns None: transfers are not timed."""
         return None
 
     def cancel(self) -> bool:
-        return False  # what stands in a stream's order cannot be taken back
+        """Returns False: work issued on a stream cannot be cancelled."""
+        return False
 
     def fail(self, piece: Piece, reason: object, cause: BaseException | None) -> None:
+        """Records the first failure, for `synchronize` to raise."""
         if self.failure is None:
             message = f"{self.label}: {piece.nbytes} bytes at {piece.file_offset} failed: {reason}"
             self.failure = (self.kind.error, message, cause)
 
     def settle(self) -> None:
-        """Waits for the bytes, counts them and lets go of the tensor; keeps a failure for `synchronize`."""
+        """Waits for the transfer, checks the count and drops the tensor; keeps a failure for `synchronize`."""
         with self._lock:
             if self.settled:
                 return
@@ -111,7 +114,7 @@ class GdsOperation:
                 if moved == piece.nbytes:
                     return
                 reason = f"{moved} bytes arrived"
-            except RuntimeError as error:  # kvikio has no other exception, and no errno
+            except RuntimeError as error:  # the only exception type of kvikio; carries no errno
                 reason, cause = str(error), error
             if attempt < _READ_RETRIES:
                 count = lambda: file.raw_read(self.tensor, piece.nbytes, piece.file_offset, piece.start)  # noqa: E731
@@ -119,12 +122,21 @@ class GdsOperation:
 
 
 class GdsDisk:
-    """A `memo.swap.backends.protocol.Disk` for tensors in the memory of one GPU.
+    """Implements `memo.swap.backends.Disk` for tensors in the memory of one GPU.
 
-    `new_stream` makes a copy stream of that GPU, `record` an event at the current end of a torch stream.
+    Args:
+        directories: One scratch file is created in each.
+        capacity: Byte budget over all directories, preallocated; None grows on demand.
+        new_stream: Creates a copy stream of that GPU.
+        record: Records an event on a torch stream.
+        rank: Rank named in messages.
+        block_bytes: Stripe size and largest piece.
+        spare_bytes: Bytes left free on each file system when growing on demand.
+        kvikio: Module to use in place of the installed one.
+        open_file: Creates the scratch file of a directory.
 
     Raises:
-        ScratchUnusable, ScratchFull: as ScratchSpace; also when kvikio is missing or would not use GDS. Nothing is
+        ScratchUnusable, ScratchFull: As ScratchSpace; also when kvikio is missing or would not use GDS. Nothing is
             left open.
     """
 
@@ -157,7 +169,7 @@ class GdsDisk:
         self.bytes_moved = dict.fromkeys(Kind, 0)
         try:
             for file in self._space.files:
-                # kvikio opens by name; the file has none, but its descriptor does. "r+" because "w" would truncate.
+                # kvikio opens by path, and the file is unnamed: use its descriptor's. "r+", since "w" truncates.
                 self._files.append(library.CuFile(f"/proc/self/fd/{file.fd}", "r+"))
         except BaseException as error:
             self._close_files()
@@ -166,16 +178,16 @@ class GdsDisk:
             raise
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
-        """A range of at least `nbytes`, or None when the budget, or the file system, is used up."""
+        """Reserves at least `nbytes`; None when the budget or the file system is used up."""
         return self._space.reserve(nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Gives the range back.
+        """Releases the range.
 
         Raises:
-            SwapError: an operation on it is not done, or it was released before; nothing changes.
+            SwapError: An operation on it is pending, or it was already released; nothing changes.
         """
-        extent = _own(extent)
+        extent = own_extent(extent)
         with self._lock:
             for _, operation in self._running:
                 if operation.extent is extent and operation.query():
@@ -184,19 +196,19 @@ class GdsDisk:
 
     def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
         """Writes all of `source` to the start of `extent` once `after` is done."""
-        extent = _own(extent)
-        _check(extent, source, extent.nbytes)
+        extent = own_extent(extent)
+        check_fits(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
         return self._issue(Kind.WRITE, extent, source, after)
 
     def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> GdsOperation:
         """Fills `target` with what was written to `extent`."""
-        extent = _own(extent)
-        _check(extent, target, extent.written_bytes)
+        extent = own_extent(extent)
+        check_fits(extent, target, extent.written_bytes)
         return self._issue(Kind.READ, extent, target, after)
 
     def close(self) -> None:
-        """Waits for every operation, closes the files. Idempotent; failures stay with the operations."""
+        """Waits for every operation and closes the files. Idempotent; failures stay with their operations."""
         with self._lock:
             for _, operation in self._running:
                 operation.settle()
@@ -239,26 +251,26 @@ class GdsDisk:
             self.bytes_moved[operation.kind] += piece.nbytes
 
     def _lane(self, kind: Kind) -> IoStream:
-        """A stream with nothing on it: counting the bytes of one operation waits for all that its stream holds."""
+        """An idle stream: checking the byte count of one operation waits for everything on its stream."""
         busy = {id(lane) for lane, operation in self._running if not operation.query()}
         for lane, operation in self._running:
             if id(lane) not in busy:
-                operation.settle()  # does not wait, and lets go of the tensor
+                operation.settle()  # already done: does not wait, and drops the tensor
         self._running = [pair for pair in self._running if not pair[1].settled]
         lanes = self._lanes[kind]
         index = next((i for i, lane in enumerate(lanes) if id(lane) not in busy), None)
         if index is None and len(lanes) < _MAX_LANES:
             lanes.append(self._new_stream())
             return lanes[-1]
-        lanes.append(lanes.pop(index or 0))  # shared ones in turn
+        lanes.append(lanes.pop(index or 0))  # all busy: round-robin
         return lanes[-1]
 
 
 def _import_kvikio() -> Any:
     try:
-        importlib.import_module("kvikio.defaults")  # no attribute of the package until it is imported itself
+        importlib.import_module("kvikio.defaults")  # `import kvikio` alone does not import it
         return importlib.import_module("kvikio")
-    except Exception as error:  # beside ImportError, kvikio raises its own where a CUDA library is missing
+    except Exception as error:  # ImportError, or kvikio's own where a CUDA library is missing
         raise ScratchUnusable(f"GPUDirect Storage needs kvikio, which cannot be imported: {error}") from error
 
 
@@ -266,18 +278,3 @@ def _record(stream: Any) -> Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-def _own(extent: Extent) -> DiskExtent:
-    if not isinstance(extent, DiskExtent):
-        raise TypeError(f"{extent!r} is not an extent of a disk store")
-    return extent
-
-
-def _check(extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:
-    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-        raise ValueError(f"the disk takes contiguous uint8 tensors, not {tensor.dtype} of strides {tensor.stride()}")
-    if extent.released:
-        raise SwapError(f"the extent at {extent.offset} was released")
-    if not 0 < tensor.numel() <= limit:
-        raise ValueError(f"{tensor.numel()} bytes do not fit the {limit} of the extent at {extent.offset}")

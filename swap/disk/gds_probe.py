@@ -1,7 +1,7 @@
-"""Tells whether GPUDirect Storage works for a directory, and if not, why: by look-ups first, then by a trial process.
+"""Probe for GPUDirect Storage (GDS) on a directory: system look-ups first, then a trial transfer.
 
-The look-ups cost nothing and name what to change. Only when they find no obstacle is GDS tried, in a subprocess with a
-time limit: kvikio's driver call never returns on some machines that cannot do GDS.
+The look-ups are cheap, and each obstacle comes with its remedy. The trial runs only when they find none, in a
+subprocess with a time limit: on some machines without GDS kvikio's driver call never returns.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _NETWORK = frozenset({"nfs", "nfs4", "lustre", "beegfs", "gpfs", "wekafs"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """The file system that holds a directory."""
+    """File system that holds a directory."""
 
     source: str
     kind: str
     options: str
     block_device: str | None
-    """Its name in /sys/block, such as nvme0n1; None when there is none."""
+    """Name in /sys/block, such as nvme0n1; None when there is none."""
 
 
 def mount_of(directory: Path, *, root: Path = Path("/")) -> Mount:
-    """From /proc/self/mountinfo, the longest mount point that holds the directory."""
+    """Returns the mount of a directory: the longest matching mount point of /proc/self/mountinfo."""
     best: tuple[int, Mount] | None = None
     resolved = directory.resolve()
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
@@ -55,7 +55,7 @@ def mount_of(directory: Path, *, root: Path = Path("/")) -> Mount:
 
 
 def _block_device(number: str, root: Path) -> str | None:
-    """The whole disk of `major:minor`; a partition lies one folder below its disk."""
+    """Disk of `major:minor`. In sysfs a partition is a folder of its disk."""
     entry = root / "sys/dev/block" / number
     if not entry.exists():
         return None
@@ -64,7 +64,7 @@ def _block_device(number: str, root: Path) -> str | None:
 
 
 def obstacles(directory: Path, *, root: Path = Path("/")) -> list[str]:
-    """What keeps GPUDirect Storage from this directory, each with what to do; empty when nothing is known to."""
+    """Returns the known reasons why GDS cannot be used for a directory, each with its remedy."""
     found = _driver_obstacles(root)
     mount = mount_of(directory, root=root)
     if mount.kind in _IN_MEMORY:
@@ -72,9 +72,9 @@ def obstacles(directory: Path, *, root: Path = Path("/")) -> list[str]:
     elif mount.kind == "overlay":
         found.append("overlay file system (a container's own root): mount a host directory on NVMe into the container")
     elif mount.kind == "ext4" and "data=ordered" not in mount.options.split(","):
-        found.append("ext4 must be mounted with data=ordered written out: mount -o remount,data=ordered, or in fstab")
+        found.append("ext4 needs the explicit mount option data=ordered: mount -o remount,data=ordered, or in fstab")
     elif mount.kind not in ("ext4", "xfs") and mount.kind not in _NETWORK:
-        found.append(f"file system {mount.kind} is not one that GPUDirect Storage takes: use ext4 or xfs on NVMe")
+        found.append(f"GPUDirect Storage does not support file system {mount.kind}: use ext4 or xfs on NVMe")
     found += _device_obstacles(mount)
     if importlib.util.find_spec("kvikio") is None:
         found.append("kvikio is not installed: pip install 'memo-train[gpu]'")
@@ -99,11 +99,11 @@ def _device_obstacles(mount: Mount) -> list[str]:
         return [f"{name} is a virtio disk of a virtual machine: pass an NVMe drive through to it"]
     if name.startswith("dm-"):
         return [f"{name} is a device-mapper volume (LVM or encryption): use the NVMe drive or a partition itself"]
-    return [f"{name} is no NVMe drive"]
+    return [f"{name} is not an NVMe drive: choose a directory on one"]
 
 
 def try_gds(directory: Path) -> list[str]:
-    """Writes and reads through GDS in a subprocess; what went wrong, or nothing when the bytes came back."""
+    """Runs `trial` in a subprocess; returns what went wrong, or an empty list when the bytes came back."""
     code = "import sys; from memo.swap.disk.gds_probe import trial; trial(sys.argv[1])"
     try:
         result = subprocess.run(
@@ -114,16 +114,16 @@ def try_gds(directory: Path) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"a trial did not return within {_TRIAL_LIMIT_S:.0f} s: the GDS driver hangs; run gdscheck -p"]
+        return [f"trial transfer did not return within {_TRIAL_LIMIT_S:.0f} s: the GDS driver hangs; run gdscheck -p"]
     lines = result.stdout.strip().splitlines()
     if result.returncode == 0 and lines and json.loads(lines[-1]) == {"equal": True}:
         return []
     reason = (result.stderr.strip().splitlines() or ["the bytes did not come back"])[-1]
-    return [f"a trial failed: {reason}"]
+    return [f"trial transfer failed: {reason}"]
 
 
 def trial(directory: str) -> None:
-    """Round trip of random bytes through a GdsDisk on the first GPU; prints whether they came back."""
+    """Writes random bytes of the first GPU through a GdsDisk, reads them back and prints `{"equal": true}` or false."""
     import torch
 
     from memo.swap.backends.cuda import CudaBackend, copy_stream

@@ -1,10 +1,10 @@
-"""The threads of the disk tier: which piece of which operation runs next.
+"""I/O thread pool of the disk tier.
 
-Owns the queues and the life of every operation from submit to done. Reads go before writes: a read is what backward
-waits for, a write is what nobody does. An operation is queued only when its `after` events are done, so a thread never
-waits while another operation could run. What is not done yet at submit is waited for by a gate, one thread for reads
-and one for writes, in order of submission; since an event can only depend on work issued before it, that order cannot
-deadlock.
+Owns the queues, and every operation from submit to done. Reads have priority over writes: backward waits for reads,
+nothing waits for writes. An operation is queued only when its `after` events are done, so no I/O thread waits while
+another operation could run. Operations whose events are still pending at submit go through a gate: one thread for reads
+and one for writes that waits for them in submission order. An event depends only on work issued before it, so this
+order cannot deadlock.
 
     submit ──▶ gate (only if `after` is not done) ──▶ queue of reads / of writes ──▶ I/O threads, piece by piece
 """
@@ -24,11 +24,17 @@ from memo.swap.memory.page_aligned import Bounce
 
 __all__ = ["IoPool"]
 
-_GATE_JOIN_S = 1.0  # a gate may wait for an event that never comes; it is a daemon and may be left behind
+_GATE_JOIN_S = 1.0  # a gate thread may wait for an event that never fires; as a daemon it can be abandoned
 
 
 class IoPool:
-    """`threads` daemon threads that call `transfer(operation, piece, bounce)`."""
+    """Pool of daemon threads that run the pieces of operations.
+
+    Args:
+        threads: Number of I/O threads.
+        transfer: Called as `transfer(operation, piece, bounce)` on an I/O thread; moves one piece.
+        bounce_bytes: Size of each thread's aligned bounce buffer.
+    """
 
     def __init__(
         self, threads: int, transfer: Callable[[DiskOperation, Piece, Bounce], None], *, bounce_bytes: int
@@ -49,16 +55,16 @@ class IoPool:
 
     @property
     def alive(self) -> bool:
-        """False once closed, and in a forked child, which has none of the threads."""
+        """False once closed, and in a forked child, where the threads do not exist."""
         return not self._closing and os.getpid() == self._pid
 
     def submit(self, operation: DiskOperation) -> None:
-        """Runs the operation once its `after` events are done; the caller has checked that the pool is alive."""
+        """Queues the operation; it runs once its `after` events are done. The caller has checked `alive`."""
         ready = all(event.query() for event in operation.after)
         with self._changed:
             self._open.add(operation)
             operation.extent.pending += 1
-            if self._closing:  # closed by another thread since the caller looked
+            if self._closing:  # closed by another thread after the caller's check
                 self._refuse(operation)
             elif ready:
                 self._enqueue(operation)
@@ -66,7 +72,7 @@ class IoPool:
                 self._gate(operation.kind).put(operation)
 
     def cancel(self, operation: DiskOperation) -> bool:
-        """Ends an operation of which no piece has begun."""
+        """Cancels an operation of which no piece has started; False if one has."""
         with self._changed:
             if operation.stage not in (Stage.WAITING, Stage.QUEUED):
                 return False
@@ -74,7 +80,7 @@ class IoPool:
             return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Completes what runs, fails what has not begun, ends the threads. True when all I/O threads have ended."""
+        """Completes running operations, fails the others and joins the threads; True when all I/O threads ended."""
         if os.getpid() != self._pid:
             return True
         with self._changed:
@@ -86,7 +92,7 @@ class IoPool:
                 gate.put(None)
             self._changed.notify_all()
         me = threading.current_thread()
-        if me in self._threads:  # a garbage collection on an I/O thread closes the store
+        if me in self._threads:  # the store is closed by a garbage collection on an I/O thread
             return False
         for thread in self._threads:
             thread.join(timeout_s)
@@ -105,10 +111,10 @@ class IoPool:
     def _gate(self, kind: Kind) -> SimpleQueue[DiskOperation | None]:
         if kind not in self._gates:
             self._gates[kind] = SimpleQueue()
-            self._gate_threads.append(self._start(self._watch, f"memo-disk-gate-{kind.value}", self._gates[kind]))
+            self._gate_threads.append(self._start(self._run_gate, f"memo-disk-gate-{kind.value}", self._gates[kind]))
         return self._gates[kind]
 
-    def _watch(self, gate: SimpleQueue[DiskOperation | None]) -> None:
+    def _run_gate(self, gate: SimpleQueue[DiskOperation | None]) -> None:
         while (operation := gate.get()) is not None:
             failure = _wait_for(operation)
             with self._changed:
@@ -133,7 +139,7 @@ class IoPool:
             operation, piece = task
             failure: BaseException | None = None
             try:
-                # Done already, so this does not block; it raises what the event's own operation raised.
+                # The events are done, so this does not block; it returns the failure of an event's operation.
                 failure = _wait_for(operation)
                 if failure is None:
                     self._transfer(operation, piece, bounce)
@@ -184,7 +190,7 @@ class IoPool:
                 self._finish(operation)
 
     def _fail(self, operation: DiskOperation, failure: BaseException) -> None:
-        """Keeps the first failure and skips the pieces not begun."""
+        """Keeps the first failure and skips the pieces that have not started."""
         if operation.failure is None:
             _drop_frames(failure)
             if isinstance(failure, MemoError):
@@ -210,7 +216,7 @@ class IoPool:
 
 
 def _wait_for(operation: DiskOperation) -> BaseException | None:
-    """The failure of an event before this operation, or None once all of them are done."""
+    """Waits for the operation's events; returns the failure of one, or None."""
     for event in operation.after:
         if operation.stage is Stage.DONE:
             return None
@@ -222,7 +228,7 @@ def _wait_for(operation: DiskOperation) -> BaseException | None:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """A traceback holds the frames it went through, and they hold the tensor."""
+    """Drops the tracebacks: their frames keep the tensor alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,8 +1,8 @@
-"""One operation of the disk tier: the event its caller holds, and the pieces the I/O threads run.
+"""Disk operations, their pieces, and the extents that they write and read.
 
-An operation waits for its `after` events, is queued, runs piece by piece on any thread, and is done. Its failure is
-kept here and raised by `synchronize`, as often as that is called. The tensor is held until the operation is done:
-nothing else keeps its memory from being reused under the transfer.
+An operation waits for its `after` events, is queued, runs piece by piece on any I/O thread, and is done. It is also the
+event that its caller holds: `synchronize` raises its failure, at every call. It keeps the tensor alive until it is
+done; nothing else prevents reuse of that memory during the transfer.
 
     WAITING ──▶ QUEUED ──▶ RUNNING ──▶ DONE
        └────────────┴── cancel ─────────▲
@@ -17,29 +17,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memo.errors import MemoError, StoreReadError, StoreWriteError
+import torch
+
+from memo.errors import MemoError, StoreReadError, StoreWriteError, SwapError
 
 if TYPE_CHECKING:
-    import torch
+    from memo.swap.backends.protocol import Event, Extent
 
-    from memo.swap.backends.protocol import Event
-
-__all__ = ["DiskExtent", "DiskOperation", "Kind", "Piece", "Stage"]
+__all__ = ["DiskExtent", "DiskOperation", "Kind", "Piece", "Stage", "check_fits", "own_extent"]
 
 
 class Kind(enum.Enum):
-    """Which way the bytes go; the value is the word in messages."""
+    """Direction of a transfer; the value is used in messages."""
 
     WRITE = "write"
     READ = "read"
 
     @property
     def error(self) -> type[StoreReadError] | type[StoreWriteError]:
+        """Exception class for a failure in this direction."""
         return StoreWriteError if self is Kind.WRITE else StoreReadError
 
 
 class Stage(enum.Enum):
-    """Where an operation is; the value is what the stall warning says."""
+    """State of an operation; the value is used in the stall warning."""
 
     WAITING = "waiting for the copies before it"
     QUEUED = "queued"
@@ -49,32 +50,32 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class DiskExtent:
-    """A reserved range of the scratch space. The ledger lives in RAM only: the disk holds nothing but raw bytes."""
+    """Reserved range of the scratch space. All metadata is in RAM; the disk holds raw bytes only."""
 
     offset: int
     nbytes: int
     written_bytes: int = 0
-    """Length of the latest write; reading further would return another tensor's bytes."""
+    """Length of the latest write. Bytes beyond it belong to an earlier tensor."""
     pending: int = 0
-    """Operations on this extent that are not done."""
+    """Number of operations on this extent that are not done."""
     released: bool = False
     checksums: dict[int, int] = field(default_factory=dict)
-    """Start of a piece within the extent -> its checksum; filled only by a store that verifies."""
+    """CRC-32 of each piece, by its start within the extent; filled only by a store that verifies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The part of an operation that one thread transfers in one go."""
+    """Part of an operation that one thread transfers in one call; lies in one file."""
 
     start: int
-    """Offset within the extent, and within the tensor."""
+    """Byte offset within the extent and within the tensor."""
     nbytes: int
     file_index: int
     file_offset: int
 
 
 class DiskOperation:
-    """A `memo.swap.backends.protocol.Timed`. The I/O pool's lock guards every field that changes."""
+    """Implements `memo.swap.backends.Timed`. The I/O pool's lock guards every mutable field."""
 
     __slots__ = (
         "_running",
@@ -123,26 +124,26 @@ class DiskOperation:
         self.start_ns = 0
         self.end_ns = 0
         self.failure: tuple[type[MemoError], str, BaseException | None] | None = None
-        # Held until the operation is done: a bare lock costs a tenth of a threading.Event, and most are never waited for.
+        # Held until the operation is done. A bare lock costs a tenth of a threading.Event; most are never waited for.
         self._running = threading.Lock()
         self._running.acquire()
 
     def finish(self) -> None:
-        """The last transition, made once by the I/O pool; wakes whoever waits."""
+        """Enters DONE and wakes the waiters. Called once, by the I/O pool."""
         self.tensor = None
         self.after = ()
         self.stage = Stage.DONE
         self._running.release()
 
     def query(self) -> bool:
-        """True once the bytes have arrived, or never will."""
+        """Returns True once the operation is done, failed or cancelled."""
         return self.stage is Stage.DONE
 
     def synchronize(self) -> None:
-        """Waits until then; warns once when that takes longer than the stall limit.
+        """Waits until the operation is done; warns once when that takes longer than the stall limit.
 
         Raises:
-            StoreWriteError, StoreReadError, CorruptBlock: the operation failed; a write's source was not touched, a
+            StoreWriteError, StoreReadError, CorruptBlock: The operation failed. A write's source is unchanged, a
                 read's target holds garbage.
         """
         if not self._wait(self.stall_warning_s):
@@ -158,7 +159,7 @@ class DiskOperation:
             raise kind(message) from cause
 
     def _wait(self, timeout_s: float) -> bool:
-        """True once done; each waiter passes the lock on to the next."""
+        """True once done; each waiter releases the lock for the next one."""
         if self.stage is Stage.DONE:
             return True
         if not self._running.acquire(timeout=timeout_s):
@@ -167,15 +168,41 @@ class DiskOperation:
         return True
 
     def interval_ns(self) -> tuple[int, int] | None:
-        """When the first piece began and the last one ended; None while it runs and when nothing was moved."""
+        """Returns start of the first piece and end of the last; None while it runs and when nothing was moved."""
         return (self.start_ns, self.end_ns) if self.query() and self.start_ns else None
 
     def cancel(self) -> bool:
-        """True if no byte had moved and none will; the event is then done."""
+        """Cancels the operation, which is then done; False if a transfer had started."""
         return self.cancel_with(self)
 
     def describe(self) -> str:
-        """`rank 0: write of 65536 bytes at offset 4096 of the scratch in /scratch`."""
+        """Returns, for example, `rank 0: write of 65536 bytes at offset 4096 of the scratch in /scratch`."""
         nbytes = sum(piece.nbytes for piece in self.pieces)
         where = f"offset {self.extent.offset} of the scratch in {self.place}"
         return f"rank {self.rank}: {self.kind.value} of {nbytes} bytes at {where}"
+
+
+def own_extent(extent: Extent) -> DiskExtent:
+    """Narrows the type of an extent.
+
+    Raises:
+        TypeError: It is of another disk implementation.
+    """
+    if not isinstance(extent, DiskExtent):
+        raise TypeError(f"{extent!r} is not an extent of a disk store")
+    return extent
+
+
+def check_fits(extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:
+    """Checks that a tensor can be transferred to or from the first `limit` bytes of an extent.
+
+    Raises:
+        ValueError: The tensor is not contiguous uint8, is empty, or is larger than `limit` bytes.
+        SwapError: The extent was released.
+    """
+    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+        raise ValueError(f"the disk takes contiguous uint8 tensors, not {tensor.dtype} of strides {tensor.stride()}")
+    if extent.released:
+        raise SwapError(f"the extent at {extent.offset} was released")
+    if not 0 < tensor.numel() <= limit:
+        raise ValueError(f"{tensor.numel()} bytes do not fit the {limit} of the extent at {extent.offset}")

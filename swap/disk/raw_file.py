@@ -1,8 +1,8 @@
-"""One anonymous scratch file in one directory: the seam through which every raw disk operation goes.
+"""Anonymous scratch file of one directory. Every raw disk operation goes through this class.
 
-The file has no name (O_TMPFILE, or created exclusively and unlinked at once), so the kernel frees it when the process
-ends, however it ends, and no other process can meet it. It is opened O_DIRECT where the file system allows: the page
-cache would cost a copy, and memory that the budgets do not know of. Tests put a faulty file in this one's place.
+The file has no name (O_TMPFILE, or created exclusively and unlinked at once): the kernel frees it however the process
+ends, and no other process can open it. It is opened O_DIRECT where the file system allows: the page cache would cost a
+copy, and memory outside the budgets. Tests substitute a file with injected faults.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from memo.units import format_bytes
 
 __all__ = ["BLOCK_ALIGN", "NO_SPACE", "RawFile", "error_name"]
 
-BLOCK_ALIGN = 4096  # offsets and lengths; a multiple of every logical block size in use
+BLOCK_ALIGN = 4096  # of file offsets and lengths, in bytes; a multiple of every logical block size in use
 
-# What a file system answers when the bytes cannot be had: full, over quota, over RLIMIT_FSIZE.
+# errno of a file system that is full, over quota, or at RLIMIT_FSIZE.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
 def error_name(error: OSError) -> str:
-    """`ENOSPC (No space left on device)`."""
+    """Formats an errno with its text: `ENOSPC (No space left on device)`."""
     return f"{errno.errorcode.get(error.errno or 0, 'error')} ({error.strerror or error})"
 
 
 class RawFile:
-    """An unnamed file of mode 0600 in `directory`.
+    """Unnamed file of mode 0600 in `directory`.
 
     Raises:
-        ScratchUnusable: the directory is missing, no directory, not writable, or world-writable without sticky bit;
-            nothing is left open.
+        ScratchUnusable: The directory is missing, not a directory, not writable, or world-writable without sticky bit.
+        ScratchFull: Not even one block can be written. Either way nothing is left open.
     """
 
     fd = -1
@@ -55,23 +55,23 @@ class RawFile:
             raise
         if not self.direct:
             warnings.warn(
-                f"{directory}: the file system has no O_DIRECT; scratch goes through the page cache, slower",
+                f"{directory}: the file system has no O_DIRECT; scratch goes through the page cache, which is slower",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def pwrite(self, data: memoryview, offset: int) -> int:
-        """Bytes written, as the kernel says; may be fewer than `data` has."""
+        """Writes at a file offset; returns the bytes written, possibly fewer than `data` has."""
         return os.pwrite(self.fd, data, offset)
 
     def pread(self, data: memoryview, offset: int) -> int:
-        """Bytes read into `data`; 0 at the end of the file."""
+        """Reads into `data` from a file offset; returns the bytes read, 0 at the end of the file."""
         return os.preadv(self.fd, [data], offset)
 
     def fallocate(self, nbytes: int) -> None:
-        """Makes the file `nbytes` long with its blocks reserved, so that later writes cannot find the disk full.
+        """Extends the file to `nbytes` and reserves its blocks, so that later writes cannot fail with a full disk.
 
-        The caller has compared `nbytes` to `free_bytes()`: where blocks cannot be reserved that is all there is.
+        Where the file system cannot reserve blocks, the only check is the caller's comparison with `free_bytes()`.
         """
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
@@ -80,28 +80,28 @@ class RawFile:
                 raise
             os.ftruncate(self.fd, nbytes)
             warnings.warn(
-                f"{self.directory}: the file system cannot reserve blocks; a full disk shows only when it is written",
+                f"{self.directory}: the file system cannot reserve blocks; a full disk is detected only by a write",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def free_bytes(self) -> int:
-        """Bytes that this process may still take on the file system."""
+        """Returns the bytes that this process may still allocate on the file system."""
         volume = os.fstatvfs(self.fd)
         return volume.f_bavail * volume.f_frsize
 
     def close(self) -> None:
-        """Idempotent; the kernel frees the blocks."""
+        """Closes the file; the kernel frees its blocks. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Only where no store closed it: a constructor that failed half-way, a store dropped on its own I/O thread.
+        # For files that no store closed: a constructor that failed half-way, a store dropped on its own I/O thread.
         self.close()
 
     def _probe_memory_align(self) -> int:
-        """The smallest buffer alignment the device takes: the kernel tells only newer programs than ours."""
+        """Smallest buffer alignment that O_DIRECT accepts, by trial: only statx of newer systems reports it."""
         if not self.direct:
             return 1
         with mmap.mmap(-1, 2 * BLOCK_ALIGN) as pages, memoryview(pages) as view:
@@ -123,12 +123,12 @@ class RawFile:
 
 
 def _open_anonymous(directory: Path) -> tuple[int, bool]:
-    """(descriptor, whether it is O_DIRECT)."""
+    """Opens the file; returns its descriptor and whether it is O_DIRECT."""
     try:
         parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ScratchUnusable(
-            f"scratch directory {directory}: {error_name(error)}; give a directory that exists and that you may write"
+            f"scratch directory {directory}: {error_name(error)}; give an existing directory that you can write to"
         ) from error
     try:
         _refuse_unsafe(directory, parent)
@@ -149,8 +149,8 @@ def _refuse_unsafe(directory: Path, parent: int) -> None:
     mode = os.fstat(parent).st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ScratchUnusable(
-            f"scratch directory {directory} is writable by everyone and has no sticky bit: any user could take its"
-            " files away; use a directory of your own, or chmod +t"
+            f"scratch directory {directory} is world-writable without the sticky bit: any user could remove its files;"
+            " use a directory of your own, or chmod +t"
         )
 
 

@@ -1,11 +1,11 @@
-"""The scratch space: one file in each directory, their bytes as one range, divided into extents.
+"""Scratch space of the disk tier: one file in each directory, used as one striped range of bytes.
 
-Owns the files and who has which bytes, not their transfer. Several directories are striped block by block: byte L of the
-space is in file (L / block) mod n. Space is allocated on the file system before it is given out, so a full disk shows at
-construction or at `reserve`, hardly ever in a write.
+Owns the files and the allocation of extents, not the transfers. Directories are striped block by block: byte L of the
+space is in file (L / block) mod n. Blocks are allocated on the file system before an extent is handed out, so a full
+disk is detected at construction or in `reserve`, hardly ever by a write.
 
-From the second step on extents lie where a plan of the first step's lives puts them, without holes; a step is over when
-nothing is held. The plan is advice (memo.swap.memory.planned_layout): what does not follow it is served by first fit.
+From the second step on, extents are placed by a plan of the first step's lifetimes (memo.swap.memory.planned_layout); a
+step ends when no extent is held. Requests that do not follow the plan are served by first fit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ _GROWTH_BYTES = 1 << 30
 
 
 class ScratchSpace:
-    """Extents over anonymous files. Thread-safe.
+    """Allocator of extents over anonymous files. Thread-safe.
 
-    `capacity` is a hard budget over all directories, allocated at once; None grows on demand and leaves `spare_bytes`
-    free on each file system.
+    Args:
+        directories: One file is created in each.
+        capacity: Byte budget over all directories, preallocated; None grows on demand.
+        block_bytes: Stripe size, a multiple of BLOCK_ALIGN.
+        spare_bytes: Bytes left free on each file system when growing on demand.
+        open_file: Creates the file of a directory.
 
     Raises:
-        ScratchUnusable: a directory is missing, not writable, or unsafe.
-        ScratchFull: the file systems do not have `capacity` bytes. Either way nothing is left open.
+        ScratchUnusable: A directory is missing, not writable, or unsafe.
+        ScratchFull: The file systems do not have `capacity` bytes. Either way nothing is left open.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class ScratchSpace:
         self._spare_bytes = spare_bytes
         self._free = FreeList(0, align=BLOCK_ALIGN)
         self._recorder = StepRecorder()
-        self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, and the step
+        self._claims: dict[int, tuple[int, int]] = {}  # offset of an extent -> its number within its step, the step
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -74,18 +78,21 @@ class ScratchSpace:
 
     @property
     def capacity(self) -> int:
+        """Bytes allocated on the file systems."""
         return self._free.capacity
 
     @property
     def used(self) -> int:
+        """Bytes in reserved extents."""
         return self._free.used
 
     @property
     def peak(self) -> int:
+        """Largest `used` so far."""
         return self._free.peak
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
-        """A range of at least `nbytes`, or None when the budget, or the file system, is used up."""
+        """Reserves at least `nbytes`; None when the budget or the file system is used up."""
         if nbytes <= 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
         with self._lock:
@@ -109,10 +116,10 @@ class ScratchSpace:
         return offset
 
     def release(self, extent: DiskExtent) -> None:
-        """Gives the range back.
+        """Releases the range.
 
         Raises:
-            SwapError: an operation on it is pending, or it was released before; nothing changes.
+            SwapError: An operation on it is pending, or it was already released; nothing changes.
         """
         with self._lock:
             if extent.pending:
@@ -131,7 +138,7 @@ class ScratchSpace:
             file.close()
 
     def split(self, offset: int, nbytes: int) -> list[Piece]:
-        """Pieces that end at block boundaries of the space, so that each lies in one file."""
+        """Splits a range at block boundaries of the space, so that each piece lies in one file."""
         pieces, start = [], 0
         while start < nbytes:
             block, within = divmod(offset + start, self._block_bytes)
@@ -149,7 +156,7 @@ class ScratchSpace:
         return pieces
 
     def _file_bytes(self, capacity: int, index: int) -> int:
-        """Length of file `index` when the space has `capacity` bytes."""
+        """Length of file `index` for a space of `capacity` bytes."""
         rows, rest = divmod(capacity, self._block_bytes * len(self.files))
         return rows * self._block_bytes + min(max(rest - index * self._block_bytes, 0), self._block_bytes)
 
@@ -158,7 +165,7 @@ class ScratchSpace:
             needed = self._file_bytes(capacity, index)
             free = file.free_bytes()
             try:
-                # Asked first: allocating terabytes only to find the end takes long, and starves others meanwhile.
+                # Checked first: allocating until the disk is full takes long and leaves no space to others meanwhile.
                 if needed > free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if needed:
@@ -173,7 +180,7 @@ class ScratchSpace:
         self._free.extend(capacity)
 
     def _grow(self, nbytes: int) -> bool:
-        """Extends the files for `nbytes` more, in large steps while the file system has room for them."""
+        """Extends the files by at least `nbytes`, in large steps while the file systems have room for them."""
         stripe = self._block_bytes * len(self.files)
         for step in (max(nbytes, _GROWTH_BYTES), nbytes):
             capacity = self._free.capacity + -(-step // stripe) * stripe

@@ -1,7 +1,7 @@
-"""The disk tier: reserved ranges of anonymous scratch files, written and read by threads of its own (rule R9).
+"""Disk store for host tensors: extents of anonymous scratch files, written and read by its own threads (rule R9).
 
-Puts together the scratch space (who has which bytes), the transfer of one piece, and the I/O threads. Scratch is
-disposable: no fsync, no format, nothing on disk is ever parsed; a process that dies leaves nothing.
+Combines the scratch space (allocation), the transfer of a piece, and the I/O threads. Scratch is disposable: no fsync,
+no file format, nothing on disk is ever parsed; a process that dies leaves no files.
 
     reserve ──▶ write ──▶ read (any number) ──▶ release        events order; extents never overlap
 """
@@ -19,7 +19,7 @@ import torch
 from memo.errors import SwapError
 from memo.swap.backends.protocol import Event, Extent
 from memo.swap.disk.io_threads import IoPool
-from memo.swap.disk.operation import DiskExtent, DiskOperation, Kind
+from memo.swap.disk.operation import DiskExtent, DiskOperation, Kind, check_fits, own_extent
 from memo.swap.disk.raw_file import RawFile
 from memo.swap.disk.scratch import ScratchSpace
 from memo.swap.disk.transfer import Transfer
@@ -31,32 +31,39 @@ _EXIT_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskStats:
-    """Counters of a store since it was made."""
+    """Counters of a store since its construction."""
 
     capacity_bytes: int
     used_bytes: int
     peak_bytes: int
     bytes_written: int
-    """As sent to the device, in whole blocks: what wears it."""
+    """Whole blocks as sent to the device, which is what wears it."""
     bytes_read: int
     write_errors: int
     read_errors: int
     read_retries: int
     write_busy_s: float
-    """Time during which at least one write was running."""
+    """Time with at least one write running."""
     read_busy_s: float
 
 
 class DiskStore:
-    """A `memo.swap.backends.protocol.Disk` over anonymous O_DIRECT files, one in each directory.
+    """Implements `memo.swap.backends.Disk` over anonymous O_DIRECT files, one in each directory.
 
-    `capacity` is a hard budget over all directories, allocated at once; None grows on demand and leaves `spare_bytes`
-    free on each file system. Operations are cut into pieces of `block_bytes`, moved by `threads` threads for each
-    directory. With `verify` a checksum of each piece is kept in RAM. `rank` appears in messages only.
+    Args:
+        directories: One scratch file is created in each; they are striped.
+        capacity: Byte budget over all directories, preallocated; None grows on demand.
+        block_bytes: Stripe size and largest piece.
+        threads: I/O threads for each directory.
+        verify: Keep a checksum of each piece in RAM and compare it after each read.
+        rank: Rank named in messages.
+        spare_bytes: Bytes left free on each file system when growing on demand.
+        stall_warning_s: `synchronize` warns after waiting this long.
+        open_file: Creates the scratch file of a directory.
 
     Raises:
-        ScratchUnusable: a directory is missing, not writable, or unsafe.
-        ScratchFull: the file systems do not have `capacity` bytes. Either way nothing is left open.
+        ScratchUnusable: A directory is missing, not writable, or unsafe.
+        ScratchFull: The file systems do not have `capacity` bytes. Either way nothing is left open.
     """
 
     def __init__(
@@ -81,7 +88,7 @@ class DiskStore:
         )
         self._transfer = Transfer(self._space.files, verify=verify)
         self._pool = IoPool(threads * len(directories), self._transfer.run, bounce_bytes=block_bytes)
-        # Runs at close, when the store is dropped, or at interpreter exit, whichever comes first.
+        # Runs at close, when the store is collected, or at interpreter exit, whichever comes first.
         self._shut_down = weakref.finalize(self, _shut_down, self._pool, self._space, _EXIT_WAIT_S)
 
     @property
@@ -102,35 +109,35 @@ class DiskStore:
         )
 
     def reserve(self, nbytes: int) -> DiskExtent | None:
-        """A range of at least `nbytes`, or None when the budget, or the file system, is used up."""
+        """Reserves at least `nbytes`; None when the budget or the file system is used up."""
         self._check_alive()
         return self._space.reserve(nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Gives the range back.
+        """Releases the range.
 
         Raises:
-            SwapError: an operation on it is pending, or it was released before; nothing changes.
+            SwapError: An operation on it is pending, or it was already released; nothing changes.
         """
-        self._space.release(_own(extent))
+        self._space.release(own_extent(extent))
 
     def write(self, extent: Extent, source: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
         """Writes all of `source` to the start of `extent` once `after` is done."""
-        extent = _own(extent)
+        extent = own_extent(extent)
         self._check(extent, source, extent.nbytes)
         extent.written_bytes = source.numel()
         return self._submit(Kind.WRITE, extent, source, after)
 
     def read(self, extent: Extent, target: torch.Tensor, *, after: Sequence[Event] = ()) -> DiskOperation:
-        """Fills `target` with what was written to `extent`; all of it when the store verifies."""
-        extent = _own(extent)
+        """Fills `target` from the start of `extent`. A verifying store takes only reads of all that was written."""
+        extent = own_extent(extent)
         self._check(extent, target, extent.written_bytes)
         if self._transfer.verify and target.numel() != extent.written_bytes:
             raise ValueError(f"a verified read takes all {extent.written_bytes} bytes, not {target.numel()}")
         return self._submit(Kind.READ, extent, target, after)
 
     def close(self) -> None:
-        """Waits for running operations, fails those not begun, ends the threads, closes the files. Idempotent."""
+        """Completes running operations, fails the others, ends the threads and closes the files. Idempotent."""
         if self._shut_down.detach() is not None:
             _shut_down(self._pool, self._space, None)
 
@@ -140,14 +147,9 @@ class DiskStore:
 
     def _check(self, extent: DiskExtent, tensor: torch.Tensor, limit: int) -> None:
         self._check_alive()
-        if tensor.device.type != "cpu" or tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-            raise ValueError(
-                f"the disk takes contiguous uint8 tensors on the CPU, not {tensor.dtype} on {tensor.device}"
-            )
-        if extent.released:
-            raise SwapError(f"the extent at {extent.offset} was released")
-        if not 0 < tensor.numel() <= limit:
-            raise ValueError(f"{tensor.numel()} bytes do not fit the {limit} of the extent at {extent.offset}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"the disk store takes CPU tensors, not one on {tensor.device}")
+        check_fits(extent, tensor, limit)
 
     def _submit(self, kind: Kind, extent: DiskExtent, tensor: torch.Tensor, after: Sequence[Event]) -> DiskOperation:
         operation = DiskOperation(
@@ -163,12 +165,6 @@ class DiskStore:
         )
         self._pool.submit(operation)
         return operation
-
-
-def _own(extent: Extent) -> DiskExtent:
-    if not isinstance(extent, DiskExtent):
-        raise TypeError(f"{extent!r} is not an extent of a disk store")
-    return extent
 
 
 def _shut_down(pool: IoPool, space: ScratchSpace, timeout_s: float | None) -> None:

@@ -1,8 +1,8 @@
-"""Moves one piece between a tensor and a scratch file: alignment, short transfers, retries, checksums.
+"""Transfer of one piece between a tensor and a scratch file: alignment, short transfers, retries, checksums.
 
 O_DIRECT takes whole blocks at aligned addresses. Where a tensor has them the kernel reads or writes its memory
-directly; anything else goes through the calling thread's bounce block. A piece counts as moved only with its full byte
-count. Nothing read from the disk is ever interpreted: with `verify` its checksum is compared to the one kept in RAM.
+directly; other pieces go through the calling thread's bounce buffer. A piece counts as moved only with its full byte
+count. Bytes from the disk are never interpreted; with `verify` their checksum is compared with the one in RAM.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["Transfer"]
 
 READ_RETRIES = 2
 _RETRY_PAUSE_S = 0.01
-_MAX_BARREN = 200  # calls in a row that move no whole block (EINTR, EAGAIN, a few bytes) before that is an error
+_MAX_BARREN = 200  # consecutive calls without a whole block (EINTR, EAGAIN, a few bytes) before the transfer fails
 _BARREN_PAUSE_S = 0.001
 
 
 class Transfer:
-    """The bytes of all pieces of one store, and their counters. Thread-safe."""
+    """Transfers pieces of one store and counts bytes, errors and retries. Thread-safe."""
 
     def __init__(self, files: Sequence[RawFile], *, verify: bool) -> None:
         self.files = files
@@ -44,10 +44,11 @@ class Transfer:
         self.lock = threading.Lock()
 
     def run(self, operation: DiskOperation, piece: Piece, bounce: Bounce) -> None:
-        """Moves `piece` completely.
+        """Moves `piece` completely, through `bounce` where O_DIRECT cannot take the tensor's memory.
 
         Raises:
-            StoreWriteError, StoreReadError, CorruptBlock: it could not be.
+            StoreWriteError, StoreReadError: The system failed to; a read's part of the tensor holds garbage.
+            CorruptBlock: The checksum differs after all retries; likewise.
         """
         tensor = operation.tensor
         assert tensor is not None, "an operation keeps its tensor until it is done"
@@ -105,7 +106,7 @@ class Transfer:
         if self.verify and zlib.crc32(data[: piece.nbytes]) != operation.extent.checksums.get(piece.start):
             raise CorruptBlock(
                 f"{operation.describe()}: {piece.nbytes} bytes at {piece.file_offset} in {file.directory}"
-                " are not the bytes that were written there; the disk or something on the way to it is faulty"
+                " are not the bytes that were written; the disk, its controller or its link is faulty"
             )
         if direct is None:
             ctypes.memmove(tensor.data_ptr() + piece.start, bounce.address, piece.nbytes)
@@ -120,7 +121,7 @@ def _whole_blocks(nbytes: int) -> int:
 
 
 def _direct_view(file: RawFile, tensor: torch.Tensor, piece: Piece) -> memoryview | None:
-    """The tensor's own memory for this piece in whole blocks, or None when O_DIRECT would refuse it."""
+    """Memory of the tensor for this piece, in whole blocks; None when O_DIRECT would refuse it."""
     address = tensor.data_ptr()
     if (address + piece.start) % file.memory_align:
         return None
@@ -133,10 +134,10 @@ def _direct_view(file: RawFile, tensor: torch.Tensor, piece: Piece) -> memoryvie
 
 
 def _move_fully(move: Callable[[memoryview, int], int], data: memoryview, offset: int, verb: str) -> None:
-    """Repeats `move` until every byte of `data` has gone; resumes at a block boundary, as O_DIRECT demands.
+    """Repeats `move` until all of `data` is moved; resumes at a block boundary, as O_DIRECT requires.
 
     Raises:
-        OSError: as `move` did; EIO when it moves nothing.
+        OSError: From `move`; EIO at the end of the file or after too many calls without progress.
     """
     done, barren = 0, 0
     while done < len(data):
@@ -153,7 +154,7 @@ def _move_fully(move: Callable[[memoryview, int], int], data: memoryview, offset
             reached -= reached % BLOCK_ALIGN
         barren = 0 if reached > done else barren + 1
         if barren > _MAX_BARREN:
-            raise OSError(stopped, f"{os.strerror(stopped)}; {barren} calls in a row made no progress")
+            raise OSError(stopped, f"{os.strerror(stopped)}; {barren} consecutive calls made no progress")
         if barren:
             time.sleep(_BARREN_PAUSE_S)
         done = reached

@@ -111,7 +111,7 @@ class CopyOut:
         # No list of sources: each is released as soon as its own copy is made, where the device tier makes it.
         waiting = [saved for saved in group.living() if saved.state is LIVE and saved.source is not None]
         for home, there in by_home(waiting).items():
-            with self._backend.on(home):
+            with self._backend.stream_context(home):
                 self._pack_prefixes(there)
                 written = self._order.written(home)  # one event for them all
                 for saved in there:
@@ -154,7 +154,7 @@ class CopyOut:
             for home, leaving in by_home(saved for saved in group.living() if saved.state is LEAVING).items():
                 ready, stops_host = [], False
                 for saved in leaving:
-                    if saved.out is not None and self._backend.host_waits(saved.out):
+                    if saved.out is not None and self._backend.would_block(saved.out):
                         if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
                             late += saved.nbytes
                             continue

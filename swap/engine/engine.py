@@ -97,7 +97,7 @@ class Engine:
         self._release = release = Release(lock, backend, order, layer_calls=layer_calls, telemetry=telemetry)
         self._on_drop = release.drop  # one bound method, not one for each storage
         self._dropped = release.dropped
-        self._here = backend.here
+        self._here = backend.current_stream
         self._is_capturing = backend.is_capturing
         self._tier_choice = TierChoice(
             tiers, DeviceTier(backend, self._stats), spill=spill, stats=self._stats, make_room=release.clear_limbo
@@ -384,7 +384,7 @@ class Engine:
         """Begins the life of a storage."""
         telemetry = self._telemetry
         source: torch.Tensor = self._uint8.new(storage)  # all of its bytes; keeps them alive
-        home = self.backend.saved_here(source)
+        home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
         hold = Hold(saved)
         self._eligibility.known[storage] = weak = saved.hold

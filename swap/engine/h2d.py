@@ -105,7 +105,7 @@ class Reload:
     def hand_over(self, saved: SavedStorage) -> None:
         """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6)."""
         telemetry = self._telemetry
-        stops_host = saved.returning is not None and self._backend.host_waits(saved.returning)
+        stops_host = saved.returning is not None and self._backend.would_block(saved.returning)
         began = telemetry.begin_wait(stops_host=stops_host)
         try:
             self._order.copied_back(saved)
@@ -113,7 +113,7 @@ class Reload:
             telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.prefix is not None:
             self._order.taken_over(saved)
-        saved.user = self._backend.here()
+        saved.user = self._backend.current_stream()
 
     def recompute(self, saved: SavedStorage, prefix: TokenPrefix) -> None:
         """Recomputes the missing tokens of `saved` and of its layer's other storages, while their first tokens arrive.
@@ -218,7 +218,7 @@ class Reload:
             torch.OutOfMemoryError: no room for all of them; the reloads of those that got a buffer are issued.
         """
         for home, those in by_home(wanted).items():
-            with self._backend.on(home):
+            with self._backend.stream_context(home):
                 self._fetch_at_home(home, those)
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:

@@ -90,11 +90,11 @@ class Release:
             saved = self._limbo.popleft()
             event = self._order.in_flight(saved)
             if event is not None:
-                if saved.nbytes <= leave and self._backend.host_waits(event):
+                if saved.nbytes <= leave and self._backend.would_block(event):
                     leave -= saved.nbytes
                     self._limbo.append(saved)
                     continue
-                began = self._telemetry.begin_wait(saved.home, stops_host=self._backend.host_waits(event))
+                began = self._telemetry.begin_wait(saved.home, stops_host=self._backend.would_block(event))
                 try:
                     self._order.abandoned(saved, event)
                 except SwapError as error:

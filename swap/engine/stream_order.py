@@ -76,7 +76,7 @@ class StreamOrder:
     def taken_over(self, saved: SavedStorage) -> None:
         """E6: later work of the caller's stream runs after all that the buffer's last user has issued."""
         backend = self._backend
-        here = backend.here()
+        here = backend.current_stream()
         if here != saved.user:
             backend.compute_wait(backend.compute_event(saved.user))
             saved.user = here

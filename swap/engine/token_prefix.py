@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from memo.kernels import pack_views, places, staging_nbytes, unpack_views
+from memo.kernels import pack_views, staging_nbytes, staging_offsets, unpack_views
 
 if TYPE_CHECKING:
     import weakref
@@ -209,6 +209,6 @@ def pack_prefixes(leaving: Iterable[tuple[TokenPrefix, torch.Tensor]], backend: 
     block = backend.empty(staging_nbytes(heads))
     pack_views(heads, block)
     backend.compute_uses(block)
-    for (prefix, _), (offset, nbytes) in zip(prefixes, places(heads), strict=True):
+    for (prefix, _), (offset, nbytes) in zip(prefixes, staging_offsets(heads), strict=True):
         prefix.take_packed(block[offset : offset + nbytes])
-    return sum(nbytes for _, nbytes in places(heads))
+    return sum(nbytes for _, nbytes in staging_offsets(heads))

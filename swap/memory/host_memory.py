@@ -37,8 +37,8 @@ def available_host_bytes(root: Path = _ROOT, *, total_before: int | None = None)
 
 
 def total_host_bytes(root: Path = _ROOT) -> int:
-    """Bytes of the machine's memory by the kernel; 0 where it does not report them."""
-    return _meminfo(root).get("MemTotal", 0)
+    """Returns the physical memory of the machine as the kernel reports it now, whatever the cgroups' limits."""
+    return _meminfo(root).get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _meminfo(root: Path) -> dict[str, int]:

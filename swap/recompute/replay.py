@@ -171,7 +171,7 @@ class LayerCall:
         collecting = _Collecting(self, span, take)
         fewer = None if is_whole else self.tokens - (span.stop - span.first)
         backend = self.engine.backend
-        reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer, here=backend.here)
+        reading = Reading(self.script, argument_tensors(args, kwargs), fewer=fewer, here=backend.current_stream)
         if checksums is not None:
             checksums.note((*self._module.parameters(), *self._module.buffers(), *argument_tensors(args, kwargs)))
         mode = Scripted(reading) if is_whole else _Answering(self, span, collecting, reading, checksums)

@@ -10,10 +10,11 @@ import pytest
 from standin_runtime import Call, Driver, Standin, open_standin
 
 from memo.allocator.native import Begun, Native
-from memo.allocator.plan_from_events import layout_of, problem_of, recording_of, trace_of_events
+from memo.allocator.plan_from_events import layout_of, problem_of, recording_of
 from memo.allocator.step import EventKind, Reason, StepSummary
-from memo.allocator.trace import read_trace
+from memo.allocator.trace import trace_of
 from memo.errors import AllocatorError
+from memo.mip.address import read_annotated
 from memo.mip.address.checker import require_valid
 from memo.mip.address.solver import Method, solve
 
@@ -79,7 +80,7 @@ def plan_for(native: Native, driver: Driver, calls: tuple[Call, ...] = STEP) -> 
 def calls_of(path: Path) -> tuple[Call, ...]:
     return tuple(
         Call(block=allocation.id) if freed else Call(block=allocation.id, nbytes=allocation.size)
-        for allocation, freed in read_trace(path).events()
+        for allocation, freed in trace_of(*read_annotated(path)).events()
     )
 
 
@@ -94,12 +95,11 @@ def test_a_step_is_written_down_call_by_call(native: Native, driver: Driver) -> 
     ]
     assert [event.nbytes for event in events if event.kind is EventKind.MALLOC] == [8192, 4096, 2048, 16384, 1024]
     assert (summary.requests, summary.planned, summary.fallbacks) == (5, 0, 0)
-    assert trace_of_events(events).peak_nbytes == 18 * KIB
 
 
 @pytest.mark.parametrize("name", ["gptm_L4_ckpt", "lvl1-B_ckpt_L12", "rnd_n32_s0"])
 def test_recorded_traces_replay_without_a_fallback(native: Native, standin: Standin, driver: Driver, name: str) -> None:
-    trace = read_trace(DATA / f"{name}.csv")
+    trace = trace_of(*read_annotated(DATA / f"{name}.csv"))
     calls = calls_of(DATA / f"{name}.csv")
     plan = plan_for(native, driver, calls)
     driver.free_all()  # what outlives the trace
@@ -248,7 +248,6 @@ def test_a_full_device_serves_from_what_the_arena_does_not_need(
     plan = plan_for(native, driver)
     step(native, driver, STEP, plan)
     standin.limit(native.counters(0).reserved)  # the arena and nothing else
-    native.trim(0)
     first = driver.malloc("x", 10 * KIB)
     assert first is not None
     assert driver.malloc("y", 10 * KIB) is None  # 18 KiB of arena hold one of them

@@ -1,4 +1,4 @@
-"""Hollow tensors behave as real ones in all but their bytes; the recorder sees every allocation's birth and death."""
+"""Byteless tensors behave as real ones in all but their bytes; the recorder sees every allocation's birth and death."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from memo.allocator.byteless_tensors import BytelessMode
-from memo.allocator.record_step import Recorder, Where
-from memo.allocator.trace import Allocation, AllocationTrace, read_trace, trace_to_csv, trace_to_json
+from memo.allocator.record_step import AllocationSite, Recorder
+from memo.allocator.trace import Allocation, AllocationTrace, trace_of, trace_to_csv, trace_to_json
 from memo.errors import PlanError, RecordError
+from memo.mip.address import read_annotated
 
 
 def lives(recorder: Recorder) -> list[tuple[int, int, int]]:
@@ -31,7 +32,7 @@ def test_births_and_deaths_are_events_in_order() -> None:
         del view  # event 3
         del b  # event 4
     assert lives(recorder) == [(0, 3, 100), (1, 4, 200), (2, 5, 200)]
-    assert recorder.life_of(c) is recorder.lives[2]
+    assert recorder.lifetime_of(c) is recorder.lifetimes[2]
     assert [a.size for a in recorder.trace().allocations] == [512, 512, 512]
     assert recorder.trace(exact=True).peak_nbytes == 500
 
@@ -48,26 +49,26 @@ def test_what_existed_before_is_no_allocation() -> None:
 def test_results_of_one_operator_are_told_apart() -> None:
     x = torch.randn(4, 8)
     with Recorder() as recorder:
-        recorder.where = Where(phase="forward", module="norm")
+        recorder.site = AllocationSite(phase="forward", module="norm")
         F.layer_norm(x, (8,))
-    assert [(life.result, life.nbytes) for life in recorder.lives] == [(0, 128), (1, 16), (2, 16)]
+    assert [(life.result, life.nbytes) for life in recorder.lifetimes] == [(0, 128), (1, 16), (2, 16)]
     assert {a.tag for a in recorder.trace().allocations} == {"norm native_layer_norm"}
     assert {a.phase for a in recorder.trace().allocations} == {"forward"}
 
 
 def test_only_what_dies_in_the_pass_that_made_it_belongs_to_that_pass() -> None:
     with Recorder() as recorder:
-        recorder.where = Where(group="layers.0.forward")
+        recorder.site = AllocationSite(group="layers.0.forward")
         inside, outlives, again = (torch.empty(1) for _ in range(3))
         del inside
-        recorder.where = Where(group="layers.0.forward.2")
+        recorder.site = AllocationSite(group="layers.0.forward.2")
         del again
-        recorder.where = Where()
+        recorder.site = AllocationSite()
         del outlives
     assert [a.group for a in recorder.trace().allocations] == ["layers.0.forward", "", ""]
 
 
-def test_hollow_tensors_are_ordinary_cpu_tensors_without_memory() -> None:
+def test_byteless_tensors_are_ordinary_cpu_tensors_without_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with BytelessMode():
         x = torch.randn(1 << 20, 1 << 20, dtype=torch.bfloat16, requires_grad=True)  # 2 TiB
@@ -81,7 +82,7 @@ def test_hollow_tensors_are_ordinary_cpu_tensors_without_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
 
 
-def test_a_hollow_storage_dies_with_its_last_reference_and_not_at_a_collection() -> None:
+def test_a_byteless_storage_dies_with_its_last_reference_and_not_at_a_collection() -> None:
     gc.disable()
     try:
         with BytelessMode():
@@ -166,7 +167,7 @@ def test_a_trace_round_trips_through_csv_and_json(tmp_path: Path) -> None:
     for name, text in (("t.csv", trace_to_csv(TRACE)), ("t.json", trace_to_json(TRACE))):
         path = tmp_path / name
         path.write_text(text)
-        assert read_trace(path) == TRACE
+        assert trace_of(*read_annotated(path)) == TRACE
     assert trace_to_csv(TRACE).splitlines()[0] == "id,lower,upper,size,tag,phase,group,stream"
 
 
@@ -177,4 +178,4 @@ def test_hostile_traces_are_refused(row: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(f"id,lower,upper,size,tag,phase,group,stream\n{row}\n")
     with pytest.raises(PlanError):
-        read_trace(path)
+        trace_of(*read_annotated(path))

@@ -299,7 +299,7 @@ def test_the_machine_for_it_has_no_obstacle(tmp_path: Path, partition: bool) -> 
         ({"kind": "btrfs"}, "btrfs"),
         ({"device": "vda"}, "virtio"),
         ({"device": "dm-0"}, "device-mapper"),
-        ({"device": "sda"}, "no NVMe"),
+        ({"device": "sda"}, "not an NVMe"),
     ],
     ids=lambda value: str(value),
 )

@@ -197,14 +197,14 @@ report(said=said)
     assert run(program, "torch") == {"said": "AllocatorError"}
 
 
-def test_the_recorded_events_are_a_trace_that_the_planner_reads() -> None:
+def test_the_recorded_events_become_a_problem_for_the_planner() -> None:
     program = """
-from memo.allocator.plan_from_events import trace_of_events
+from memo.allocator.plan_from_events import problem_of, recording_of
 with allocator.step():
     a = torch.empty(1000, dtype=torch.uint8, device="cuda")
     b = torch.empty(5000, dtype=torch.uint8, device="cuda")
     del a, b
-trace = trace_of_events(allocator.native.events())
-report(sizes="/".join(str(x.size) for x in trace.allocations), peak=trace.peak_nbytes)
+buffers = problem_of(recording_of(allocator.native.events())).buffers
+report(lives="/".join(f"{x.start}-{x.end}" for x in buffers), sizes="/".join(str(x.nbytes) for x in buffers))
 """
-    assert run(program, "planned") == {"sizes": "1024/5120", "peak": "6144"}
+    assert run(program, "planned") == {"lives": "0-2/1-2", "sizes": "1024/5120"}

@@ -38,7 +38,7 @@ def test_anything_but_zero_is_one() -> None:
 
 
 def test_the_bits_of_another_mask_are_refused() -> None:
-    with pytest.raises(UsageError, match="17 elements are 3 uint8"):
+    with pytest.raises(UsageError, match="17 elements is 3 uint8"):
         unpack_mask(torch.zeros(2, dtype=torch.uint8), torch.zeros(17))
 
 

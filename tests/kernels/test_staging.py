@@ -13,8 +13,8 @@ from memo.kernels.codec import GROUP, LARGEST, SMALLEST, Codec, error_bound
 from memo.kernels.staging import (
     pack_reference,
     pack_views,
-    places,
     staging_nbytes,
+    staging_offsets,
     unpack_reference,
     unpack_views,
 )
@@ -51,7 +51,7 @@ def _blank(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_literal_block() -> None:
     first = torch.arange(12, dtype=torch.int32).view(2, 3, 2)[:, 1:]
     second = torch.tensor([[7, 8], [9, 10]], dtype=torch.uint8)[:, :1]
-    assert places([first, second]) == [(0, 32), (32, 2)]
+    assert staging_offsets([first, second]) == [(0, 32), (32, 2)]
     block = torch.zeros(34, dtype=torch.uint8)
     pack_views([first, second], block)
     assert block[:32].view(torch.int32).tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
@@ -60,10 +60,10 @@ def test_a_literal_block() -> None:
 
 def test_every_tensor_begins_where_a_vector_access_may() -> None:
     views = [torch.zeros(count, dtype=torch.uint8) for count in (3, 16, 17, 1)]
-    assert places(views) == [(0, 3), (16, 16), (32, 17), (64, 1)]
+    assert staging_offsets(views) == [(0, 3), (16, 16), (32, 17), (64, 1)]
     halves = [torch.zeros(count, dtype=torch.bfloat16) for count in (129, 1)]
     # 129 codes, to the next multiple of 16, then two scales; to the next multiple again.
-    assert places(halves, Codec.INT8) == [(0, 144 + 8), (160, 16 + 4)]
+    assert staging_offsets(halves, Codec.INT8) == [(0, 144 + 8), (160, 16 + 4)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -189,7 +189,7 @@ def test_the_kernel_rounds_every_code_as_the_reference(codec: Codec, device: tor
     pack_reference(views, expected, codec)
     staging_triton.pack(views, block, codec)
     # NaN has many bit patterns: scales are compared as numbers.
-    for one, (offset, nbytes) in zip(views, places(views, codec), strict=True):
+    for one, (offset, nbytes) in zip(views, staging_offsets(views, codec), strict=True):
         mine, theirs = block[offset : offset + nbytes], expected[offset : offset + nbytes]
         assert torch.equal(mine[: one.numel()], theirs[: one.numel()])
         begin = codec.scales_offset(one.numel())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memo.errors import UsageError
-from memo.kernels.strided_runs import Runs, fold, runs_of
+from memo.kernels.strided_runs import Runs, runs_of
 
 BLOCK = torch.zeros(2, 6, 4)
 
@@ -37,13 +37,6 @@ def test_runs_of_a_view(view: torch.Tensor, runs: Runs) -> None:
 def test_a_view_that_is_none(view: torch.Tensor) -> None:
     with pytest.raises(UsageError, match="make it contiguous first"):
         runs_of(view)
-
-
-def test_dimensions_fold_only_where_every_tensor_allows() -> None:
-    assert fold(BLOCK, torch.zeros(2, 6, 4)) == ([48], [[1], [1]])
-    assert fold(BLOCK[:, :2], torch.zeros(2, 2, 4)) == ([2, 8], [[24, 1], [8, 1]])
-    with pytest.raises(UsageError, match="one shape"):
-        fold(BLOCK, BLOCK[:1])
 
 
 def test_triton_is_not_imported_before_a_launch() -> None:

@@ -25,7 +25,7 @@ WIDTH = 4096
 ROWS = NORM_ELEMENTS // WIDTH
 
 
-def hollow(rows: int, device: str = "cuda") -> torch.Tensor:
+def fake(rows: int, device: str = "cuda") -> torch.Tensor:
     """Has a shape and a device, and no memory."""
     with FakeTensorMode():
         return torch.empty(1, rows, WIDTH, device=device, dtype=torch.bfloat16)
@@ -39,26 +39,26 @@ class Plain(nn.Module):
 
 
 def test_a_million_tokens_of_width_4096_are_right_and_one_more_is_refused() -> None:
-    require_within_norm_limit(hollow(ROWS), "layers.0")
+    require_within_norm_limit(fake(ROWS), "layers.0")
     with pytest.raises(
         UsageError, match=r"layers\.0 would normalise 1 x 1048577 x 4096 = 4294971392 elements"
     ) as refused:
-        require_within_norm_limit(hollow(ROWS + 1), "layers.0")
+        require_within_norm_limit(fake(ROWS + 1), "layers.0")
     assert "\n" not in str(refused.value)
     assert "fewer tokens" in str(refused.value)
 
 
 def test_a_cpu_counts_in_64_bits() -> None:
-    require_within_norm_limit(hollow(2 * ROWS, "cpu"), "layers.0")
+    require_within_norm_limit(fake(2 * ROWS, "cpu"), "layers.0")
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_layer_is_refused_for_torchs_norms_and_for_no_others(norm: type[nn.Module]) -> None:
     layer = nn.Sequential(nn.Linear(8, 8), norm(8))
-    require_layer_within_norm_limit("layers.3", layer, hollow(ROWS))
-    require_layer_within_norm_limit("layers.3", Plain(), hollow(ROWS + 1))
+    require_layer_within_norm_limit("layers.3", layer, fake(ROWS))
+    require_layer_within_norm_limit("layers.3", Plain(), fake(ROWS + 1))
     with pytest.raises(UsageError, match=r"layers\.3 would normalise"):
-        require_layer_within_norm_limit("layers.3", layer, hollow(ROWS + 1))
+        require_layer_within_norm_limit("layers.3", layer, fake(ROWS + 1))
 
 
 def test_a_managed_layer_is_refused_before_it_runs_and_the_manager_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,16 +242,16 @@ class CheckingBackend:
         """The program's own edge: the stream that it is on runs after what `stream` has issued so far."""
         self.compute_wait(self.compute_event(stream))
 
-    def here(self) -> int:
+    def current_stream(self) -> int:
         return self.current
 
-    def saved_here(self, source: torch.Tensor) -> int:
+    def saving_stream(self, source: torch.Tensor) -> int:
         if source.untyped_storage() not in self._buffers:
             self.allocates(source)
         return self.current
 
     @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
+    def stream_context(self, stream: int) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
             yield
@@ -274,7 +274,7 @@ class CheckingBackend:
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
         assert isinstance(event, (_LaneEvent, Past))
-        self.host_stops += self.host_waits(event)
+        self.host_stops += self.would_block(event)
         if isinstance(event, _LaneEvent):
             event.lane.run_until(event.position)
             if self._is_hosted(event):
@@ -284,7 +284,7 @@ class CheckingBackend:
     def _is_hosted(self, event: _LaneEvent) -> bool:
         return self._hosted_disk and event.lane not in (self.d2h.lane, self.h2d.lane)
 
-    def host_waits(self, event: Event) -> bool:
+    def would_block(self, event: Event) -> bool:
         return isinstance(event, _LaneEvent) and self._is_hosted(event) and not event.query()
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memo.allocator import memory_stats
 from memo.errors import DeviceOutOfMemory, MemoError
-from memo.machine import total_bytes
+from memo.swap import total_host_bytes
 from memo.units import format_bytes
 
 __all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "require_scores_fit", "score_bytes"]
@@ -201,7 +201,7 @@ def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return total_bytes()
+        return total_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     stats = memory_stats(device)
     return free + stats.reserved_bytes - stats.allocated_bytes

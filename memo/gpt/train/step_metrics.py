@@ -14,8 +14,9 @@ from memo.gpt.config import GPTConfig
 from memo.gpt.train.metrics import StepMetrics, StepUsage
 from memo.gpt.train.step import StepResult
 from memo.gpt.train_config import Precision
-from memo.machine import peak_rss_bytes, total_bytes
+from memo.machine import peak_rss_bytes
 from memo.manager import Manager
+from memo.swap import total_host_bytes
 
 __all__ = ["Observer"]
 
@@ -105,7 +106,7 @@ class Observer:
     def _memory_total(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.get_device_properties(self._device).total_memory
-        return total_bytes()
+        return total_host_bytes()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

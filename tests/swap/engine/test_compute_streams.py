@@ -42,7 +42,7 @@ class _Backward(torch.autograd.Function):
 class OneStream:
     """What a program asks of its streams where nothing is checked."""
 
-    def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
+    def stream_context(self, stream: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def wait_for(self, stream: int) -> None:
@@ -60,7 +60,7 @@ Streams = CheckingBackend | OneStream
 
 def on(streams: Streams, stream: int, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Forward and backward of `layer` on `stream`."""
-    with streams.on(stream):
+    with streams.stream_context(stream):
         y = layer(x)
         return y if isinstance(streams, OneStream) else _Backward.apply(y, streams, stream)
 
@@ -77,7 +77,7 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         streams = Branches.streams
         h = on(streams, 0, lambda x: self.before(x).relu(), x)
-        with streams.on(1):
+        with streams.stream_context(1):
             streams.wait_for(0)
         v = on(streams, 1, self.other, h)
         u = on(streams, 0, self.one, h)
@@ -92,7 +92,7 @@ class SavedElsewhere(Branches):
         streams = Branches.streams
         h = self.before(x) + 1.0
         streams.allocates(h)
-        with streams.on(1):
+        with streams.stream_context(1):
             streams.wait_for(0)
         v = on(streams, 1, lambda h: self.other(h), h)
         streams.wait_for(1)
@@ -106,7 +106,7 @@ class SavedLastElsewhere(Branches):
         streams = Branches.streams
         h = self.before(x) * 2.0
         streams.allocates(h)
-        with streams.on(1):
+        with streams.stream_context(1):
             streams.wait_for(0)
             streams.reads(h)
         v = on(streams, 1, lambda h: h.sigmoid(), h)
@@ -121,7 +121,7 @@ class InputReadElsewhere(Branches):
         streams = Branches.streams
         streams.reads(x)
         h = x * 2.0
-        with streams.on(1):
+        with streams.stream_context(1):
             streams.wait_for(0)
         v = on(streams, 1, lambda h: self.other(h.sigmoid()), h)
         streams.wait_for(1)
@@ -131,7 +131,7 @@ class InputReadElsewhere(Branches):
 def together(model: Stack, streams: Streams, step: int) -> torch.Tensor:
     """Two half batches, layer by layer on two streams."""
     halves = [model.embed(half) for half in ids(step, batch=4).chunk(2)]
-    with streams.on(1):
+    with streams.stream_context(1):
         streams.wait_for(0)
     for layer in model.layers:
         for stream in range(2):
@@ -161,11 +161,11 @@ def microbatches(model: Stack, streams: Streams, manager: Any, steps: int) -> li
         losses: list[torch.Tensor] = []
 
         def forward(stream: int, step: int = step, losses: list[torch.Tensor] = losses) -> None:
-            with streams.on(stream), manager or contextlib.nullcontext():
+            with streams.stream_context(stream), manager or contextlib.nullcontext():
                 losses.append(model(ids(3 * step + len(losses))))
 
         def backward(stream: int, number: int, losses: list[torch.Tensor] = losses) -> None:
-            with streams.on(stream):
+            with streams.stream_context(stream):
                 losses[number].backward()
 
         forward(0)
@@ -183,7 +183,7 @@ def microbatches(model: Stack, streams: Streams, manager: Any, steps: int) -> li
 def meet(streams: Streams) -> None:
     """Each stream goes on after both."""
     for stream in range(2):
-        with streams.on(stream):
+        with streams.stream_context(stream):
             streams.wait_for(1 - stream)
 
 

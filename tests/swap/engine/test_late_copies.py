@@ -101,7 +101,7 @@ def test_the_host_never_stops_where_copies_keep_up() -> None:
 class HostApart(CpuBackend):
     """A host that is not the compute stream, as beside a GPU: what its threads do it need not wait for."""
 
-    def host_waits(self, event: Event) -> bool:
+    def would_block(self, event: Event) -> bool:
         return not event.query()
 
 

@@ -1,4 +1,4 @@
-// What is counted and told of the allocator, and of one step: the structs and numbers that allocator/native.py reads.
+// Counters of the allocator and summary of a step: structs and constants that allocator/native.py mirrors.
 
 #pragma once
 
@@ -12,17 +12,17 @@ enum class Reason : std::int64_t {
   kNone = 0,
   kOtherSize = 1,
   kOtherStream = 2,
-  kExtra = 3,          // after the plan's last request
-  kMissing = 4,        // planned requests did not come
-  kTaken = 5,          // the planned place is still held by a block that was to be freed by now
+  kExtra = 3,          // request after the plan's last one
+  kMissing = 4,        // planned requests were not made
+  kTaken = 5,          // the planned address is still in use by a block that should be freed by now
   kUsedElsewhere = 6,  // a planned block was used by another stream
-  kUnknownFree = 7     // freed twice, or never allocated
+  kUnknownFree = 7     // free of a block that is not allocated
 };
 
 struct Divergence {
   Reason reason;
-  std::int64_t request;  // the step's, from 0
-  std::int64_t slot;     // the plan's
+  std::int64_t request;  // number among the step's, from 0
+  std::int64_t slot;     // number among the plan's, from 0
   std::int64_t expected_nbytes;
   Stream expected_stream;
   std::int64_t got_nbytes;
@@ -31,9 +31,9 @@ struct Divergence {
 
 struct StepSummary {
   std::int64_t requests;
-  std::int64_t planned;  // served at their planned place
-  std::int64_t outside;  // by plan served from the pool
-  std::int64_t fallbacks;
+  std::int64_t planned;    // served at their planned address
+  std::int64_t outside;    // served by the pool by plan
+  std::int64_t fallbacks;  // served by the pool against the plan
   std::int64_t fallback_nbytes;
   std::int64_t divergences;
   Divergence first;
