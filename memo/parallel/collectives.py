@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap import Axis, marked
+from memo.swap import Axis, token_local
 
 __all__ = [
     "all_gathered",
@@ -184,7 +184,7 @@ def _axis_exchanged(axis: Axis, x: torch.Tensor, group: Group, scatter: int, gat
     return None if scattered is None else _axis_gathered(scattered, x, group, gather)
 
 
-@marked(_axis_gathered)
+@token_local(_axis_gathered)
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' shards joined along `dim`, contiguous. Outside of autograd."""
     parts = x.new_empty((group.size(), *x.shape))
@@ -193,7 +193,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@marked(_axis_scattered)
+@token_local(_axis_scattered)
 def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's shard, along `dim`, of the sum over the group. Outside of autograd."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
@@ -202,14 +202,14 @@ def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return result
 
 
-@marked(_axis_summed)
+@token_local(_axis_summed)
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
 
 
-@marked(_axis_exchanged)
+@token_local(_axis_exchanged)
 def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from memo.swap.engine.saved_storage import content_of, version_of
 from memo.swap.recompute.axis.operator_rules import Unproven, tensors_in
+from memo.swap.recompute.guards.module_state import ModuleState
 from memo.swap.recompute.guards.python_rng import drawn_by_python
-from memo.swap.recompute.guards.rng_and_autocast import ModuleState, Precision, RandomState
+from memo.swap.recompute.guards.rng_and_autocast import Precision, RandomState
 from memo.swap.recompute.guards.side_effects import SideEffects
 from memo.swap.recompute.record.layer_arguments import Arguments
 from memo.swap.recompute.record.operator_log import Script, Scripted

@@ -29,7 +29,7 @@ from memo.swap.recompute.record.layer_arguments import argument_tensors
 from memo.swap.recompute.record.memoized import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer
 from memo.swap.recompute.record.operator_log import Script
 from memo.swap.recompute.record.provenance import made_by_compiler
-from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_hidden_state, local_part
 
@@ -70,7 +70,7 @@ class TokenAxisProver(SleepingMode):
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
         self.results: list[Result] = []
-        """Of matrix products, of marked functions and of collectives."""
+        """Of matrix products, token-local functions and collectives."""
         self.ends = ends
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
@@ -283,7 +283,7 @@ class TokenAxisProver(SleepingMode):
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
-        """Runs a function that the user marked: as one operator, whose results are kept whole."""
+        """Runs a memoized function as one operator, whose results are kept whole."""
         given = tensors_in((args, kwargs))
         if self.reason is None and not all(map(_is_understood, given)):
             self.reason = "a memoized function works on a sharded tensor, or on one of another kind of its own"
@@ -316,8 +316,8 @@ class TokenAxisProver(SleepingMode):
                 self.whole.add(result.untyped_storage())
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Runs a marked function, as one operator."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a token-local function as one operator."""
         if self.asleep:
             return call.run()
         saved = len(self.slots)

@@ -27,7 +27,8 @@ from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.operator_rules import tensors_in
 from memo.swap.recompute.axis.operators import Given
 from memo.swap.recompute.axis.token_axis import Axis, Layout, cut, rows_of
-from memo.swap.recompute.guards.rng_and_autocast import ModuleState, Precision, RandomState
+from memo.swap.recompute.guards.module_state import ModuleState
+from memo.swap.recompute.guards.rng_and_autocast import Precision, RandomState
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.record.dispatch_mode import Aside, SleepingMode
 from memo.swap.recompute.record.keep_or_repeat import Treatment
@@ -35,7 +36,7 @@ from memo.swap.recompute.record.kept_results import Result
 from memo.swap.recompute.record.layer_arguments import argument_tensors
 from memo.swap.recompute.record.memoized import Answer
 from memo.swap.recompute.record.operator_log import Diverged, Reading, Script, Scripted
-from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 from memo.swap.tensor_kinds import local_part
 from memo.swap.token_levels import Level
 
@@ -113,7 +114,7 @@ class LayerCall:
         self.engine = engine
         self.answers = answers
         self.results = results
-        """That the forward had of products, marked functions and collectives, at the middle level."""
+        """Of products, token-local functions and collectives in forward; for SAVE_MATMULS."""
         self.together = together
         """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
         self.script = script
@@ -297,7 +298,7 @@ class _Answering(SleepingMode):
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
-        """A marked function: its arguments are as good as saved, its results are known."""
+        """Reuses the results of a memoized function; its arguments count as saved."""
         origin = self._reading.leaves_out(function)
         with Aside(self):
             given = tensors_in((args, kwargs))
@@ -308,9 +309,8 @@ class _Answering(SleepingMode):
         self._reading.makes(out, origin)
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Where its result is not known, a marked function runs again, with these tokens; what several ranks do together
-        they do once more."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Reuses a token-local function's result, or runs it again on these tokens (collectives on all ranks)."""
         if self.asleep:
             return call.run()
         given = tensors_in((call.x, call.others))

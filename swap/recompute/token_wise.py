@@ -27,7 +27,7 @@ from memo.lru import LRU
 from memo.swap.recompute.axis.argument_axes import Shapes, TokenDims
 from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.forward_record import ForwardRecord
-from memo.swap.recompute.guards.rng_and_autocast import has_others, hooks_within, modules_of, parameters_of
+from memo.swap.recompute.guards.module_state import has_others, hooks_within, modules_of, parameters_of
 from memo.swap.recompute.level_costs import Costs
 from memo.swap.recompute.prover import TokenAxisProver
 from memo.swap.recompute.rank_agreement import Hearing, Ranks

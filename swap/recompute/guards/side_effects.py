@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memo.swap.recompute.guards.module_state import modules_of
 from memo.swap.recompute.guards.reachable_names import named_by
-from memo.swap.recompute.guards.rng_and_autocast import modules_of
 from memo.swap.recompute.record.memoized import is_memoized
 
 __all__ = ["SideEffects"]

@@ -1,4 +1,4 @@
-"""Treatment of products' and marked functions' results by a recompute at the middle level: repeated, kept or omitted.
+"""Treatment of matrix products' and token-local functions' results at SAVE_MATMULS: repeated, kept or omitted.
 
     norm     gather   product     split   ...   product    sum      add, norm   gather   product   activation
     repeated OMITTED  KEPT        repeated      OMITTED    KEPT     repeated    OMITTED  KEPT      repeated

@@ -1,5 +1,6 @@
-"""Results that a layer's forward had once and the middle level need not compute again: of matrix products, of marked
-functions, and of what torch's own collectives and the copies around them make of those.
+"""Results of a layer's forward that SAVE_MATMULS need not compute again.
+
+They are those of matrix products, of token-local functions, and of torch's own collectives and the copies around them.
 
 A product's result is a token-wise tensor. Where autograd saves its storage anyway, the middle level moves that storage up
 to the end of its range instead of the first range's, and a recompute takes its part of it; where not, a copy of the
@@ -8,7 +9,7 @@ range alone is saved besides.
 A product that such functions alone read, whose results together are no larger, is passed on: theirs are kept in its
 place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial sums
 of all shards, and nobody sums again.
-What becomes of each result is decided in treatment.
+keep_or_repeat.py decides what becomes of each result.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Reader:
 class Result:
     """One result of a forward: of `line` in its script. `position` is how many tensors autograd had saved before it.
 
-    `function` is the marked function or the collective that gave it, None for a product, and `source` the result that the
+    `function` is the token-local function or the collective that gave it, None for a product, and `source` the result that the
     function was given. Without an axis (a product of parameters alone, or one in which tokens mix, which nothing saved comes
     from) it is computed again. `span` is the range that the middle level has, and empty where it has none.
     """

@@ -1,6 +1,6 @@
-"""Saved results that a recompute reuses: of attention, of random 0/1 masks, of functions marked by `memo.memoize`.
+"""Saved results that a recompute reuses: of attention, of random 0/1 masks, of `memo.memoize`d functions.
 
-An answer is made in forward and asked in backward, in the same order. Results are kept whole, as any saved tensor, in the
+A result is recorded in forward and reused in backward, in the same order. Results are kept whole, as any saved tensor, in the
 engine's tiers; of random 0/1 masks only the tokens that will be recomputed are kept, one bit an element.
 """
 
@@ -62,7 +62,7 @@ class AttentionAnswer:
 
 
 class FunctionAnswer:
-    """What a function marked by `memoize` returned."""
+    """Result of a memoized function; its tensors are kept whole."""
 
     def __init__(self, function: Callable[..., Any], out: Any, axes: Sequence[Axis | None]) -> None:
         self.func = function

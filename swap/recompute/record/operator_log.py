@@ -37,7 +37,7 @@ from memo.swap.recompute.record.provenance import (
 from memo.swap.tensor_kinds import has_storage
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.record.token_local_functions import Marked
+    from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
 __all__ = ["Diverged", "Reading", "Script", "Scripted"]
 
@@ -85,11 +85,11 @@ class Script:
             self.reason = f"{func.overloadpacket} draws from a generator of its own"
 
     def begins(self, function: Callable[..., Any]) -> None:
-        """A function that the user marked is about to be called; a run that knows its results leaves it out."""
+        """Logs the call of a memoized function; a run that knows its results leaves it out."""
         self.line(_BEGIN, (function,))
 
     def ends(self, function: Callable[..., Any], out: Any) -> None:
-        """It has returned `out`, which is its own now."""
+        """Logs the return of a memoized function, whose results `out` are new."""
         self.makes(out, self.line(_END, (function,)), anew=True)
 
     def line(
@@ -152,7 +152,7 @@ class Script:
                     self._origins.put(tensor.untyped_storage(), origin.of_result(tensor, number))
 
     def operators(self) -> tuple[Any, ...]:
-        """What was called in order, but for what marked functions called, which may differ from rank to rank."""
+        """Operators in order, without those inside memoized functions, which may differ from rank to rank."""
         found: list[Any] = []
         depth = 0
         for what, *_ in self.lines:
@@ -281,14 +281,14 @@ class Scripted(SleepingMode):
         return out
 
     def memoized(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], token_dim: int | None) -> Any:
-        """Runs a function that the user marked."""
+        """Runs a memoized function, logged as one operator."""
         self._script.begins(function)
         out = function(*args, **kwargs)
         self._script.ends(function, out)
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Runs a marked function, as one operator."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a token-local function, logged as one operator."""
         if self.asleep:
             return call.run()
         origin = self._script.line(str(call), given=tensors_in((call.x, call.others)))
