@@ -1,4 +1,4 @@
-"""Watches one forward of one layer: what it saves, what must not be computed twice, and whether tokens stay apart.
+"""Prover of the token axis: follows one forward of a layer and proves which saved tensors can be recomputed by tokens.
 
 `TokenAxisProver` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis
 through every operator (axis.operator_rules) and keeps the results of those that are never repeated: attention, which
@@ -53,7 +53,7 @@ class Slot:
 
 
 class TokenAxisProver(SleepingMode):
-    """One layer call under way. `ends` says where the tokens at level SAVE_ALL and those at level SAVE_MATMULS end."""
+    """Dispatch mode around one layer call; `ends` are the last tokens, exclusive, at SAVE_ALL and at SAVE_MATMULS."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class TokenAxisProver(SleepingMode):
         self._mixed_by: str | None = None
 
     def called(self, given: Given) -> Any:
+        """Runs an operator, logs it and carries the token axis through it."""
         origin = self.script.calls(given)
         silent = self.reason is not None or self._paused
         out = given.call() if silent else self._noted(given)
@@ -229,8 +230,10 @@ class TokenAxisProver(SleepingMode):
         )
 
     def _rearranges(self, given: Given) -> bool:
-        """Of a join: parts of one result are put together in another order, as before and after a collective that joins or
-        divides another dimension than the first."""
+        """True for a join that only reorders parts of one result.
+
+        Such joins surround a collective over another dimension than the first.
+        """
         storages = {tensor.untyped_storage() for tensor in given.tensors}
         return len(storages) == 1 and self._made.find(ref(storages.pop())) is not None
 
@@ -372,11 +375,12 @@ class TokenAxisProver(SleepingMode):
         )
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
-        """True for what the layer was given, or has of its own."""
+        """True for arguments, parameters and other tensors that the forward did not make."""
         return tensor not in self.tokens or tensor.untyped_storage() in self._inputs
 
     @property
     def mixes(self) -> str:
+        """Message that names the operator which mixed tokens."""
         return f"{self._mixed_by or 'an operator'} mixes tokens"
 
 
@@ -398,8 +402,10 @@ def _is_understood(tensor: torch.Tensor) -> bool:
 
 
 def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:
-    """Where the user said, or the dimension as long as the tokens, of several the last but one, where tokens usually are;
-    None for a result that is about all of them."""
+    """Token axis of a memoized result: `token_dim`, else the dimension as long as the tokens (of several the last but one).
+
+    None for a result without tokens.
+    """
     if token_dim is not None:
         dim = token_dim % max(result.ndim, 1)
         fits = dim < result.ndim and result.size(dim) % tokens == 0

@@ -1,12 +1,12 @@
-"""One call of one layer, able to run again: what backward needs and no tier holds.
+"""Replay: runs one call of a layer again in backward, for the saved tensors that no tier holds.
 
-It owns the layer's arguments and what is not computed twice. A replay runs the layer's own forward, whole or on the tokens
-of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the projection
-behind it is never computed.
+It owns the layer's arguments and the results that are reused. A replay runs the layer's own forward, whole or on the
+tokens of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the
+projection after it is never computed.
 
-A call repeats one span. That of the middle level comes after that of the last tokens, since the results that it is given
-rest in storages whose last tokens are computed themselves; so it owns that other call, and the results.
-The other way round nothing is owned: a graph that dies without backward frees itself.
+A LayerCall repeats one span. The span at SAVE_MATMULS runs after that of the last tokens, since the results it reuses
+lie in storages whose last tokens are recomputed, too; so it owns that other call, and the results. Nothing is owned in
+the other direction: a graph that dies without backward frees itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["LayerCall", "Span", "Take", "Wanted"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A saved tensor that is computed again; `position` counts what autograd saves."""
+    """A saved tensor that is recomputed; `position` is its index among the tensors that autograd saves."""
 
     position: int
     hold: weakref.ref[Hold]
@@ -74,7 +74,7 @@ class Span:
     wanted: tuple[Wanted, ...]
 
     def is_filled(self) -> bool:
-        """Whatever of it backward may still ask for is there already."""
+        """True when all that backward may still read of the span is in place already."""
         holds = (want.hold() for want in self.wanted)
         parts = (hold.saved.part for hold in holds if hold is not None and hold.saved.source is None)
         return not any(part.lacks(self.first) for part in parts if part is not None)
@@ -84,7 +84,7 @@ Take = Callable[[Span, Wanted, torch.Tensor], None]
 
 
 class LayerCall:
-    """One call of one layer and a span of it that can be computed again, after that of `before`."""
+    """One call of one layer and a span of its tokens to recompute, after that of `before`."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class LayerCall:
         state: ModuleState,
         precision: Precision,
         span: Span,
-        before: LayerCall | None,
         tokens: int,
         costs: Costs,
+        before: LayerCall | None = None,
         together: bool = False,
         answers: Sequence[Answer] = (),
         results: Sequence[tuple[Result, Treatment]] = (),
@@ -116,9 +116,9 @@ class LayerCall:
         self.results = results
         """Of products, token-local functions and collectives in forward; for SAVE_MATMULS."""
         self.together = together
-        """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
+        """Other ranks run it at the same place in their backward, so no decision on it may differ between ranks."""
         self.script = script
-        """What the forward did, in which a recompute follows it."""
+        """Operator log of the forward, which the recompute must follow."""
         self._module = module
         self._hidden = hidden
         self._hidden_grad = hidden_grad
@@ -130,7 +130,7 @@ class LayerCall:
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
-        """Runs what is not there yet; `take` gets each wanted tensor's storage, as bytes.
+        """Runs the span unless it is in place; `take` gets each wanted tensor's storage, as bytes.
 
         Raises:
             ModifiedAfterSave: an argument, a parameter, a buffer or an attribute has changed since the forward.
@@ -150,7 +150,7 @@ class LayerCall:
                     ) from None
 
     def run(self, take: Take, *, timed: bool, checksums: Checksums | None = None) -> None:
-        """Runs the span, even where all of it is there already.
+        """Runs the span, even where all of it is in place already.
 
         Args:
             take: is given each recomputed tensor.
@@ -251,7 +251,7 @@ class _Collecting:
 
 
 class _Answering(SleepingMode):
-    """Answers what is not computed twice on the tokens of one span."""
+    """Dispatch mode of a token-wise replay: reuses saved results, on the tokens of one span."""
 
     def __init__(
         self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading, checksums: Checksums | None
@@ -339,7 +339,7 @@ class _Answering(SleepingMode):
         return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
 
     def _result(self) -> torch.Tensor | None:
-        """What this line gives at the middle level; None where it is computed again."""
+        """Result of the current line at SAVE_MATMULS; None where it is computed again."""
         result, treatment = self._results.get(self._reading.read, (None, Treatment.REPEATED))
         if result is None or treatment is Treatment.REPEATED:
             return None

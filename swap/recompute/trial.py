@@ -1,4 +1,4 @@
-"""Trial of a recompute: runs it at the end of the forward, while the saved tensors are still there, and compares the two."""
+"""Trial of a recompute: runs it at the end of the forward and compares its tensors with the saved ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record of trials, and which other calls need none: at a new length one layer of each class is tried.
+"""Cache of trial results, which tells the calls that need no trial: at a new length one layer of each class is tried.
 
 What a trial finds depends on three things, and each is looked at again where it changes:
 
@@ -62,6 +62,7 @@ class Kind:
 
     @classmethod
     def of(cls, layer: Layer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+        """Kind of a call: its layer, mode, precision and arguments without their content."""
         device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
         described = tuple(describe(value) for value in tree_leaves((tuple(args), kwargs)))
         return cls(layer=layer.name, call=(layer.module.training, Precision.now(device), described))

@@ -8,8 +8,8 @@ A rotary table of as many tokens as a head is wide, as many sequences as tokens:
                     dimensions or fewer, where that reading is refused, the next call takes the first of the two
     neither         the last one as long: the batch comes before the tokens
 
-A wrong choice costs no gradient. What is chosen is cut so, and the proof carries it through every operator: an operator that
-meets two axes in different places, or that adds over one, is refused, whatever they were taken for.
+A wrong choice costs no gradient. What is chosen is cut so, and the proof carries it through every operator: an
+operator that meets two axes in different places, or that adds over one, is refused, whatever they were taken for.
 """
 
 from __future__ import annotations

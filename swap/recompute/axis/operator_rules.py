@@ -1,9 +1,9 @@
 """Rules of the operators that work token by token, and where each leaves the token axis.
 
-A rule sees one call of one operator and answers what its results mean. The list is closed: an operator without a rule
+A rule maps one call of one operator to the token axes of its results. The list is closed: an operator without a rule
 that meets a token axis ends the token-wise treatment of its layer (`Unproven`). So a layer that is accepted has been
-proven to compute each token's results from that token alone, operator by operator; a rule may say MIXED too often, which
-costs memory, and never too seldom, which would cost a gradient.
+proven to compute each token's results from that token alone, operator by operator; a rule may say MIXED too often,
+which costs memory, and never too seldom, which would cost a gradient.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Call:
         return None
 
     def meaning(self, tensor: torch.Tensor | None) -> Meaning:
+        """Token axis of an argument, or its Mark."""
         return Mark.SAME if tensor is None else self.tokens.of(tensor)
 
     def only_first(self) -> Axis | None:

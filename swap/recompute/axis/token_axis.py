@@ -1,8 +1,8 @@
-"""Places of tokens in a tensor's dimensions and in its storage's bytes.
+"""Token axis: the positions of tokens in a tensor's dimensions and in its storage's bytes.
 
-A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a storage
-is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on shapes and
-strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
+A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a
+storage is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on
+shapes and strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
 
     storage = rows x tokens x width bytes        (2, s, h) contiguous: 2 rows; (b, heads, s, d): b * heads rows
 """
@@ -49,6 +49,7 @@ class Axis:
     inner: int = 1
 
     def length(self, tokens: int) -> int:
+        """Size of the dimension."""
         return self.outer * tokens * self.inner
 
     def at(self, dim: int) -> Axis:
@@ -56,7 +57,7 @@ class Axis:
         return dataclasses.replace(self, dim=dim)
 
     def joined(self, ranks: int) -> Axis:
-        """Of the shards of as many ranks, one after the other; each has its own tokens, all as many."""
+        """Axis of the concatenated shards of `ranks` ranks, each with the same number of tokens of its own."""
         return dataclasses.replace(self, outer=self.outer * ranks)
 
     def divided(self, ranks: int) -> Axis | None:
@@ -196,6 +197,7 @@ class TokenMap:
         return self._known.find(ref(tensor.untyped_storage())) is not None
 
     def of(self, tensor: torch.Tensor) -> Meaning:
+        """Token axis of a tensor, or its Mark."""
         return self.described(tensor)[1]
 
     def described(self, tensor: torch.Tensor) -> Described:
@@ -205,6 +207,7 @@ class TokenMap:
         return geometry, SAME if known is None else known.get(geometry, MIXED)
 
     def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
+        """Records the axis of a tensor; MIXED where its size does not fit."""
         if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
             meaning = MIXED
         storage = tensor.untyped_storage()
@@ -214,7 +217,7 @@ class TokenMap:
         known[_geometry(tensor)] = meaning
 
     def spoil(self, tensor: torch.Tensor) -> None:
-        """The whole storage was overwritten with something else than it held."""
+        """Forgets a storage whose content was replaced."""
         self._known.find(ref(tensor.untyped_storage())).clear()
 
 

@@ -1,7 +1,7 @@
 """State of a layer's modules that a recompute depends on: parameters, buffers, plain attributes, hooks.
 
-`ModuleState` records it in forward and compares it in backward; nothing here restores it. Tensors are compared by version
-counter, plain attributes by value.
+`ModuleState` records it in forward and compares it in backward; nothing here restores it. Tensors are compared by
+version counter, plain attributes by value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Objects outside a layer that its forward names, itself or through functions that it calls, and where it may keep state.
 
-Found once for each class of modules, by reading code and not by running it: globals, attributes of classes, of files and of
-objects, as far as functions lead that are not Python's, NumPy's or torch's. It owns where to look, and not what is found
-there (belongings). A function that is reached otherwise (by getattr, out of a table) is not found.
+Found once for each class of modules, by reading code and not by running it: globals, attributes of classes, of files
+and of objects, as far as functions lead that are not Python's, NumPy's or torch's. It owns where to look, and not what
+is found there (side_effects.py). A function that is reached otherwise (by getattr, out of a table) is not found.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Base dispatch mode over plain local tensors; `Aside` suspends a mode while the engine runs operators of its own.
 
-A mode is told of the operators that run on this rank's own plain tensors. A sharded tensor's own code goes first, and comes
-back with the parts that this rank has and with the collectives between them; what it asks fakes, to learn a shape, is no
-part of the layer either.
+A mode sees the operators on this rank's plain tensors. DTensor's own dispatch goes first and comes back with local
+parts and the collectives between them; operators on fake tensors, which it runs to infer shapes, are not passed on.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 They are those of matrix products, of token-local functions, and of torch's own collectives and the copies around them.
 
-A product's result is a token-wise tensor. Where autograd saves its storage anyway, the middle level moves that storage up
+A product's result is a token-wise tensor. Where autograd saves its storage anyway, SAVE_MATMULS moves that storage up
 to the end of its range instead of the first range's, and a recompute takes its part of it; where not, a copy of the
 range alone is saved besides.
 
 A product that such functions alone read, whose results together are no larger, is passed on: theirs are kept in its
-place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial sums
-of all shards, and nobody sums again.
-keep_or_repeat.py decides what becomes of each result.
+place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial
+sums of all shards, and nobody sums again. keep_or_repeat.py decides what becomes of each result.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Reader:
 
 
 class Result:
-    """One result of a forward: of `line` in its script. `position` is how many tensors autograd had saved before it.
+    """One result of a forward, at `line` of its operator log, after autograd had saved `position` tensors.
 
-    `function` is the token-local function or the collective that gave it, None for a product, and `source` the result that the
+    `function` is the token-local function or collective that returned it (None for a product), `source` the result that the
     function was given. Without an axis (a product of parameters alone, or one in which tokens mix, which nothing saved comes
-    from) it is computed again. `span` is the range that the middle level has, and empty where it has none.
+    from) it is computed again. `span` is the range of tokens at SAVE_MATMULS, which may be empty.
     """
 
     def __init__(
@@ -104,6 +103,7 @@ class Result:
 
     @property
     def can_be_kept(self) -> bool:
+        """True for a product with a token axis, and a function's result whose source is passed on."""
         if self.axis is None or self.function is None:
             return self.axis is not None
         source = None if self._source is None else self._source()

@@ -1,11 +1,10 @@
-"""Record of the operators that one forward of a layer called, and on what; a second run is held to it.
+"""Operator log of one forward of a layer; a recompute is checked against it, line by line.
 
-A run that did anything else would give other gradients, and nobody would notice where the shapes agree. So each operator is
-called again in its turn with the same numbers, on tensors of the same origins: that the run was given, that it made in the
-same line, or that the first run took from elsewhere: a parameter, a table of the model's, unchanged since. Shapes may follow
-the number of tokens.
+A run that did anything else would give wrong gradients, silently where the shapes agree. So each operator must come in
+the same order with the same numbers, on tensors of the same provenance: arguments, results of the same line, or
+tensors from elsewhere (a parameter, a table of the model's), unchanged since. Shapes may follow the number of tokens.
 
-It owns the comparison and not what becomes of it: a script is written in forward (Scripted, noting) and read in backward
+It owns the comparison only: a script is written in forward (Scripted, TokenAxisProver) and read in backward
 (replay).
 """
 
@@ -188,8 +187,11 @@ class Reading:
                 self._origins.put(tensor.untyped_storage(), origin if fewer is None else origin.somewhere())
 
     def calls(self, given: Given) -> Origin:
-        """Raises Diverged for an operator that is not the next one, or works on something else. Returns the origin of what
-        it makes."""
+        """Checks an operator against the next line, and returns the origin of its results.
+
+        Raises:
+            Diverged: it is another operator, or its operands have other origins.
+        """
         self.streams.add(self._here())
         operator, tensors = given.operator, given.tensors
         if operator.keeps_content:
@@ -275,6 +277,7 @@ class Scripted(SleepingMode):
         self._script = script
 
     def called(self, given: Given) -> Any:
+        """Runs an operator and logs it."""
         origin = self._script.calls(given)
         out = given.call()
         self._script.makes(out, origin)

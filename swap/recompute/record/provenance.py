@@ -1,9 +1,9 @@
-"""Identity of tensors across two runs of one layer: by the operation that their bytes came from, not by address.
+"""Provenance of tensors: identifies them across two runs of a layer by the operation that made them, not by address.
 
     origin     argument 0       line 7, result 1     the 2nd found elsewhere     a cast or copy has that of what was copied
 
-A forward on all tokens and a recompute on some have the same origins in the same places, though not the same shapes, and
-though autocast may have cast a parameter before the one and not before the other.
+A forward on all tokens and a recompute on some have the same origins in the same places, though not the same shapes,
+and though autocast may have cast a parameter before the one and not before the other.
 """
 
 from __future__ import annotations
@@ -66,16 +66,18 @@ Operand = tuple[tuple[int, int], bool, torch.dtype, "int | None", torch.Size]
 
 
 class Origins:
-    """Of one run."""
+    """Provenance of the storages of one run."""
 
     def __init__(self) -> None:
         self._known = StorageMap(brief=True)
 
     def find(self, storage: torch.UntypedStorage) -> Origin | None:
+        """The recorded origin."""
         found: Origin | None = self._known.find(ref(storage))
         return found
 
     def put(self, storage: torch.UntypedStorage, origin: Origin) -> None:
+        """Records an origin."""
         self._known[storage] = origin
 
     def of_argument(self, tensor: torch.Tensor, number: int) -> Origin | None:

@@ -1,9 +1,9 @@
 """Token-local functions: functions that a token-wise layer treats as one operator, with a declared effect on the token axis.
 
-For work that no operator rule can follow: collectives, work in tiles. The declaration says where the token axis is after the
-call; the operators inside (buffers, a backend's own copies) are not followed. A recompute runs the function again on its own
-tokens, unless its result is kept in place of a product's or nothing reads it (memo.swap.recompute.record.keep_or_repeat).
-The results of `memoize`d functions, in contrast, are always kept.
+For work that no operator rule can follow: collectives, work in tiles. The declaration says where the token axis is
+after the call; the operators inside (buffers, a backend's own copies) are not followed. A recompute runs the function
+again on its own tokens, unless its result is kept in place of a product's or nothing reads it
+(memo.swap.recompute.record.keep_or_repeat). The results of `memoize`d functions, in contrast, are always kept.
 
     tokens of a rank          0 .. s/tp                     Axis(outer=1)
     gathered from tp ranks    0 .. s/tp | 0 .. s/tp | ...   Axis(outer=tp): a kept range is a prefix of every rank's
