@@ -58,7 +58,7 @@ def in_chunks(model: nn.Module, step: int) -> Tensor:
 def its_own(model: nn.Module, step: int) -> Tensor:
     ids, targets = batch(step)
     output = model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False)
-    assert "made=False" in repr(output.logits)
+    assert "computed=False" in repr(output.logits)
     return output.loss
 
 
