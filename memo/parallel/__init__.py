@@ -1,4 +1,4 @@
-"""One model on many devices: layouts, collectives, tensor-parallel layers, pipelines."""
+"""Parallel training: layouts of ranks, differentiable collectives, tensor and context parallelism, pipelines."""
 
 from __future__ import annotations
 

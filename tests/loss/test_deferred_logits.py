@@ -210,7 +210,7 @@ def test_logits_of_weights_that_have_changed_are_refused(changed: str) -> None:
     with torch.no_grad():
         {**dict(projection.named_parameters()), "hidden": hidden}[changed].mul_(2.0)
     for look in (flat_loss, lambda x: x.softmax(-1), lambda x: x[:, :-1].argmax(-1)):
-        with pytest.raises(UsageError, match="look at them before the optimizer's step"):
+        with pytest.raises(UsageError, match="read them before the optimizer's step"):
             look(unseen)
     assert torch.equal(looked.softmax(-1), before)
 
