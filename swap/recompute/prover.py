@@ -47,7 +47,7 @@ class Slot:
     given: torch.Tensor
     """A detached alias."""
     tensor: torch.Tensor
-    """What this rank has of it: its geometry, and its storage while the forward lasts."""
+    """This rank's part: its geometry, and its storage while the forward lasts."""
     meaning: Meaning
     content: Content
 
@@ -118,7 +118,7 @@ class TokenAxisProver(SleepingMode):
         return out
 
     def _before(self, given: Given) -> list[Described]:
-        """What is known of the tensors that the call is given. Raises Unproven for what a recompute must not do again."""
+        """Token axes of the arguments. Raises Unproven for an operator that a recompute must not repeat."""
         func = given.operator.func
         if not given.operator.is_overload:
             raise Unproven(f"{func} is not known to work token by token")
@@ -153,7 +153,7 @@ class TokenAxisProver(SleepingMode):
         return changed
 
     def _after(self, given: Given, before: list[Described], changed: list[torch.Tensor], out: Any) -> None:
-        """The call has returned."""
+        """Carries the token axis to the results of a call."""
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
         is_result = operator.is_product or operator.is_collective or (operator.joins and self._rearranges(given))
@@ -208,7 +208,7 @@ class TokenAxisProver(SleepingMode):
         )
 
     def _meaning(self, given: Given, before: list[Described], out: Any) -> Meaning:
-        """By the rules for tokens, which are asked once for all calls that look alike: layers and steps repeat."""
+        """Axes of the results by operator_rules, cached over calls of equal shapes and axes."""
         alike = (given.operator, self.tokens.tokens, *given.others, *before)
         meaning = _MEANINGS.get(alike)
         if meaning is None:
@@ -358,7 +358,7 @@ class TokenAxisProver(SleepingMode):
                 self.tokens.put(tensor, self._dims.meaning(position, tensor, (shards,)))
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`."""
+        """Records a tensor that autograd saves, with its token axis."""
         if self.reason is not None or self._paused:
             return
         local = local_part(tensor)
@@ -385,7 +385,7 @@ class TokenAxisProver(SleepingMode):
 
 
 def _is_view(operator: Operator, storages: Sequence[torch.UntypedStorage], results: Sequence[torch.Tensor]) -> bool:
-    """True for a call that only sees a tensor in another shape, and uses no number in it."""
+    """True for a call that returns views only and reads no elements."""
     if operator.writes or not results:
         return False
     first = results[0].untyped_storage()

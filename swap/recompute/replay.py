@@ -205,7 +205,7 @@ class LayerCall:
 
 
 class _Enough(BaseException):
-    """Everything wanted has been saved. No Exception, so that the layer's own handlers let it pass."""
+    """Ends a replay after the last wanted tensor. A BaseException, so that the layer's own handlers let it pass."""
 
 
 def _never(packed: None) -> torch.Tensor:
@@ -213,7 +213,7 @@ def _never(packed: None) -> torch.Tensor:
 
 
 class _Collecting:
-    """Hands over what autograd saves in one replay: the counterparts of what it saved in forward, by position."""
+    """Collects the wanted tensors from those that autograd saves in a replay, by position."""
 
     def __init__(self, call: LayerCall, span: Span, take: Take) -> None:
         self._call = call
@@ -224,7 +224,7 @@ class _Collecting:
         self._position = 0
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`."""
+        """Takes a tensor that autograd saves, if it is the next wanted one."""
         wanted, position = self._next, self._position
         self._position += 1
         if wanted is None or position != wanted.position:

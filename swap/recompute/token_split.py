@@ -45,7 +45,7 @@ class Division:
     """For a layer that runs again whole: number of saved tensors after the last one that is wanted."""
 
     @property
-    def course(self) -> object:
+    def shared_form(self) -> object:
         """Part of the recompute that must be equal on all ranks that run it together.
 
         A whole run may save other tensors on each rank, as around a ring in which later ranks attend to more tokens; its

@@ -387,7 +387,7 @@ class TokenWise:
             )
         shown = None if reason is not None else self._trials.find(kind, division)
         if shown is None:
-            self._ranks.require(layer.name, reason, None if division is None else division.course)
+            self._ranks.require(layer.name, reason, None if division is None else division.shared_form)
             shown = self._try_out(division, layer.name)
             self._trials.add(kind, division, layer.module, shown)
         if division is None:

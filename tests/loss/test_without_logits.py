@@ -399,7 +399,7 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
         "own forward": (scaled, r"is a \S*Scaled with a forward of its own"),
         "computed": (normed, "is computed, and no parameter of it"),
         "twice": (twice, "has a forward put on it already"),
-        "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross-entropy"),
+        "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross entropy"),
     }
     for name, (model, message) in refused.items():
         before = {at: dict(vars(module)) for at, module in model.named_modules()}

@@ -54,7 +54,7 @@ class Origin:
         return Origin(self.made_by if self.is_copy else (self.made_by[0], number), shift, self.is_copy)
 
     def somewhere(self) -> Origin:
-        """The same, lying nobody knows how."""
+        """The same origin with an unknown offset."""
         return Origin(self.made_by, None)
 
 
