@@ -245,7 +245,7 @@ class TokenAxisProver(SleepingMode):
         *,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """Of a product, or of another `function` of what comes first among the tensors that it is given."""
+        """Records the result of a product, or of a `function` of the first of its arguments."""
         result = Result(
             out,
             meaning if isinstance(meaning, Axis) else None,

@@ -324,7 +324,7 @@ class _Answering(SleepingMode):
         return out
 
     def check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
-        """Of an omitted result nothing may be used but its shape: all that a call gives of it must be views of it."""
+        """Raises Diverged for a call that reads elements of an omitted result; views of it are allowed."""
         if not self._has_empty:
             return
         for tensor in given:

@@ -29,7 +29,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class TokenDims:
-    """Of one call. `before` has the tokens and the shapes of the same arguments at another length, where one is known."""
+    """Token dimensions of one call's arguments; `before` has tokens and shapes of an earlier call at another length."""
 
     def __init__(self, tokens: int, *, before: tuple[int, _Shapes] | None = None, no_pairs: bool = False) -> None:
         self.tokens = tokens
@@ -77,7 +77,7 @@ class TokenDims:
 
 
 class Shapes:
-    """Of each layer's arguments, at its last call and at its last one of another length."""
+    """Shapes of each layer's arguments, at its last call and at the last one of another length."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, _Shapes]] = {}

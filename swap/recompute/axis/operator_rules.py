@@ -80,7 +80,7 @@ Rule = Callable[[Call], Meaning]
 
 
 def meaning_of(call: Call) -> Meaning:
-    """What the results of `call` mean; all of them have the same axis where they have one.
+    """Token axis of all results of `call`, or their Mark.
 
     Raises:
         Unproven: no rule says how the operator treats tokens.
@@ -190,7 +190,7 @@ def _pick(call: Call) -> Meaning:
 
 
 def _split(call: Call) -> Meaning:
-    """Of the tokens themselves, into parts that have as many whole rows of them each: the shards of so many ranks."""
+    """Splits along the tokens, into parts of equally many whole rows: the shards of that many ranks."""
     axis, tensor = call.only_first(), call.args[0]
     if axis is None or call.argument("dim") % tensor.ndim != axis.dim:
         return _along(call)

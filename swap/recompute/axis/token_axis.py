@@ -61,12 +61,12 @@ class Axis:
         return dataclasses.replace(self, outer=self.outer * ranks)
 
     def divided(self, ranks: int) -> Axis | None:
-        """Of one rank's shard of this dimension; None where shards would not be of whole rows of tokens."""
+        """Axis of one rank's shard of this dimension; None where shards are not of whole rows of tokens."""
         return dataclasses.replace(self, outer=self.outer // ranks) if self.outer % ranks == 0 else None
 
 
 class Mark(enum.Enum):
-    """What a tensor without a token axis is."""
+    """Kind of a tensor without a token axis."""
 
     __hash__ = object.__hash__  # its own looks up a name in Python
 
@@ -96,7 +96,7 @@ def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -
 
 
 def rows_of(tensor: torch.Tensor, axis: Axis, tokens: int) -> Rows | None:
-    """How the tensor's storage is divided by tokens; None unless every byte range it implies is proven by the strides."""
+    """Division of the tensor's storage by tokens; None unless the strides prove every byte range."""
     nbytes = tensor.untyped_storage().nbytes()
     return _rows(
         tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize, nbytes, axis=axis, tokens=tokens
@@ -140,7 +140,7 @@ class Layout:
 
 
 def layout_of_part(tensor: torch.Tensor, axis: Axis, rows: Rows, count: int, tokens: int) -> Layout:
-    """How a forward over `count` tokens alone would lay `tensor` out, in a storage of its own."""
+    """Layout of `tensor` in a forward over `count` tokens alone, in a storage of its own."""
     offset = int(tensor.storage_offset())
     step = rows.width // tensor.itemsize
     return _layout(offset, tensor.size(), tensor.stride(), step, axis=axis, count=count, tokens=tokens)
@@ -182,7 +182,7 @@ Described = tuple[_Geometry, Meaning]
 
 
 class TokenMap:
-    """What each tensor of one layer call means.
+    """Token axis of each tensor of one layer call.
 
     A meaning belongs to a geometry over a storage, not to a Python object: autograd may hand the same tensor on as another
     object. A storage that nobody named was there before the call: a parameter, a buffer, a constant.

@@ -29,7 +29,7 @@ class _NumPyState(ctypes.Structure):
 
 
 def drawn_by_python() -> tuple[object, ...]:
-    """Where the generators stand: two answers are equal if nothing was drawn between them."""
+    """Positions of the generators; equal for two calls if nothing was drawn between them."""
     return (*_python(), *(_numpy() if "numpy" in sys.modules else ()))
 
 

@@ -70,7 +70,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _spaces_of(value: object) -> list[Mapping[str, Any]]:
-    """Where the attributes of a file, a class or an object of a class are; none of a library's."""
+    """Namespaces of a module, a class or an instance; none for those of a library."""
     if isinstance(value, types.ModuleType):
         return [] if value.__name__.split(".")[0] in _LIBRARIES else [vars(value)]
     kind = value if isinstance(value, type) else type(value)

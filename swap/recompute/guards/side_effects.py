@@ -41,7 +41,7 @@ _MOST_THINGS = 10_000
 
 
 class SideEffects:
-    """Of a layer, as they were when this was made."""
+    """Objects held by a layer's modules, as they are at construction."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -93,7 +93,7 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """What a container, an object or a generator of random numbers holds; of torch's objects and of ours nothing."""
+    """Contents of a container, an object or a random generator; none for torch's objects and memo's."""
     if isinstance(value, _LEAVES):
         return ()
     if isinstance(value, _CONTAINERS):
@@ -124,7 +124,7 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _state_of(function: types.FunctionType) -> list[Any]:
-    """What it closes over, what its arguments are by default, and its attributes."""
+    """State of a function: closure, default arguments, attributes."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
 
@@ -136,7 +136,7 @@ def _is_own(value: object) -> bool:
 
 
 def _stand(bits: Any) -> list[Any]:
-    """Where a bit generator of NumPy's stands."""
+    """Position of a NumPy bit generator."""
     state = bits.state
     numbers = [*state["state"].values(), *state.values()]
     return [

@@ -25,7 +25,7 @@ class SleepingMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled: run operator by operator it would round in another way."""
+        """Compiled functions stay compiled under the mode: run operator by operator they would round differently."""
         return True
 
     def __torch_dispatch__(
@@ -45,7 +45,7 @@ class SleepingMode(TorchDispatchMode):
 
 
 def _asked_for_shapes() -> bool:
-    """Whether operators run on fakes now."""
+    """True while operators run on fake tensors, to infer shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

@@ -20,7 +20,7 @@ __all__ = ["Treatment", "treatments"]
 
 
 class Treatment(enum.Enum):
-    """Of one result."""
+    """Treatment of one result at SAVE_MATMULS."""
 
     KEPT = "saved, and given"
     OMITTED = "not needed, and left empty"

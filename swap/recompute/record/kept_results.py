@@ -92,7 +92,7 @@ class Result:
 
     @property
     def is_passed_on(self) -> bool:
-        """It could be kept, and so can what functions alone made of it, in its place."""
+        """True for a result in whose place those of its readers, all of them functions, can be kept."""
         if not self.can_be_kept:
             return False
         made = {reader.result for reader in self.readers}  # one may read several parts
@@ -122,7 +122,7 @@ class Result:
             self._is_changed = True
 
     def store(self, engine: Engine) -> None:
-        """Hands what the middle level needs to the engine's tiers."""
+        """Packs the tokens of its span, so that they move to the engine's tiers."""
         assert self._result is not None
         result, self._result = self._result, None
         if self._copy is None and self.saved_in(engine) is not None:
@@ -151,7 +151,7 @@ class Result:
         return part.requires_grad_(self._needs_grad)
 
     def drop(self) -> None:
-        """It is not needed."""
+        """Releases the result."""
         self._result = self._copy = None
 
     def _cut(self, result: torch.Tensor) -> torch.Tensor:

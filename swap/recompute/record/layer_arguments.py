@@ -214,7 +214,7 @@ def describe(value: Any) -> Any:
 
 
 def but_for_sizes(described: Any) -> Any:
-    """What `describe` said of an argument at any length: of a tensor all but its shape and strides."""
+    """A description without sizes: for a tensor all but shape and strides."""
     if type(described) is not tuple:
         return described
     kind, dtype, shape, _, requires_grad = described

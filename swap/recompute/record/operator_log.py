@@ -53,7 +53,7 @@ class Diverged(Exception):
 
 
 class Script:
-    """Of one forward, whose arguments hold the storages of `given`."""
+    """Operator log of one forward, written while it runs; `given` are its argument tensors."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         self.reason: str | None = None
@@ -106,7 +106,7 @@ class Script:
         return Origin((len(self.lines), 0))
 
     def _operand(self, tensor: torch.Tensor) -> Operand | None:
-        """What the forward uses a tensor as."""
+        """Provenance of an operand in the forward."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -119,7 +119,7 @@ class Script:
         return operand_of(tensor, origin)
 
     def _elsewhere(self, tensor: torch.Tensor) -> Origin:
-        """Of a tensor that was neither given nor made."""
+        """Origin of a tensor that is neither an argument nor a result."""
         if made_by_compiler(tensor):
             self.reason = "a function in it is compiled, and what that reads is not seen"
             return UNKNOWN
@@ -130,7 +130,7 @@ class Script:
         return Origin((-self._found, 0), states=set())
 
     def took(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward took this tensor's storage from elsewhere."""
+        """True for a storage that the forward took from elsewhere."""
         return has_storage(tensor) and self.found(tensor.untyped_storage()) is not None
 
     def knows(self, tensor: torch.Tensor) -> bool:

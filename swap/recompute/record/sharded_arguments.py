@@ -44,7 +44,7 @@ class Placed:
 
 
 def is_even(sharded: DTensor) -> bool:
-    """Whether it is whole or divided by dimensions, and every rank has as much of it; the same answer on all ranks."""
+    """True for replicated or equally sharded dimensions; the same answer on all ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
     if any(type(placed) not in (Replicate, Shard) for placed in sharded.placements):
