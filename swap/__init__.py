@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.axis.token_axis import Axis as Axis
     from memo.swap.recompute.rank_agreement import all_say as all_say, everyones as everyones
     from memo.swap.recompute.record.memoized import memoize as memoize
-    from memo.swap.recompute.record.token_local_functions import marked as marked
+    from memo.swap.recompute.record.token_local_functions import token_local as token_local
     from memo.swap.recompute.token_wise import TokenWise as TokenWise
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
@@ -59,7 +59,7 @@ else:
             "recompute.axis.token_axis": "Axis",
             "recompute.rank_agreement": "all_say everyones",
             "recompute.record.memoized": "memoize",
-            "recompute.record.token_local_functions": "marked",
+            "recompute.record.token_local_functions": "token_local",
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
             "tensor_kinds": "cast_of_parameter layer_input local_part",

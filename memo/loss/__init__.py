@@ -1,4 +1,4 @@
-"""Cross entropy without logits: over chunks of tokens, behind an output projection, in a model's own forward."""
+"""Cross entropy of an output projection, computed over chunks of tokens so that the full logits never exist."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Logits that are known by what they are made of, and made when somebody looks at them.
+"""Deferred logits: a tensor subclass that stands for `projection(hidden)` and computes it on first use of its elements.
 
-A `DeferredLogits` has the shape, the dtype and the place in autograd's graph of `projection(hidden)`, and no elements. What
-models do to logits on their way to a loss is noted or done to the hidden states (memo.loss.logit_rules), and
-`F.cross_entropy` of the outcome is `memo.linear_cross_entropy` of what it is made of. Everything else makes them,
-whole and once:
+A `DeferredLogits` has the shape, the dtype and the autograd node of `projection(hidden)`, and no elements. Functions
+that models apply on the way to a loss are recorded or applied to the hidden states (memo.loss.logit_rules), and
+`F.cross_entropy` of the outcome becomes `memo.linear_cross_entropy` of the hidden states. Any other function computes
+the logits, whole and once:
 
-    projection(hidden)    / 30, tanh, * 30    [:, :-1], .view(-1, v)    F.cross_entropy    -> no logits are made
-                                                                        argmax, print, ... -> they are, then as ever
+    projection(hidden)    / 30, tanh, * 30    [:, :-1], .view(-1, v)    F.cross_entropy    -> logits never exist
+                                                                        argmax, print, ... -> logits are computed
 
-The invariant: nobody sees other numbers than the projection's. They are made in the autocast of its call; where weights have
-changed since, or something would write into the logits, an error says so. In autograd's graph a deferred tensor is the
-projection's output like any other, so it may be given to any function, custom ones with a backward of their own included.
+Invariant: elements are always the projection's own, computed under the autocast of its call; UsageError where weights
+have changed since, or a function would write into the logits. In autograd's graph a deferred tensor is an ordinary
+output of the projection, so any function may take it, custom autograd functions included.
 """
 
 from __future__ import annotations
@@ -34,48 +34,59 @@ __all__ = ["DeferredLogits", "Product", "deferred"]
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Product:
-    """A call of a projection that was not carried out."""
+    """A call of a projection that is deferred."""
 
     projection: nn.Linear
     autocast: torch.dtype | None
-    """Of matrix products, where autocast was on."""
+    """Its dtype where autocast was on, else None."""
     versions: tuple[tuple[Tensor, int], ...]
-    """Hidden states and weights, and how often each had been written to."""
+    """Hidden states and weights, with their version counters at the call."""
     chunk: int | None
     keep_gradients: bool
-    made: bool = False
-    """Somebody looked at the logits."""
+    computed: bool = False
+    """The logits were computed after all."""
 
     def logits(self, hidden: Tensor, steps: Steps) -> Tensor:
-        """As the model would have made them."""
-        self.made = True
-        with self._at_the_call(hidden):
+        """Computes the logits of `hidden` (..., h), then the recorded functions of them.
+
+        Raises:
+            UsageError: hidden states or weights have changed since the call; nothing was computed.
+        """
+        self.computed = True
+        with self._autocast_of_the_call(hidden):
             raw = type(self.projection).forward(self.projection, hidden)
         return steps.of(raw)
 
     def loss(self, hidden: Tensor, steps: Steps, targets: Tensor, **arguments: Any) -> Tensor | None:
-        """Their cross-entropy, or None where it needs them."""
+        """Cross entropy of the logits without computing them; None where their functions have no known formula."""
         formula = steps.formula
         if formula is None:
             return None
         bias, shape = formula
         arguments |= {"bias": bias, "scale": shape.scale, "soft_cap": shape.soft_cap}
-        with self._at_the_call(hidden):
+        with self._autocast_of_the_call(hidden):
             return linear_cross_entropy(
                 hidden, self.projection, targets, chunk=self.chunk, keep_gradients=self.keep_gradients, **arguments
             )
 
-    def _at_the_call(self, hidden: Tensor) -> torch.autocast:
+    def _autocast_of_the_call(self, hidden: Tensor) -> torch.autocast:
         if any(source._version != version for source, version in self.versions):
             raise UsageError(
-                "these logits were not kept, and what they are made of has changed since; look at them before the "
-                "optimizer's step"
+                "logits without elements (memo.loss_without_logits) were read after their hidden states or weights had "
+                "changed; read them before the optimizer's step"
             )
         return torch.autocast(hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
 
 def deferred(projection: nn.Linear, hidden: Tensor, *, chunk: int | None, keep_gradients: bool) -> DeferredLogits:
-    """`projection(hidden)`, called here and now. It must not be an inference tensor: these do not count their changes."""
+    """Defers `projection(hidden)`.
+
+    Args:
+        projection: an nn.Linear with `weight` (vocabulary, h).
+        hidden: (..., h); no inference tensor, since those have no version counter.
+        chunk: as in `memo.linear_cross_entropy`.
+        keep_gradients: as in `memo.linear_cross_entropy`.
+    """
     kind = hidden.device.type
     autocast = None
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
@@ -91,18 +102,20 @@ def deferred(projection: nn.Linear, hidden: Tensor, *, chunk: int | None, keep_g
 
 
 class DeferredLogits(Tensor):
-    """See the module."""
+    """Logits (..., vocabulary) without elements until those are read."""
 
     product: Product
     steps: Steps
     hidden: Tensor
-    """With the logits' leading dimensions."""
+    """(..., h), with the logits' leading dimensions."""
     _whole: Tensor | None
     _make: Callable[[], Tensor] | None
-    """From those that these were derived from."""
+    """Derives the elements from those of the logits that these were made of."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, made={self._whole is not None})"
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, computed={self._whole is not None})"
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,28 +131,28 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Autograd has noted the operation; what is left is to compute it."""
+        """Computes an operator that autograd has recorded already."""
         with torch.no_grad():
             return _with_elements(func, args, kwargs or {}, lambda logits: logits.whole().detach())
 
     def whole(self) -> Tensor:
-        """All logits: made once, and what was done to them done to these."""
+        """The logits as an ordinary tensor, computed once, functions recorded so far applied."""
         if self._whole is None:
             with torch.set_grad_enabled(self.requires_grad):
-                self._whole = _Look.apply(self) if self._make is None else self._make()  # type: ignore[no-untyped-call]
+                self._whole = _Read.apply(self) if self._make is None else self._make()  # type: ignore[no-untyped-call]
         return self._whole
 
-    def noted(self, function: Any, *arguments: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
-        """What `function` makes of each element."""
+    def recorded(self, function: Any, *arguments: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
+        """Logits with an element-wise function recorded, in `dtype`."""
         steps = self.steps.then(function, *arguments)
         return self._derived(steps, dtype or self.dtype, self.hidden, lambda: function(self.whole(), *arguments))
 
     def rows(self, hidden: Tensor, function: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        """What `function` makes of the rows; it makes `hidden` of the hidden states."""
+        """Logits of other rows: `function` makes them of the logits, and has made `hidden` of the hidden states."""
         return self._derived(self.steps, self.dtype, hidden, lambda: function(self.whole()))
 
     def _derived(self, steps: Steps, dtype: torch.dtype, hidden: Tensor, make: Callable[[], Tensor]) -> DeferredLogits:
-        """Has a gradient only where these have one, though the weights that it is made of do."""
+        """Deferred logits that require a gradient only where these do, whatever the weights require."""
         with self._grad_mode():
             return _defer(self.product, steps, dtype, hidden, make)
 
@@ -147,6 +160,7 @@ class DeferredLogits(Tensor):
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad)
 
     def cross_entropy(self, target: Tensor, **arguments: Any) -> Any:
+        """F.cross_entropy of these logits (tokens, vocabulary), or NotImplemented where it needs their elements."""
         with self._grad_mode():
             loss = self.product.loss(self.hidden, self.steps, target, **arguments)
         return NotImplemented if loss is None else loss.to(torch.promote_types(self.dtype, torch.float32))
@@ -163,7 +177,9 @@ def _with_elements(func: Any, args: Any, kwargs: Any, look: Any) -> Any:
     args, kwargs = tree_map_only(DeferredLogits, looked, (args, kwargs))
     result = func(*args, **kwargs)
     if any(whole._version != version for whole, version in seen):
-        raise UsageError("logits that were not made cannot be written into; clone them, and write into the clone")
+        raise UsageError(
+            "logits without elements (memo.loss_without_logits) cannot be written into; write into a clone of them"
+        )
     return result
 
 
@@ -178,7 +194,7 @@ def _defer(
 
 
 class _Defer(torch.autograd.Function):
-    """Hidden states and weights -> deferred logits. Backward, if something looked at them, makes them again."""
+    """Hidden states and weights -> deferred logits. Backward, for logits that were read, computes them again."""
 
     @staticmethod
     def forward(
@@ -200,7 +216,7 @@ class _Defer(torch.autograd.Function):
         return None, None, None, *(next(grads) if need else None for need in needed)
 
 
-class _Look(torch.autograd.Function):
+class _Read(torch.autograd.Function):
     """Deferred logits -> an ordinary tensor."""
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Which functions a deferred tensor of logits goes through without being made, and how.
+"""Rules of the torch functions that deferred logits pass through without being computed.
 
-Owns the table from the name of a torch function to a rule: the logits and the function's arguments in, and out what it
-gives, or NotImplemented where these arguments need elements. What is done to rows (shift, slice, flatten) is done to the
-hidden states; what is done to elements is noted (memo.loss.logit_transform).
+A rule takes the deferred logits and the function's arguments, and returns the result, or NotImplemented where it needs
+the elements. Functions of rows (shift, slice, flatten) are applied to the hidden states; element-wise functions are
+recorded (memo.loss.logit_transform).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["WITHOUT_ELEMENTS", "by_rule"]
 
 
 def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives for the deferred logits that are its first argument, or NotImplemented."""
+    """Result of `func` for deferred logits as its first argument, or NotImplemented."""
     rule = _RULES.get(getattr(func, "__name__", ""))
     if rule is None:
         return NotImplemented
@@ -39,25 +39,25 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _by_number(func: Any, logits: DeferredLogits, number: Any) -> Any:
     if type(number) not in (int, float) or (number == 0 and func.__name__ in DIVISIONS):
         return NotImplemented
-    return logits.noted(func, number)
+    return logits.recorded(func, number)
 
 
 def _tanh(func: Any, logits: DeferredLogits) -> Any:
-    return logits.noted(func)
+    return logits.recorded(func)
 
 
 def _add(func: Any, logits: DeferredLogits, other: Any) -> Any:
-    """A bias that is nobody's parameter, first of all and to rows that are all here."""
+    """Records a bias that needs no gradient, as the first function, for a projection that is not divided."""
     projection = logits.product.projection
     own: Tensor | None = projection.bias
-    if logits.steps.done or own is not None or isinstance(projection.weight, DTensor):
+    if logits.steps.functions or own is not None or isinstance(projection.weight, DTensor):
         return NotImplemented
     if type(other) is not Tensor or other.requires_grad:
         return NotImplemented
     if other.shape[-1:] != logits.shape[-1:] or other.numel() != logits.shape[-1] or other.device != logits.device:
         return NotImplemented
     dtype = torch.promote_types(logits.dtype, other.dtype)
-    return logits.noted(func, other.clone(), dtype=dtype)
+    return logits.recorded(func, other.clone(), dtype=dtype)
 
 
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -71,13 +71,13 @@ def _to(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     parse: Any = torch._C._nn._parse_to
     try:
         device, dtype, _, layout = parse(*args, **kwargs)
-    except (TypeError, RuntimeError):  # it copies, or to what is no floating-point number
+    except (TypeError, RuntimeError):  # a copy, or a cast to integers
         return NotImplemented
     if layout is not None or (device is not None and torch.empty(0, device=device).device != logits.device):
         return NotImplemented
     if dtype is None or dtype == logits.dtype:
         return logits
-    return logits.noted(Tensor.to, dtype, dtype=dtype)
+    return logits.recorded(Tensor.to, dtype, dtype=dtype)
 
 
 def _same(func: Any, logits: DeferredLogits) -> Any:
@@ -90,7 +90,7 @@ def _detach(func: Any, logits: DeferredLogits) -> Any:
 
 
 def _view(func: Any, logits: DeferredLogits, *sizes: Any) -> Any:
-    """Elements keep their order, so a last dimension of the vocabulary's size is the vocabulary."""
+    """Views the rows; a last dimension of the vocabulary's size is the vocabulary, since elements keep their order."""
     shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     if not shape or shape[-1] != logits.shape[-1]:
         return NotImplemented
@@ -106,7 +106,7 @@ def _flatten(func: Any, logits: DeferredLogits, start: int = 0, end: int = -1) -
 
 
 def _getitem(func: Any, logits: DeferredLogits, index: Any) -> Any:
-    """Slices and single rows, all of the vocabulary."""
+    """Indexes rows by slices and integers, with the whole vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or type(part) in (int, slice) for part in parts) or parts.count(Ellipsis) > 1:
         return NotImplemented
@@ -161,7 +161,7 @@ _METHODS = (
     "is_inference", "register_hook", "retain_grad", "__len__", "__hash__", "__dir__",
 )  # fmt: skip
 
-# What a tensor can say of itself, and of its place in autograd's graph, without elements.
+# Functions and properties of a tensor that do not read its elements.
 WITHOUT_ELEMENTS = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),

@@ -1,8 +1,7 @@
-"""What a model does to each of its logits on the way to its loss, noted instead of done.
+"""Recorded element-wise functions that a model applies to its logits on the way to its loss.
 
-Owns the two readings of such notes: the same operations, done to logits that were made after all; and the formula they
-come to, where it is one that the loss without logits knows (memo.loss.logit_transform_shape), cap * tanh(scale * (x +
-bias) / cap).
+They are either applied to the logits, once those are computed after all, or reduced to the formula that
+memo.loss.logit_transform_shape computes: cap * tanh(scale * (x + bias) / cap).
 """
 
 from __future__ import annotations
@@ -22,35 +21,36 @@ DIVISIONS = frozenset({"div", "divide", "true_divide"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Functions, and what each takes after the logits. All of them are element by element."""
+    """Element-wise functions in the order of their calls, each with its arguments after the logits."""
 
-    done: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...] = ()
+    functions: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...] = ()
 
     def then(self, function: Callable[..., Tensor], *arguments: Any) -> Steps:
-        return Steps(done=(*self.done, (function, arguments)))
+        """These functions and one more."""
+        return Steps(functions=(*self.functions, (function, arguments)))
 
     def of(self, logits: Tensor) -> Tensor:
-        """Done, in the model's own way and order."""
-        for function, arguments in self.done:
+        """Applies the functions to `logits`, in their order."""
+        for function, arguments in self.functions:
             logits = function(logits, *arguments)
         return logits
 
     @property
     def formula(self) -> tuple[Tensor | None, LogitTransformShape] | None:
-        """The bias that was added first, and scale and cap; None if it is another formula."""
+        """(bias added first, scale and soft cap); None where the functions are not of that form."""
         bias: Tensor | None = None
-        before, behind, bent = 1.0, 1.0, False
-        for function, arguments in self.done:
+        before, after, capped = 1.0, 1.0, False
+        for function, arguments in self.functions:
             name = function.__name__
             if name == "add":
                 bias = arguments[0].flatten()
-            elif name == "tanh" and bent:
+            elif name == "tanh" and capped:
                 return None
             elif name == "tanh":
-                bent = True
+                capped = True
             elif name != "to":
                 factor = 1.0 / arguments[0] if name in DIVISIONS else float(arguments[0])
-                before, behind = (before, behind * factor) if bent else (before * factor, behind)
-        if not bent:
+                before, after = (before, after * factor) if capped else (before * factor, after)
+        if not capped:
             return bias, LogitTransformShape(scale=before)
-        return (bias, LogitTransformShape(scale=before * behind, soft_cap=behind)) if behind > 0 else None
+        return (bias, LogitTransformShape(scale=before * after, soft_cap=after)) if after > 0 else None

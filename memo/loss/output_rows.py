@@ -1,13 +1,13 @@
-"""Where the rows of the output projection are: here, all of them, or a shard on each rank of a group.
+"""Rows of the output projection on one rank: the whole vocabulary, or a shard of it.
 
-Owns the reductions over the vocabulary that the loss needs, and no tensor. With shards each rank holds the logits of its
-own rows alone; what travels is three numbers a token and the gradient of the hidden states. Where ranks hold different
-tokens, as under sequence parallelism, the hidden states travel too: a chunk of each rank's at a time, never all.
+Owns the reductions over the vocabulary that the loss needs, and holds no tensor. With shards each rank has the logits
+of its own rows only; ranks exchange three numbers a token and the gradient of the hidden states. Where ranks hold
+different tokens (sequence parallelism) they also exchange hidden states, one chunk of each rank's at a time.
 
     rank 0  logits of rows [0, 100)    -> max, sum of exponentials, logit of the target if it is here, else 0
     rank 1  logits of rows [100, 180)  -> the same; reduced over the ranks
 
-The invariant: every rank of a group calls the same methods in the same order with equally many tokens.
+Invariant: all ranks of a group call the same methods in the same order with the same number of tokens.
 """
 
 from __future__ import annotations
@@ -24,92 +24,104 @@ __all__ = ["Vocabulary", "VocabularyShard", "WholeVocabulary"]
 
 
 class Vocabulary(Protocol):
-    """How logits of some rows become statements about all rows. `logits` is (tokens, rows here)."""
+    """Reductions over the whole vocabulary from the logits (tokens, local rows) of one rank."""
 
     @property
     def token_shards(self) -> int:
-        """Ranks that hold different tokens."""
+        """Number of ranks with different tokens; 1 where all have the same."""
 
     def widest(self, rows: int) -> int:
-        """The most rows any rank holds, `rows` being those here: the same number on every rank."""
+        """Largest number of rows on any rank, the same number on every rank; `rows` are on this one."""
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` (tokens, ...) of this rank's tokens -> of those of every rank, in an order that is the same everywhere."""
+        """Gathers `x` (tokens, ...) over the ranks with different tokens, in the order of the ranks."""
 
     def counted(self, here: torch.Tensor) -> torch.Tensor:
-        """How many of all tokens count, `here` being those of this rank's."""
+        """Sum of `here`, the number of counted tokens, over the ranks with different tokens; a scalar, may overwrite it."""
 
     def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log of the sum of exponentials of all rows, logit of the target), each (tokens, 1)."""
+        """(log-sum-exp over all rows, logit of the target), each (tokens, 1); `targets` is (tokens, 1), int64."""
 
-    def subtract_targets(self, slope: torch.Tensor, targets: torch.Tensor) -> None:
-        """Takes one from each token's target, where it is here."""
+    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Subtracts one at each token's target in `grad_logits` (tokens, local rows), in place, where the row is local."""
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
-        """The gradient of this rank's hidden states; each rank has the part of its own rows, for all tokens."""
+        """Gradient of this rank's hidden states, from the parts (all tokens, h) that each rank's rows contribute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WholeVocabulary:
-    """All rows are here."""
+    """The whole vocabulary on this rank; no method communicates."""
 
     @property
     def token_shards(self) -> int:
+        """One."""
         return 1
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself."""
         return x
 
     def counted(self, here: torch.Tensor) -> torch.Tensor:
+        """`here` itself."""
         return here
 
     def widest(self, rows: int) -> int:
+        """`rows` itself."""
         return rows
 
     def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduces over the local rows, which are all."""
         return logits.logsumexp(dim=-1, keepdim=True), logits.gather(-1, targets)
 
-    def subtract_targets(self, slope: torch.Tensor, targets: torch.Tensor) -> None:
-        slope.scatter_(-1, targets, slope.gather(-1, targets) - 1)
+    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Every target is local."""
+        grad_logits.scatter_(-1, targets, grad_logits.gather(-1, targets) - 1)
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
+        """`grad_hidden` itself."""
         return grad_hidden
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyShard:
-    """Rows from `first` on are here, the others on the other ranks of `group`."""
+    """A shard of the vocabulary on each rank of `group`. Every method but `widest` may be a collective call."""
 
     group: dist.ProcessGroup
     first: int
-    """Row of the whole matrix that is the first here."""
+    """Index of this rank's first row in the whole matrix."""
     largest: int
-    """Rows of the largest shard: with uneven shards the ranks must still agree on the chunks of tokens."""
+    """Rows of the largest shard, from which all ranks derive the same chunks of tokens."""
     divides_tokens: bool = False
-    """Each rank has its own tokens; otherwise all have the same."""
+    """Each rank has its own tokens (sequence parallelism); otherwise all have the same."""
 
     @classmethod
     def of(cls, vocab_size: int, group: dist.ProcessGroup, *, divides_tokens: bool) -> VocabularyShard:
-        """Rows divided as a DTensor divides them: equally, and the last rank has fewer where they do not divide."""
+        """Shards as DTensor's Shard(0) makes them: equal, with fewer rows on the last ranks where they do not divide."""
         largest = -(-vocab_size // group.size())
         return cls(group=group, first=group.rank() * largest, largest=largest, divides_tokens=divides_tokens)
 
     @property
     def token_shards(self) -> int:
+        """Size of the group where it divides tokens."""
         return self.group.size() if self.divides_tokens else 1
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gathers where tokens are divided."""
         return all_gathered(x, self.group, 0) if self.divides_tokens else x
 
     def counted(self, here: torch.Tensor) -> torch.Tensor:
+        """All-reduces where tokens are divided."""
         if self.divides_tokens:
             dist.all_reduce(here, dist.ReduceOp.SUM, self.group)
         return here
 
     def widest(self, rows: int) -> int:
+        """Rows of the largest shard."""
         return self.largest
 
     def reduce(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two all-reduces: the maximum, then the sum of exponentials and the target's logit."""
         if logits.shape[-1]:
             top = logits.amax(dim=-1, keepdim=True)
         else:
@@ -121,19 +133,21 @@ class VocabularyShard:
         dist.all_reduce(parts, dist.ReduceOp.SUM, self.group)
         return parts[0].log_().add_(top), parts[1]
 
-    def subtract_targets(self, slope: torch.Tensor, targets: torch.Tensor) -> None:
-        if slope.shape[-1]:
-            here, row = self._rows(slope, targets)
-            slope.scatter_(-1, row, slope.gather(-1, row) - here.to(slope.dtype))
+    def subtract_targets(self, grad_logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Skips targets in other ranks' rows."""
+        if grad_logits.shape[-1]:
+            here, row = self._rows(grad_logits, targets)
+            grad_logits.scatter_(-1, row, grad_logits.gather(-1, row) - here.to(grad_logits.dtype))
 
     def sum_over_ranks(self, grad_hidden: torch.Tensor) -> torch.Tensor:
+        """All-reduces, or reduce-scatters where tokens are divided."""
         if self.divides_tokens:
             return reduce_scattered(grad_hidden, self.group, 0)
         dist.all_reduce(grad_hidden, dist.ReduceOp.SUM, self.group)
         return grad_hidden
 
     def _rows(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(is the target here, its row here or 0)."""
+        """(mask of targets in local rows, their local row or 0)."""
         row = targets - self.first
         here = (row >= 0) & (row < logits.shape[-1])
         return here, row.where(here, 0)

@@ -1,8 +1,6 @@
-"""`memo.linear_cross_entropy`: the loss behind an output projection, of one rank or of a model that is divided over many.
+"""`memo.linear_cross_entropy`: cross entropy of an output projection, whole or divided over ranks.
 
-Owns the question where the projection's rows are, and nothing of the arithmetic (memo.loss.chunked_cross_entropy): all
-of them are here, or a part, in which case the ranks tell each other three numbers a token and no rank makes another's
-logits.
+Finds the rows of the projection that are on this rank; the arithmetic is memo.loss.chunked_cross_entropy.
 """
 
 from __future__ import annotations
@@ -32,36 +30,46 @@ def linear_cross_entropy(
     chunk: int | None = None,
     keep_gradients: bool = True,
 ) -> Tensor:
-    """`cross_entropy(projection(hidden), targets)`, a chunk of tokens at a time: the logits of all never exist.
+    """Cross entropy of an output projection, computed a chunk of tokens at a time: the full logits never exist.
 
         hidden = model.base_model(ids).last_hidden_state
         loss = memo.linear_cross_entropy(hidden, model.get_output_embeddings(), targets)
 
-    A scalar in float32 or wider, once differentiable. After `memo.parallelize` the same two lines are the same loss on every
-    rank. A model that scales or caps its logits has the loss of `soft_cap * tanh(scale * logits / soft_cap)`. To
-    have a model's own loss without looking up what it does, see `memo.loss_without_logits`.
+        logits = soft_cap * tanh(scale * (hidden @ weight.T + bias) / soft_cap)
+        loss = reduction of -log softmax(logits)[target] over the tokens with target != ignore_index
+
+    After `memo.parallelize` the same two lines give the same loss on every rank. Matrix products run in the autocast
+    dtype where autocast is on, else in the dtype of `hidden`; everything after them in float32 or wider. For a model's own
+    loss, with its shift, scale and cap, see `memo.loss_without_logits`.
 
     Args:
-        hidden: (..., h), after the model's last norm.
-        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix. A
-            bias of its own counts.
-        targets: (...) of int64: the token that comes *next*, or `ignore_index` where none counts.
-        bias: (vocabulary), of a projection that has none of its own.
-        scale: logits are multiplied by it (Cohere's `logit_scale`, one divided by Granite's `logits_scaling`).
-        soft_cap: and then bent to lie between its negative and it (Gemma-2's `final_logit_softcapping`).
+        hidden: (..., h), floating point: hidden states after the model's last norm.
+        projection: an nn.Linear or the nn.Embedding tied to it, whose `weight` is (vocabulary, h), or that matrix. Its
+            own bias, if any, is added.
+        targets: (...), int64: the *next* token of each position, or `ignore_index` where it does not count.
+        bias: (vocabulary), for a projection that has none of its own; this rank's rows where they are divided.
+        scale: factor of the logits (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`).
+        soft_cap: bound of the scaled logits' absolute value (Gemma-2's `final_logit_softcapping`); None: no bound.
         reduction: "mean" over the tokens that count, or "sum".
-        chunk: tokens whose logits exist at a time; by the size of the vocabulary if not given.
-        keep_gradients: they are made in forward, with the logits. False keeps nothing, and makes the logits twice.
+        ignore_index: target of tokens that do not count.
+        chunk: tokens whose logits exist at a time. By default as many as have 2^25 logits (128 MiB in float32), at most
+            8192.
+        keep_gradients: computes the gradients in forward, while the logits exist, and keeps them until backward. False
+            keeps the inputs only, and computes the logits a second time.
+
+    Returns:
+        A scalar in float32 or wider, once differentiable; zero, with zero gradients, when no token counts.
 
     Raises:
-        UsageError: something else than `memo.parallelize` divided the projection's rows, or an argument means nothing.
+        UsageError: the projection's rows are divided by other means than `memo.parallelize`; `bias` is given twice or has
+            another length than the rows; `scale`, `soft_cap` or `reduction` is out of range. Nothing was computed.
     """
     rows, vocabulary = _rows(projection)
     own = getattr(projection, "bias", None)
     if bias is not None and own is not None:
-        raise UsageError(f"bias: the {type(projection).__name__} has one of its own")
+        raise UsageError(f"bias: the {type(projection).__name__} has a bias of its own; leave this one out")
     if bias is not None and len(bias) != len(rows):
-        raise UsageError(f"bias: {len(bias)} numbers for the {len(rows)} rows that are here")
+        raise UsageError(f"bias: {len(bias)} numbers for {len(rows)} rows of the projection on this rank")
     return chunked_linear_cross_entropy(
         hidden,
         rows,
@@ -77,15 +85,15 @@ def linear_cross_entropy(
 
 
 def _rows(projection: nn.Module | Tensor) -> tuple[Tensor, Vocabulary]:
-    """The rows that are here, and which of all rows they are."""
+    """(this rank's rows of the weight, their position in the vocabulary)."""
     weight = projection if isinstance(projection, Tensor) else projection.weight
     assert isinstance(weight, Tensor)
     if not isinstance(weight, DTensor) or all(placed.is_replicate() for placed in weight.placements):
         return own_rows(weight), WholeVocabulary()
     if not isinstance(projection, DividedRows):
         raise UsageError(
-            f"rows divided as {list(weight.placements)} over {weight.device_mesh.size()} ranks are not known to belong to "
-            f"the same tokens; give the module that memo.parallelize divided, or gather the matrix"
+            f"projection: its rows are divided as {list(weight.placements)} over {weight.device_mesh.size()} ranks, "
+            f"which may hold different tokens; give the module that memo.parallelize divided, or gather the matrix"
         )
     group, sequence = projection.ranks
     return own_rows(weight), VocabularyShard.of(weight.shape[0], group, divides_tokens=sequence)

@@ -1,9 +1,8 @@
-"""`memo.loss_without_logits`: a model's own loss, as its own forward computes it, without its logits.
+"""`memo.loss_without_logits`: a Hugging Face model's own loss, computed by its own forward without its logits.
 
-Owns what is put on a model for it, and takes it off again: two hooks that see whether a forward was given labels, and the
-output projection's forward, which then gives deferred logits (memo.loss.deferred_logits). The model's forward, its
-loss function and its parameters stay as they are. Without labels nothing is different: `generate` and your own use of
-logits see what the projection makes.
+Owns the changes to the model, and reverts them: two hooks that detect labels among a forward's arguments, and the
+output projection's forward, which then returns deferred logits (memo.loss.deferred_logits). The model's forward, loss
+function and parameters stay as they are. Forwards without labels (`generate`, for one) are unchanged.
 """
 
 from __future__ import annotations
@@ -24,36 +23,39 @@ if TYPE_CHECKING:
 
 __all__ = ["LossWithoutLogits", "loss_without_logits"]
 
-# Kinds of loss that are one cross-entropy of all logits; None is the library's default, the causal one.
+# Values of `loss_type` whose loss is one cross entropy of all logits; None is the default, the causal one.
 _CROSS_ENTROPIES = (None, "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")
 
 
 def loss_without_logits(
     model: nn.Module, *, chunk: int | None = None, keep_gradients: bool = True
 ) -> LossWithoutLogits:
-    """Has `model(input_ids, labels=labels).loss` computed a chunk of logits at a time, with or without `memo.offload`.
+    """Makes `model(input_ids, labels=labels).loss` compute a chunk of logits at a time, with or without `memo.offload`.
 
-        memo.loss_without_logits(model)                      # for good, or until .close()
-        with memo.loss_without_logits(model): ...            # for a while
+        memo.loss_without_logits(model)                      # until .close()
+        with memo.loss_without_logits(model): ...            # for the block
 
-    The loss is the model's own: its shift, `num_items_in_batch`, scaled or capped logits, what it adds for its experts. So
-    is `outputs.logits` of these forwards, which is made when it is looked at. Give the module that you call: the one that
-    an adapter library returned, before DistributedDataParallel. A batch of which no label counts has loss 0, not nan.
-    docs/loss.md has the rest.
+    The loss stays the model's own: its shift, `num_items_in_batch`, scaled or capped logits, auxiliary losses of experts.
+    `outputs.logits` of such a forward is computed when it is read. Where every label is ignored the loss is 0, not nan.
+    Forwards without labels are unchanged. See docs/loss.md.
 
     Args:
-        model: a Hugging Face model with an output projection, before or after `memo.parallelize`.
-        chunk: tokens whose logits exist at a time; by the size of the vocabulary if not given.
+        model: a Hugging Face model with an output projection, before or after `memo.parallelize`. Of several wrappers give
+            the module that is called: the one that an adapter library returned, before DistributedDataParallel.
+        chunk: tokens whose logits exist at a time, as in `memo.linear_cross_entropy`.
         keep_gradients: as in `memo.linear_cross_entropy`.
 
+    Returns:
+        A handle whose `close` reverts the model; also a context manager.
+
     Raises:
-        UsageError: it has no output projection that is an nn.Linear as torch has it, takes no labels, or has another kind
-            of loss; the model is then unchanged.
+        UsageError: the model has no output projection that is a plain nn.Linear, takes no labels, or has another kind of
+            loss. The model is then unchanged.
     """
     projection = _projection(model)
     kind = getattr(model, "loss_type", None)
     if kind not in _CROSS_ENTROPIES:
-        raise UsageError(f"the loss of {type(model).__name__} ({kind}) is not a cross-entropy of its logits")
+        raise UsageError(f"the loss of {type(model).__name__} ({kind}) is not a cross entropy of its logits")
     signature = inspect.signature(model.forward)
     others = [parameter for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
     if "labels" not in signature.parameters and not others:
@@ -80,12 +82,12 @@ def _projection(model: nn.Module) -> nn.Linear:
 
 
 def _has_its_weight(projection: nn.Module) -> bool:
-    """Not so where it is parametrized, or a view into a flat parameter of many."""
+    """False for a parametrized weight, or a view into a flat parameter."""
     return projection._parameters.get("weight") is not None
 
 
 class LossWithoutLogits:
-    """What `loss_without_logits` put on a model; `close` takes it off, as does the end of a `with`."""
+    """Handle of `loss_without_logits`; `close`, or the end of a `with`, reverts the model."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class LossWithoutLogits:
         self.close()
 
     def close(self) -> None:
-        """The model is as it was. Logits that are deferred already can still be looked at."""
+        """Reverts the model. Logits already deferred can still be read. May be called again."""
         for hook in self._hooks:
             hook.remove()
         vars(self._projection).pop("forward", None)
@@ -130,7 +132,7 @@ class LossWithoutLogits:
     def _project(self, hidden: Tensor) -> Tensor:
         dtypes = {hidden.dtype, self._projection.weight.dtype}
         alike = len(dtypes) == 1 or torch.is_autocast_enabled(hidden.device.type)
-        # Inference tensors do not count their changes, so nobody could tell whether logits made later are the same.
+        # Inference tensors have no version counter, so a change before the logits are computed would go unnoticed.
         if not self._with_labels or not alike or hidden.is_inference() or not _has_its_weight(self._projection):
             return type(self._projection).forward(self._projection, hidden)
         logits = deferred(self._projection, hidden, chunk=self._chunk, keep_gradients=self._keep_gradients)
@@ -139,11 +141,11 @@ class LossWithoutLogits:
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self._with_labels = False
-        looked = any(product.made for product in self._products)
+        computed = any(product.computed for product in self._products)
         self._products.clear()
-        if looked and output is not None and not self._warned:  # with an error there is no output
+        if computed and output is not None and not self._warned:  # with an error there is no output
             self._warned = True
             warnings.warn(
-                f"{type(model).__name__} does more with its logits than memo can do without them: they were made",
+                f"{type(model).__name__} does more with its logits than a cross entropy: they were computed in full",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""One model on many devices: layouts, collectives, tensor-parallel layers, pipelines."""
+"""Parallel training: layouts of ranks, differentiable collectives, tensor and context parallelism, pipelines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from memo.lazy import attach
 if TYPE_CHECKING:
     from memo.parallel.collectives import all_gathered as all_gathered, reduce_scattered as reduce_scattered
     from memo.parallel.failure import ended_by_signal as ended_by_signal, first_cause as first_cause
+    from memo.parallel.gathered_input import kept_for as kept_for
     from memo.parallel.grad_norm import clip_gradients as clip_gradients, gradient_norm as gradient_norm
     from memo.parallel.layout import (
         ContextAttention as ContextAttention,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         Entry as Entry,
         Replicated as Replicated,
         RowParallel as RowParallel,
-        kept_for as kept_for,
         own_parts as own_parts,
         row_sum as row_sum,
     )
@@ -48,6 +48,7 @@ else:
         {
             "collectives": "all_gathered reduce_scattered",
             "failure": "ended_by_signal first_cause",
+            "gathered_input": "kept_for",
             "grad_norm": "clip_gradients gradient_norm",
             "layout": "ContextAttention Layout PipelineSchedule",
             "pipeline": "check_torch make_schedule pass_through",
@@ -56,7 +57,7 @@ else:
             "ring_attention": "Ring",
             "sequence_shards": "SequenceShards",
             "solo_rank": "simulated_rank",
-            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel kept_for own_parts row_sum",
+            "tensor_parallel": "ColumnParallel Entry Replicated RowParallel own_parts row_sum",
             "tensor_parallel_group": "group_of",
             "ulysses": "Ulysses",
             "vocabulary_parallel": "DividedRows VocabularyParallel own_rows",

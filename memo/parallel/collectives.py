@@ -1,16 +1,16 @@
-"""Collectives that autograd sees through: each is a linear map, and its backward is the transposed one.
+"""Differentiable collectives: each is a linear map, and its backward is the transposed one.
 
     copy_in     x on every rank            <->  sum of the gradients
     sum_out     sum of the partial x       <->  the gradient on every rank
     gather      shards to the whole        <->  sum of the gradients, a shard each
     scatter_sum partial wholes to a shard  <->  gradient shards to the whole
-    split       the whole to a shard       <->  gradient shards to the whole, each rank having used all of it alike
-    join        shards to the whole        <->  the gradient's shard, each rank having used all of it alike
+    split       the whole to a shard       <->  gradient shards to the whole; for an x that is equal on all ranks
+    join        shards to the whole        <->  the gradient's shard; for a result that all ranks use in the same way
     exchange    heads for tokens           <->  tokens for heads
 
-None of them saves a tensor. They wait for the collective, so what they give is ordinary memory, never one that is still to
-arrive. What moves between ranks is marked with what becomes of the token axis
-(memo.swap.recompute.record.token_local_functions), so that a layer made of them can be recomputed token by token.
+None of them saves a tensor. They wait for the collective, so results are complete when they return. The exchanges
+between ranks declare their effect on the token axis (`memo.swap.token_local`), so that layers made of them can be
+recomputed by tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from memo.swap import Axis, marked
+from memo.swap import Axis, token_local
 
 __all__ = [
     "all_gathered",
@@ -44,37 +44,37 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def copy_in(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`x` itself; its gradient is the sum over the group."""
+    """`x` itself; backward sums the gradient over the group."""
     return cast("torch.Tensor", _CopyIn.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def sum_out(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over the group, on every rank."""
+    """Sum over the group, on every rank (all-reduce); backward passes the gradient on."""
     return cast("torch.Tensor", _SumOut.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """The ranks' shards joined along `dim`; each rank uses the whole in its own way."""
+    """All-gather along `dim`; backward reduce-scatters, since each rank uses the whole in its own way."""
     return cast("torch.Tensor", _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
 def scatter_sum(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's shard, along `dim`, of the sum over the group."""
+    """Reduce-scatter along `dim`: this rank's shard of the sum; backward all-gathers."""
     return cast("torch.Tensor", _ScatterSum.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
 def split(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's shard of what every rank has."""
+    """This rank's shard along `dim` of an `x` that is equal on all ranks; backward all-gathers."""
     return cast("torch.Tensor", _Split.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
 def join(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """The shards joined; every rank goes on with the whole in the same way."""
+    """All-gather along `dim`; backward takes this rank's shard, since all ranks use the whole in the same way."""
     return cast("torch.Tensor", _Join.apply(x, group, dim))  # type: ignore[no-untyped-call]
 
 
 def exchange(x: torch.Tensor, group: Group, *, scatter: int, gather: int) -> torch.Tensor:
-    """All to all: a part of dimension `scatter` goes to each rank, and dimension `gather` becomes whole."""
+    """All-to-all: divides dimension `scatter` over the ranks and makes dimension `gather` whole; backward reverses it."""
     return cast("torch.Tensor", _Exchange.apply(x, group, scatter, gather))  # type: ignore[no-untyped-call]
 
 
@@ -162,7 +162,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def own_shard(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's part of `x`, a view."""
+    """This rank's shard of `x` along `dim`, a view."""
     part = x.size(dim) // group.size()
     return x.narrow(dim, group.rank() * part, part)
 
@@ -184,32 +184,32 @@ def _axis_exchanged(axis: Axis, x: torch.Tensor, group: Group, scatter: int, gat
     return None if scattered is None else _axis_gathered(scattered, x, group, gather)
 
 
-@marked(_axis_gathered)
+@token_local(_axis_gathered)
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """The ranks' shards joined along `dim`, contiguous. Outside of autograd."""
+    """All-gather along `dim`, contiguous; not differentiable."""
     parts = x.new_empty((group.size(), *x.shape))
     _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
-    # Where nothing but ones stands before `dim` the parts lie in order already, and this copies nothing.
+    # No copy where all dimensions before `dim` are of size one: the parts are in order already.
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@marked(_axis_scattered)
+@token_local(_axis_scattered)
 def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's shard, along `dim`, of the sum over the group. Outside of autograd."""
+    """Reduce-scatter along `dim`; not differentiable."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     result: torch.Tensor = parts.new_empty(parts.shape[1:])
     _reduce_scatter(result.view(-1), parts.view(-1), group=group)
     return result
 
 
-@marked(_axis_summed)
+@token_local(_axis_summed)
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
 
 
-@marked(_axis_exchanged)
+@token_local(_axis_exchanged)
 def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)

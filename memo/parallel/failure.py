@@ -1,11 +1,11 @@
-"""How a run of many ranks ends when one of them cannot go on: soon, everywhere, and with the first cause named.
+"""Failure of a rank: all ranks end soon, and their errors name the first cause.
 
-    a rank raises     it leaves its error in the store that torchrun keeps, and ends; its connections close
-    the others        their collective fails, they read the store, and end with that rank's error
-    a rank is killed  it leaves nothing; the others end too, and torchrun says which one got which signal
-    nothing returns   a rank asked to end that sits in a collective for ever is ended after GRACE_S
+    a rank raises     it writes its error to torchrun's store, and exits; its connections close
+    the others        their collective fails, they read the store, and raise that rank's error
+    a rank is killed  it writes nothing; the others exit too, and torchrun reports the rank and its signal
+    a rank hangs      one that waits in a collective after SIGTERM exits after GRACE_S
 
-Restarting is torchrun's part (--max-restarts), going on from the newest checkpoint that of --resume.
+torchrun restarts the run (--max-restarts), and --resume continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from memo.parallel.store import meeting_store
 
 __all__ = ["GRACE_S", "ended_by_signal", "first_cause"]
 
-# Seconds between a request to end and the end, at the latest. torchrun kills after 30.
+# Seconds from SIGTERM to the exit, at most. torchrun kills after 30.
 GRACE_S = 20.0
 
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
-# What torch and gloo say when the other end of a connection is gone; they have no error class of their own for it.
+# Parts of torch's and gloo's messages for a lost connection; they have no error class for it.
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -44,11 +44,15 @@ _LOST = (
 
 @contextlib.contextmanager
 def first_cause(rank: int) -> Iterator[None]:
-    """Turns what ends the block into an error that says which rank ended first, and why.
+    """Converts an exception of the block into one that names the rank that failed first, and its reason.
+
+    Args:
+        rank: of this process.
 
     Raises:
-        PeerLost: another rank ended first.
-        MemoError: this rank did; `rank N: ` stands before its message.
+        PeerLost: another rank failed first.
+        MemoError: this rank failed first, with a MemoError; its message is prefixed with `rank N: `. Other exceptions pass
+            unchanged.
     """
     try:
         yield
@@ -56,9 +60,9 @@ def first_cause(rank: int) -> Iterator[None]:
         own = _own_cause(error)
         if own is None:
             raise PeerLost(
-                f"rank {rank}: {_told() or 'another rank ended without a word; torchrun names it'}"
+                f"rank {rank}: {_published() or 'another rank exited without an error message; torchrun names it'}"
             ) from error
-        _tell(f"rank {rank}: {_in_words(own)}")
+        _publish(f"rank {rank}: {_described(own)}")
         if isinstance(own, MemoError):
             raise type(own)(f"rank {rank}: {own}") from error
         if own is error:
@@ -67,7 +71,7 @@ def first_cause(rank: int) -> Iterator[None]:
 
 
 def _own_cause(error: BaseException) -> BaseException | None:
-    """What this rank did wrong, without the wrapping a pipeline stage puts around it; None where a peer is gone."""
+    """This rank's own error, without the wrapping of a pipeline stage; None for a lost connection."""
     origin: BaseException | None = error
     while origin is not None:
         if isinstance(origin, (MemoError, torch.OutOfMemoryError)):
@@ -80,8 +84,8 @@ def _own_cause(error: BaseException) -> BaseException | None:
     return error
 
 
-def _in_words(error: BaseException) -> str:
-    """A pipeline wraps what went wrong in tensors' shapes; what the other ranks are told is the cause beneath."""
+def _described(error: BaseException) -> str:
+    """One line for the other ranks: the innermost cause, which pipelines wrap in messages about shapes."""
     if isinstance(error, MemoError):
         return str(error)
     while error.__cause__ is not None:
@@ -92,12 +96,12 @@ def _in_words(error: BaseException) -> str:
 _KEY = "first-failure"
 
 
-def _tell(what: str) -> None:
+def _publish(cause: str) -> None:
     with contextlib.suppress(RuntimeError, KeyError, ValueError):  # no store, nobody to tell
-        meeting_store(timeout=_STORE_TIMEOUT).compare_set(_KEY, "", " ".join(what.split())[:2000])
+        meeting_store(timeout=_STORE_TIMEOUT).compare_set(_KEY, "", " ".join(cause.split())[:2000])
 
 
-def _told() -> str | None:
+def _published() -> str | None:
     try:
         store = meeting_store(timeout=_STORE_TIMEOUT)
         return str(store.get(_KEY).decode()) if store.check([_KEY]) else None
@@ -107,10 +111,10 @@ def _told() -> str | None:
 
 @contextlib.contextmanager
 def ended_by_signal(grace_s: float = GRACE_S) -> Iterator[None]:
-    """SIGTERM ends the process within `grace_s`, also one that waits in a collective and never comes back to Python.
+    """Makes SIGTERM end the process within `grace_s` seconds, even while it waits in a collective.
 
-    Python runs signal handlers between its own instructions. A waiting thread is told by the wakeup descriptor, which is
-    written to at once.
+    Python runs signal handlers between bytecodes, never inside a collective. So a thread reads the signal from the wakeup
+    descriptor, and exits the process when the block has not ended in time.
     """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model that is divided over ranks, and clipping by it."""
+"""Gradient norm of a model that is divided over ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ __all__ = ["clip_gradients", "gradient_norm"]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], *, copies: int) -> float:
-    """The 2-norm over all ranks of the run; each gradient counts once. A collective call.
+    """2-norm of all gradients over all ranks, each counted once, computed in float64. A collective call.
 
-    `copies` is how many ranks hold the same stage: an ordinary parameter is on all of them alike, a DTensor's mesh says
-    how often each of its parts exists.
+    Args:
+        parameters: of this rank; those without gradient are skipped.
+        copies: ranks that hold the same pipeline stage. An ordinary parameter exists on all of them, a DTensor's shards
+            on `copies` divided by their number.
     """
     square = 0.0
     device = torch.device("cpu")
@@ -25,18 +27,18 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, copies: int) -> float:
         grad = parameter.grad
         if grad is None:
             continue
-        local, alike = grad, copies
+        local, count = grad, copies
         if isinstance(grad, DTensor):
-            local, alike = grad.to_local(), copies // _shards(grad)
+            local, count = grad.to_local(), copies // _shards(grad)
         device = local.device
-        square += float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2 / alike
+        square += float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2 / count
     total = torch.tensor(square, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return math.sqrt(float(total))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scales all gradients down to `limit` where `norm` is above it, as torch's clip_grad_norm_ does."""
+    """Scales gradients in place by limit / (norm + 1e-6) where that is below one, as torch's clip_grad_norm_ does."""
     factor = limit / (norm + 1e-6)
     if not factor < 1:
         return
@@ -47,6 +49,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float
 
 
 def _shards(grad: DTensor) -> int:
-    """Different parts that the ranks of the gradient's mesh hold between them."""
+    """Number of distinct shards of a gradient on its mesh."""
     mesh = grad.device_mesh
     return math.prod(mesh.size(dim) for dim, placed in enumerate(grad.placements) if not isinstance(placed, Replicate))

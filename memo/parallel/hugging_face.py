@@ -1,15 +1,14 @@
-"""`memo.parallelize`: tensor parallelism of Hugging Face models as they are, by plans derived from their family.
+"""`memo.parallelize`: tensor parallelism of unmodified Hugging Face models, by a table of model families.
 
-Owns which of a model's modules are divided by column, by row, over the vocabulary, or not at all. How they are divided and
-compute is memo.parallel.tensor_parallel and vocabulary_rows. The model's classes and its parameters' names stay; every
-parameter becomes a DTensor.
+Owns the choice of modules that are divided by column, by row, over the vocabulary, or replicated. The division itself
+is memo.parallel.tensor_parallel and vocabulary_parallel. Parameter names stay; every parameter becomes a DTensor.
 
-    embedding        rows divided; gives all tokens, on every rank
-    first layer      takes its rank's tokens           |
-    layers           see memo.parallel.tensor_parallel          |  with sequence parallelism
-    last layer       gives all tokens again            |
-    norm             all tokens, on every rank
-    projection       rows divided; joins the logits, which `memo.loss_without_logits` does without
+    embedding        rows divided; all tokens on every rank
+    first layer      takes this rank's tokens                |
+    layers           see memo.parallel.tensor_parallel       |  with sequence parallelism
+    last layer       gathers all tokens                      |
+    norm             all tokens on every rank
+    projection       rows divided; gathers the logits, which `memo.loss_without_logits` avoids
 """
 
 from __future__ import annotations
@@ -35,22 +34,24 @@ if TYPE_CHECKING:
 
 __all__ = ["parallelize"]
 
-# 2.11 is known to fail: it cannot say how the gradients of such parts are put together.
+# 2.11 is known to fail: its DTensor cannot place the gradients of fused projections.
 _FUSED_SINCE = "2.13"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a decoder layer of one kind of model is made of; names are the layer's own."""
+    """Modules of one type of decoder layer, by their names within the layer."""
 
     entries: Sequence[str]
     """Modules whose input the column-parallel projections read."""
     columns: Mapping[str, int]
-    """Projections divided by their outputs, and how many are fused in each."""
+    """Projections divided by outputs -> number of projections fused in each."""
     rows: Sequence[str]
+    """Projections divided by inputs."""
     norms: Sequence[str]
+    """Modules that are replicated."""
     per_head: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Module -> its number that is proportional to the heads it computes."""
+    """Module -> its attribute that is proportional to the number of heads."""
 
 
 FAMILIES = {
@@ -86,22 +87,30 @@ FAMILIES = {
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
     """Divides the layers and the vocabulary of a Hugging Face GPT-2, Llama, OPT or GPT-NeoX over `mesh`, in place.
 
-    Every rank has the whole model, or the same one on the meta device, and keeps its part. Forward takes the same batch on
-    every rank and gives the same loss and logits on every rank; gradients are those of one process. With
-    `memo.loss_without_logits` no logits are made or joined for it. Returns the model; call `memo.offload` after it.
+        mesh = init_device_mesh("cuda", (8,))
+        model = memo.parallelize(AutoModelForCausalLM.from_pretrained(name), mesh)
+        manager = memo.offload(model)
+
+    Every rank passes the whole model, or the same one on the meta device, and keeps its part; nothing is communicated. A
+    forward takes the same (batch, tokens) on every rank and returns the same loss and logits on every rank; gradients are
+    those of one process. With `memo.loss_without_logits` logits are neither computed in full nor gathered.
 
     Args:
-        model: unmodified, from the configuration or a checkpoint.
-        mesh: of one dimension, or with one named "tp".
-        sequence_parallel: between the matrices each rank holds its part of the tokens, and a layer saves 1 / ranks of what
-            it saves on one rank. The sequence must then divide by the ranks. Not for generating.
+        model: unmodified, from a configuration or a checkpoint, of any dtype.
+        mesh: one-dimensional, or with a dimension named "tp", over which the model is divided.
+        sequence_parallel: divides the tokens, too, between the matrices, so that a layer saves 1 / ranks of what it saves
+            on one rank. The number of tokens must then be a multiple of the ranks. Not for `generate`.
+
+    Returns:
+        `model` itself, whose parameters are DTensors. Call `memo.offload` and `fully_shard` after this.
 
     Raises:
-        UsageError: a model of another family, or heads or widths that do not divide, or fewer words than ranks, or GPT-2 on
-            a torch before 2.13; the model is then unchanged.
+        UsageError: `mesh` is no DeviceMesh or has no dimension "tp"; the model is of another family; heads, widths or
+            words do not divide over the ranks; GPT-2 on torch before 2.13. The model is then unchanged. A forward raises
+            it on every rank for batches of different shapes, and for tokens that do not divide.
     """
     if not hasattr(mesh, "mesh_dim_names"):
-        raise UsageError(f"mesh: {mesh!r} is no DeviceMesh; give one, as init_device_mesh makes it")
+        raise UsageError(f"mesh: {mesh!r} is no DeviceMesh; make one with torch.distributed.init_device_mesh")
     if mesh.ndim > 1:
         if "tp" not in (mesh.mesh_dim_names or ()):
             raise UsageError(f"mesh: of its dimensions {mesh.mesh_dim_names} none is named 'tp'")
@@ -125,13 +134,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     first = cast("nn.Module", model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else layers[0])  # type: ignore[operator]
     first.register_forward_pre_hook(lambda _, args, kwargs: _require_same(args, kwargs, group), with_kwargs=True)
     if sequence_parallel:
-        layers[0].register_forward_pre_hook(lambda _, args, kwargs: _take_part(args, kwargs, group), with_kwargs=True)
-        layers[-1].register_forward_hook(lambda _, __, output: _give_whole(output, group))
+        layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: _take_own_tokens(args, kwargs, group), with_kwargs=True
+        )
+        layers[-1].register_forward_hook(lambda _, __, output: _gather_tokens(output, group))
     return model
 
 
 def _check(model: nn.Module, ranks: int) -> None:
-    """Whole heads for each rank, before anything is changed."""
+    """Raises UsageError unless heads, widths and words divide over the ranks."""
     config: Any = getattr(model, "config", None)
     sizes = {
         "heads": ("num_attention_heads",),
@@ -168,7 +179,7 @@ def _divide(layer: nn.Module, family: Family, mesh: DeviceMesh, *, sequence: boo
 
 
 def _vocabulary_tables(model: nn.Module) -> list[nn.Embedding | nn.Linear]:
-    """The embedding of the model's words and its output projection, where their rows are all that there is to divide."""
+    """The input embedding and the output projection, where they can be divided by rows."""
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     tables = [end for end in ends if _is_rows(end)]
     elsewhere = {id(p) for module in model.modules() if module not in tables for p in module._parameters.values()}
@@ -178,14 +189,14 @@ def _vocabulary_tables(model: nn.Module) -> list[nn.Embedding | nn.Linear]:
 
 
 def _is_rows(end: Any) -> bool:
-    """A bound on norms, or a forward of its own would need more than the rows."""
+    """True for a plain linear layer, or an embedding whose lookup needs no other rows."""
     if type(end) is nn.Linear:
         return True
     return type(end) is nn.Embedding and end.max_norm is None and not (end.scale_grad_by_freq or end.sparse)
 
 
 def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
-    """A rank keeps its words' rows; a projection tied to the embedding stays tied."""
+    """Divides the tables by rows; a projection tied to the embedding stays tied."""
     divided: dict[torch.Tensor, torch.Tensor] = {}
     for table in _vocabulary_tables(model):
         whole = table.weight
@@ -194,9 +205,9 @@ def _divide_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What no layer divides becomes DTensors as well: optimizers and norms do not take a mixture.
+    """Makes replicated DTensors of all other parameters: optimizers and gradient norms take no mixture.
 
-    Parameters that are one stay one.
+    Tied parameters stay tied.
     """
     from torch.distributed.tensor import DTensor
 
@@ -218,13 +229,13 @@ def _require_same(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.Pro
         require_same_shape(given, group)
 
 
-def _take_part(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Any:
+def _take_own_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Any:
     if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": _part(kwargs["hidden_states"], group)}
-    return (_part(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": _own_tokens(kwargs["hidden_states"], group)}
+    return (_own_tokens(args[0], group), *args[1:]), kwargs
 
 
-def _part(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _own_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if hidden.size(1) % group.size():
         raise UsageError(
             f"a sequence of {hidden.size(1)} tokens does not divide over {group.size()} ranks; pad it to a multiple, or "
@@ -233,7 +244,7 @@ def _part(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return split(hidden, group, 1)
 
 
-def _give_whole(output: Any, group: dist.ProcessGroup) -> Any:
+def _gather_tokens(output: Any, group: dist.ProcessGroup) -> Any:
     if isinstance(output, tuple):
         return (join(output[0], group, 1), *output[1:])
     return join(output, group, 1)

@@ -1,8 +1,8 @@
-"""How a model is laid out over ranks: four sizes, a pipeline schedule, and every check that needs no process group.
+"""Layout of a model over ranks: four mesh sizes, a pipeline schedule, and all checks that need no process group.
 
-    rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp        tp varies fastest: its ranks talk the most
+    rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp        tp varies fastest: its ranks communicate most
 
-Needs no torch, so that a layout that cannot be is refused before anything starts.
+Imports no torch, so that an impossible layout is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ class ModelShape(Protocol):
     """The sizes of a model that must divide over ranks; `memo.gpt`'s GPTConfig has them."""
 
     @property
-    def layers(self) -> int: ...
+    def layers(self) -> int:
+        """Number of transformer layers."""
 
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """Query heads of a layer."""
 
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Key/value heads of a layer."""
 
     @property
     def ffn(self) -> int:
@@ -35,33 +38,37 @@ class ModelShape(Protocol):
 
     @property
     def end_of_document(self) -> int | None:
-        """The token that ends a document, within which attention then stays."""
+        """Token that ends a document; None where attention is not limited to documents."""
 
 
 class ContextAttention(enum.StrEnum):
-    """How ranks that share a sequence attend to all of it."""
+    """Context parallelism: how ranks that share a sequence compute attention."""
 
-    AUTO = "auto"  # Ulysses where there are heads enough
+    AUTO = "auto"  # Ulysses where its heads divide
     ULYSSES = "ulysses"  # Jacobs et al. 2023: ranks exchange heads for tokens
     RING = "ring"  # Liu et al. 2023: keys and values go around
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh (pp, dp, cp, tp)."""
+    """Sizes of the mesh (pp, dp, cp, tp) and the options that go with them.
+
+    Raises:
+        UsageError: a size is below 1, or an option has no meaning with these sizes.
+    """
 
     dp: int = 1
-    """Replicas that share the rows of a batch; parameters are sharded over them."""
+    """Data-parallel ranks: each has rows of the batch; parameters are sharded over them."""
     tp: int = 1
-    """Ranks that share each layer's matrices."""
+    """Tensor-parallel ranks: each has a part of every layer's matrices."""
     pp: int = 1
-    """Ranks that share the layers."""
+    """Pipeline-parallel ranks: each has some of the layers."""
     cp: int = 1
-    """Ranks that share the tokens of a sequence also in attention."""
+    """Context-parallel ranks: each has a part of the sequence, in attention, too."""
     cp_attention: ContextAttention = ContextAttention.AUTO
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     sequence_parallel: bool = True
-    """Tensor-parallel ranks share the tokens between the matrices too."""
+    """Tensor-parallel ranks also divide the tokens, between the matrices."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp"):
@@ -74,54 +81,64 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """Processes of the run."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def stages(self) -> int:
-        """Pipeline stages in all."""
+        """Pipeline stages of all ranks."""
         return self.pp * self.stages_per_rank
 
     @property
     def stages_per_rank(self) -> int:
+        """Pipeline stages on each rank."""
         return self.schedule.stages_per_rank if self.pp > 1 else 1
 
     @property
     def shards_tokens(self) -> bool:
-        """Whether tensor-parallel ranks hold different tokens between the matrices."""
+        """True when tensor-parallel ranks hold different tokens between the matrices."""
         return self.tp > 1 and self.sequence_parallel
 
     @property
     def token_shards(self) -> int:
-        """Ranks that a sequence is divided over outside of attention and the matrices."""
+        """Number of ranks that a sequence is divided over, outside attention and the matrices."""
         return self.cp * (self.tp if self.shards_tokens else 1)
 
     def rings(self, shape: ModelShape) -> bool:
-        """Whether ranks that share a sequence attend around a ring. Its ranks hold an early and a late part of it each."""
+        """True for ring attention, whose ranks hold an early and a late part of the sequence each."""
         if self.cp == 1 or self.cp_attention is ContextAttention.ULYSSES:
             return False
         heads = self.tp * self.cp
         return self.cp_attention is ContextAttention.RING or bool(shape.heads % heads or shape.kv_heads % heads)
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """Stages of one rank of the pipeline, in the order of the layers."""
+        """Stages of one pipeline rank, in the order of the layers."""
         return self.schedule.stages_of(pp_rank, self.pp)
 
     def layers_of(self, stage: int, layers: int) -> range:
-        """Positions of a stage's layers."""
+        """Indices of a stage's layers, of `layers` in all."""
         count = layers // self.stages
         return range(stage * count, (stage + 1) * count)
 
     def check(
         self, shape: ModelShape, *, seq: int, batch: int, microbatches: int, within_documents: bool = False
     ) -> None:
-        """Raises UsageError for whatever does not divide, naming the flag and the numbers that would.
+        """Checks that a model and a batch divide over the ranks.
 
-        `within_documents`: attention stays within them, as it also does where the shape names the token that ends one.
+        Args:
+            shape: sizes of the model.
+            seq: tokens of a sequence.
+            batch: sequences of a step.
+            microbatches: of a step.
+            within_documents: attention is limited to documents; also where `shape` names the token that ends one.
+
+        Raises:
+            UsageError: something does not divide; the message names the flag and numbers that would.
         """
         self._check_heads(shape)
         if self.rings(shape) and (within_documents or shape.end_of_document is not None):
             raise UsageError(
-                "attention within documents does not go around a ring; use --cp-attention ulysses, or no --cp"
+                "attention within documents is not possible with ring attention; use --cp-attention ulysses, or no --cp"
             )
         if shape.ffn % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide the MLP's width of {shape.ffn}")
@@ -157,7 +174,7 @@ class Layout:
             raise UsageError(f"--accumulate {count} {wrong}")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises UsageError unless exactly as many processes were started as the layout has."""
+        """Raises UsageError unless `ranks` processes, as many as were started, are what the layout needs."""
         if ranks != self.ranks:
             raise UsageError(
                 f"--dp {self.dp} --tp {self.tp} --pp {self.pp} --cp {self.cp} is a layout of {self.ranks} ranks, but "

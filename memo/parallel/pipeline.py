@@ -1,7 +1,7 @@
-"""Pipelines: a rank's stages under one of torch's schedules.
+"""Pipeline parallelism: a rank's stages under one of torch's schedules.
 
-Stages are told the shapes that pass between them, so no schedule makes a dry run to find them out, and no activation is
-saved that no step asked for.
+Stages are given the shapes that pass between them, so no schedule runs a forward to infer them, which would save
+activations of no step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memo.parallel.layout import Layout, PipelineSchedule
 
 __all__ = ["TORCH_NAMES", "check_torch", "make_schedule", "pass_through"]
 
-# 2.11 is known to fail: it asks a Python function's node for what only a C++ one has there.
+# 2.11 is known to fail: its split backward needs attributes that nodes of Python functions lack.
 _SPLITS_SINCE = "2.13"
 
 TORCH_NAMES = {
@@ -42,13 +42,20 @@ def make_schedule(
     microbatches: int,
     device: torch.device,
 ) -> Any:
-    """torch's schedule over `modules`, by stage.
+    """Makes torch's schedule over this rank's stages.
 
-    `tokens` and `hidden` are examples, without memory, of a microbatch at the first stage and between stages. The last
-    stage's module gives the loss itself: the weights it is made with may be sharded, and are whole only inside.
+    Args:
+        layout: with `pp` and the schedule.
+        modules: stage index -> module. The last stage's module returns the loss itself, since its weights may be sharded
+            outside its forward.
+        group: of the pipeline.
+        tokens: example of a microbatch at the first stage, (rows, tokens) int64, on the meta device.
+        hidden: example of a microbatch between stages, (rows, tokens, h), on the meta device.
+        microbatches: of a step.
+        device: of the stages.
 
     Raises:
-        UsageError: torch is too old to split a backward in two.
+        UsageError: the schedule splits backward in two, and torch is too old for it.
     """
     check_torch(layout.schedule)
     loss = torch.empty((), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta")
@@ -69,7 +76,7 @@ def make_schedule(
 
 
 def check_torch(schedule: PipelineSchedule) -> None:
-    """Raises UsageError where this torch does not run it."""
+    """Raises UsageError where this torch cannot run the schedule."""
     splits = schedule in (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
     if splits and torch.__version__ < _SPLITS_SINCE:
         raise UsageError(
@@ -88,10 +95,22 @@ def pass_through(
     targets: torch.Tensor,
     rows: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Forward of one batch through all stages, outside of any schedule: the loss on the rank of the last stage.
+    """Forward of one batch through all stages, outside of any schedule; for evaluation.
 
-    Batches that follow one another fill the pipeline by themselves, since a rank waits only for what it needs. torch's
-    schedules have an `eval`, but for as many microbatches as a step has.
+    A rank waits only for its own input, so consecutive calls fill the pipeline. torch's schedules have an `eval`, but for
+    exactly the microbatches of a step.
+
+    Args:
+        layout: with `pp` and the schedule.
+        modules: stage index -> module, of this rank.
+        group: of the pipeline.
+        tokens: (rows, tokens), int64.
+        hidden: example of the tensor between stages, (rows, tokens, h).
+        targets: (rows, tokens), int64, for the last stage.
+        rows: passed to every stage.
+
+    Returns:
+        The loss on the rank of the last stage, None on the others.
     """
     rank_of = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
     x, last = tokens, layout.stages - 1

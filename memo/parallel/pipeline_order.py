@@ -1,6 +1,6 @@
-"""What a pipeline's schedule has one rank do in every step, known before the first one.
+"""Order of forwards and backwards on one pipeline rank, known before the first step.
 
-Read from the order that torch's schedules show. Owns no schedule, and needs none of torch's pipelining to be imported.
+Read from the `pipeline_order` of torch's schedules, without importing torch's pipelining.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ _KINDS = {
     "BACKWARD_INPUT": Kind.INPUT,
     "BACKWARD_WEIGHT": Kind.WEIGHT,
 }
-# What only moves parameters or gradients.
+# Actions that save no activations: they move parameters or gradients.
 _NOTHING_SAVED = frozenset({"REDUCE_GRAD", "UNSHARD", "RESHARD"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOrder:
-    """Of one rank, whose layers may be of more than one stage."""
+    """Pipeline order of one rank, which may have several stages."""
 
     stages: int
-    """Of the whole pipeline; `own` are this rank's."""
+    """Of the whole pipeline."""
     own: tuple[int, ...]
+    """Stage indices of this rank."""
     held: int
-    """The most microbatches that one of the layers has in flight."""
+    """Most microbatches that any layer has in flight."""
     weight: int
-    """Calls of layers that the rank holds activations of at a time, at most: its need of what a node's ranks share."""
+    """Most layer calls whose activations the rank holds at once; weighs its share of the node's memory."""
     backward: tuple[tuple[int, int], ...]
-    """(layer, how often it was called before in the step), in the order in which backward comes to them."""
+    """(layer index, microbatch) in the order of backward."""
     turns: OwnTurns | None = None
-    """Stage by stage, of a rank that has several, one behind the other in the order of its layers."""
+    """Turns of each stage, for a rank with several stages whose layers are in the order of the stages; else None."""
 
     @classmethod
     def of(cls, schedule: Any, layers: Sequence[nn.Module]) -> PipelineOrder | None:
-        """Of one of torch's schedules, for the `layers` of this rank; None for one that does not show its order."""
+        """Order of this rank's `layers` under one of torch's schedules; None for one without `pipeline_order`."""
         stages = {stage.stage_index: stage for stage in getattr(schedule, "_stages", None) or [schedule._stage]}
         order = getattr(schedule, "pipeline_order", None)
         rank = next(iter(stages.values())).group_rank
@@ -74,10 +75,10 @@ def _positions(layers: Sequence[nn.Module], stage: nn.Module) -> list[int]:
 
 
 def _turns(order: Sequence[Any], own: Sequence[int]) -> Iterator[Turn]:
-    """What of an order concerns activations.
+    """The actions of an order that save or use activations.
 
-    The first stage's input wants no gradient, and its whole backward is the second half. Forwards of a stage run in the
-    order of the microbatches; the numbers that torch's 1F1B shows with the last stage's are one too high.
+    The first stage's input needs no gradient, so its backward is all in the second half of a split one. Forwards of a
+    stage run in the order of microbatches and are counted here: torch's 1F1B numbers those of the last stage from one.
     """
     forwards: collections.Counter[int] = collections.Counter()
     for action in order:
@@ -85,7 +86,7 @@ def _turns(order: Sequence[Any], own: Sequence[int]) -> Iterator[Turn]:
             continue
         stage, microbatch = action.stage_index, action.microbatch_index
         if action.computation_type.name not in _KINDS:
-            raise AssertionError(f"no rule for {action.computation_type.name} of a pipeline's order")
+            raise AssertionError(f"no rule for the pipeline action {action.computation_type.name}")
         kind = _KINDS[action.computation_type.name]
         if kind is Kind.FORWARD:
             microbatch, forwards[stage] = forwards[stage], forwards[stage] + 1
@@ -97,7 +98,7 @@ def _turns(order: Sequence[Any], own: Sequence[int]) -> Iterator[Turn]:
 
 
 def _backward(turns: Sequence[Turn], inside: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Of each microbatch the layers in reverse; the second half of a split backward from the first layer on."""
+    """Layer calls in the order of backward: layers in reverse, but for weight gradients from the first layer on."""
     for turn in turns:
         if turn.kind is not Kind.FORWARD:
             layers = inside[turn.chunk] if turn.kind is Kind.WEIGHT else reversed(inside[turn.chunk])

@@ -1,8 +1,9 @@
-"""What the ranks of a group decide alike: each says what it has, and all hear the same answer.
+"""Agreement between ranks: each contributes a value, and all take the same decision from the values.
 
-A recompute repeats its layer's collectives, so whatever starts one (fractions of tokens, a plan, the step at which it
-changes) must be equal on all ranks that talk within the layer. Every function here is a collective call: each rank of the
-group makes it, in the same order as the group's other collectives. Without a process group a rank agrees with itself.
+A recompute repeats its layer's collectives, so all that starts one (fractions of tokens, a plan, the step at which it
+changes) must be equal on all ranks of the layer's groups. Every function here is a collective call: each rank of the
+group makes it, in the same order as the group's other collectives. Without a process group the values are this rank's
+own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _T = TypeVar("_T")
 
 
 def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
-    """What the group's first rank said."""
+    """The value of the group's first rank, on every rank."""
     return everyones(value, group)[0]
 
 
 def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raises UsageError on every rank, in one line, where ranks were given batches of different shapes.
+    """Raises UsageError on every rank where ranks have batches of different shapes.
 
-    Asked before each forward, and of the device: what a collective makes of tensors of different sizes is anybody's guess.
+    Called before each forward, since collectives of tensors of different sizes are undefined. Compares on the device.
     """
     shape = tuple(tensor.shape)
     if not all_say(shape, group, tensor.device):
@@ -36,11 +37,11 @@ def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:
-    """Raises UsageError on every rank, in one line, where ranks said different things of `what`."""
+    """Raises UsageError on every rank where ranks have different values; `what` names them in the message."""
     said = everyones(value, group)
     other = next((index for index, theirs in enumerate(said) if theirs != said[0]), None)
     if other is not None:
         ranks = dist.get_process_group_ranks(group)
         raise UsageError(
-            f"{what}: {said[0]} on rank {ranks[0]}, but {said[other]} on rank {ranks[other]}, which must have the same"
+            f"{what}: {said[0]} on rank {ranks[0]}, but {said[other]} on rank {ranks[other]}, which must be equal"
         )

@@ -1,15 +1,15 @@
-"""Attention over a divided sequence, for any number of heads: keys and values go from rank to rank, queries stay.
+"""Ring attention (Liu et al. 2023) over a divided sequence, for any number of heads.
 
-Owns the autograd function around torch's ring attention (Liu et al. 2023) and which kernel it runs. torch has it for
-DTensors on CUDA alone; its loops take any kernel that gives the logarithms of its sums, the CPU's too. Keys and values are
-sent on while the kernel works, one rank's at a time, so no rank ever has them all.
+Keys and values circulate between ranks while queries stay; they are sent while the kernel runs, one rank's at a time,
+so no rank ever has them all. Owns the autograd function around torch's loops and the choice of kernel. torch offers
+ring attention for DTensors on CUDA only; its loops take any kernel that returns log-sum-exp, the CPU's too.
 
-A causal mask leaves the ranks of late tokens with most of the work; so every rank holds an early and a late part of the
-sequence, as SequenceShards.early_and_late says, and has as much to do as any other.
+Under a causal mask late tokens are most of the work; so every rank holds an early and a late part of the sequence
+(SequenceShards.early_and_late), which is the same work on each.
 
     rank 0 of 2   tokens [0, 2) and [6, 8)      rank 1   tokens [2, 4) and [4, 6)
 
-Saved are q, k, v, the result and the logarithms: as many units of b·s·h as on one rank. Partial results are merged in
+Saved are q, k, v, the result and its log-sum-exp: as many units of b·s·h as on one rank. Partial results are merged in
 float32, whatever the inputs are.
 """
 
@@ -36,16 +36,22 @@ _aten = torch.ops.aten
 
 
 class Ring:
-    """`attend` for tensors of (batch, tokens / ranks, heads, head size), an early and a late part of the tokens each."""
+    """Causal ring attention, called as `ring(query, key, value)`.
+
+    Args:
+        group: ranks that share the sequence. Each has (batch, tokens / ranks, heads, head size) tensors of an early and a
+            late part of the tokens; keys and values may have fewer heads. The result has the shape of `query`.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attends to the tokens of all ranks."""
         return cast("torch.Tensor", _attend(query, key, value, self._group))
 
 
-# Over a part of the tokens the ring would be another one: a token-wise recompute keeps the results.
+# On some of the tokens the ring would be another one, so a token-wise recompute reuses the result.
 @memoize(token_dim=1)  # type: ignore[untyped-decorator]
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     groups = query.shape[2] // key.shape[2]
@@ -58,7 +64,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """One of torch's fused kernels: forward gives (result, logarithms, *rest), of which backward wants some by name."""
+    """One of torch's fused kernels: forward returns (result, log-sum-exp, *rest), of which backward takes `rest` by name."""
 
     forward: Any
     backward: Any
@@ -88,18 +94,20 @@ def _kernel(query: torch.Tensor) -> _Kernel:
 
 
 class _RingAttention(torch.autograd.Function):
+    """(batch, heads, tokens, head size) each."""
+
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
         kernel = _kernel(query)
-        with _as_here():
-            out, logarithms, *rest = torchs._templated_ring_attention(
+        with _ring_options():
+            out, log_sums, *rest = torchs._templated_ring_attention(
                 group, _TOKENS, kernel.forward, query, key, value, is_causal=True, dropout_p=0.0
             )
         # Laid out as the projection after it reads it, (batch, tokens, heads, head size), so that both save one storage.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out, logarithms)
+        ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.group, ctx.kernel = group, kernel
         ctx.rest = dict(zip(kernel.rest, rest, strict=False))  # numbers, and seeds of a dropout that there is not
         return out
@@ -107,8 +115,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, logarithms = ctx.saved_tensors
-        with _as_here():
+        query, key, value, out, log_sums = ctx.saved_tensors
+        with _ring_options():
             grads = torchs._templated_ring_attention_backward(
                 ctx.group,
                 _TOKENS,
@@ -119,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
                 key=key,
                 value=value,
                 out=out,
-                logsumexp=logarithms,
+                logsumexp=log_sums,
                 is_causal=True,
                 dropout_p=0.0,
                 **ctx.rest,
@@ -128,8 +136,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _as_here() -> Iterator[None]:
-    """torch's settings for this module, whatever others have set: early and late parts, and no gathering of all keys."""
+def _ring_options() -> Iterator[None]:
+    """Sets torch's context-parallel options for the block: early and late parts, and keys never all gathered."""
     options = torchs._cp_options
     before = dataclasses.replace(options)
     options.enable_load_balance, options.convert_to_f32 = True, True

@@ -1,7 +1,7 @@
-"""One rank of a group whose other ranks do not exist: what it holds is learned without any of them.
+"""Simulated rank: one rank of a layout runs alone, to measure its memory.
 
-Owns the process group of such a rank, which is torch's fake one: its collectives are over at once and move nothing, so
-what they give has the right shape and no meaning. Nothing can be learned there that depends on numbers.
+Owns its process group, which is torch's fake one: collectives return at once and move nothing, so their results have
+the right shapes and meaningless values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
 from memo.parallel.layout import Layout
 from memo.parallel.world import World
@@ -20,7 +20,10 @@ __all__ = ["simulated_rank"]
 
 @contextlib.contextmanager
 def simulated_rank(layout: Layout) -> Iterator[World]:
-    """The first of the layout's ranks, as long as the block runs."""
+    """Simulates the first of the layout's ranks for the block, on the CPU.
+
+    The process must have no process group; the fake one is destroyed at the end.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     try:
         yield World.of(layout, "cpu")

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet: the store that their addresses, and their first failure, are left in.
+"""Rendezvous store of a run, with the addresses of its ranks and their first failure.
 
-Each attempt of torchrun has names of its own in it. torch 2.13 keeps one store for all attempts and does not tell them
-apart, so that restarted ranks would find the addresses of those that ended.
+Keys are prefixed by torchrun's attempt. torch 2.13 keeps one store for all attempts without telling them apart, so
+restarted ranks would find the addresses of ranks that ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ __all__ = ["meeting_store"]
 
 
 def meeting_store(*, timeout: datetime.timedelta, serve: bool = False) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, as this attempt sees it.
+    """The store at MASTER_ADDR and MASTER_PORT, with the keys of this attempt.
 
-    torchrun serves it from its own process, so it outlives the ranks. Without torchrun the first rank does, when `serve`.
+    Args:
+        timeout: of connecting and of waiting for a key.
+        serve: the first rank serves the store, where torchrun does not. torchrun's own outlives the ranks.
     """
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     kind: Any = dist.TCPStore  # type: ignore[attr-defined]

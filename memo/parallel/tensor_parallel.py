@@ -1,8 +1,8 @@
 """Tensor- and sequence-parallel layers: what a rank saves for backward is its share, 16 / tp units of b·s·h.
 
-Owns how one module's parameters are divided over a tensor-parallel group and how it computes with its part. Does not own
-which modules those are (plans). Parameters become DTensors, so that sharding for data parallelism and checkpoints know
-what they are; activations stay ordinary tensors.
+Owns the division of one module's parameters over a tensor-parallel group, and its computation with the local part.
+Does not own the choice of modules (hugging_face.py, memo.gpt). Parameters become DTensors, so that FSDP and
+checkpoints know the whole; activations stay ordinary tensors.
 
     between layers   (b, s/tp, h)         with sequence parallelism; (b, s, h) on every rank without
     Entry            gathers tokens       saves nothing
@@ -15,7 +15,6 @@ torch's own ColwiseParallel saves the gathered input once for each projection.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,121 +22,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from memo.errors import UsageError
-from memo.parallel.collectives import all_gathered, copy_in, gather, scatter_sum, sum_out
+from memo.parallel.collectives import copy_in, scatter_sum, sum_out
+from memo.parallel.gathered_input import enter, gathered_linear, token_dim
 
-__all__ = ["ColumnParallel", "Entry", "Replicated", "RowParallel", "kept_for", "own_parts", "row_sum", "token_dim"]
+__all__ = ["ColumnParallel", "Entry", "Replicated", "RowParallel", "own_parts", "row_sum"]
 
 Group = dist.ProcessGroup
 
 
-def token_dim(x: torch.Tensor) -> int:
-    """(batch, tokens, hidden), or tokens of all rows one after another."""
-    return x.ndim - 2
-
-
-class _Gathering:
-    """One gathered input and the projections that use it; in backward they share one more gather."""
-
-    def __init__(self, group: Group, dim: int) -> None:
-        self.group = group
-        self.dim = dim
-        self.consumers = 0
-        self._waiting = 0
-        self._again: torch.Tensor | None = None
-
-    def again(self, shard: torch.Tensor) -> torch.Tensor:
-        """The whole input once more; it is dropped when every projection has had it."""
-        if self._again is None:
-            self._again, self._waiting = all_gathered(shard, self.group, self.dim), self.consumers
-        whole = self._again
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._again = None
-        return whole
-
-
-# Gathered storage -> how, and of what. Weak, since nothing that is saved may hold the gathered tensor.
-_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[_Gathering, torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
-    """What the projections of one input read: all its tokens."""
-    if not sequence:
-        return copy_in(x, group)
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # before the gather: it moves, and the projections save, half the bytes
-        x = x.to(torch.get_autocast_dtype(kind))
-    whole = gather(x, group, token_dim(x))
-    _gathered[whole.untyped_storage()] = (_Gathering(group, token_dim(x)), x.detach())
-    return whole
-
-
-def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """What a function of `x` saves in its place, and what gives `x` again in backward: the shard, if it was gathered."""
-    found = _gathered.get(x.untyped_storage())
-    if found is None or not torch.is_grad_enabled():
-        return x, lambda kept: kept
-    gathering, shard = found
-    gathering.consumers += 1
-    return shard, gathering.again
-
-
-class _LinearOfGathered(torch.autograd.Function):
-    """whole @ weight.T + bias, saving the shard that `whole` was gathered from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        whole: torch.Tensor,
-        shard: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gathering: _Gathering,
-    ) -> torch.Tensor:
-        ctx.gathering = gathering
-        ctx.save_for_backward(shard, weight)
-        return F.linear(whole, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        shard, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        # A pipeline's split backward asks for the input's gradient first and for the weight's later.
-        of_input = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[2]:
-            of_weight = rows.T @ ctx.gathering.again(shard).flatten(0, -2)
-        of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
-        return of_input, None, of_weight, of_bias, None
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found = _gathered.get(x.untyped_storage())
-    if found is None or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    gathering, shard = found
-    gathering.consumers += weight.requires_grad
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        low = torch.get_autocast_dtype(kind)
-        weight, bias = weight.to(low), None if bias is None else bias.to(low)
-    with torch.autocast(kind, enabled=False):
-        result = _LinearOfGathered.apply(x, shard, weight, bias, gathering)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", result)
-
-
 class _Divided(nn.Module):
-    """Mixed into a module's class by the styles below."""
+    """Mixin of modules that the styles below divided."""
 
     _tp_group: Group
     _tp_sequence: bool
@@ -148,7 +48,7 @@ class _Divided(nn.Module):
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def _matrix(self) -> torch.Tensor:
-        """This rank's (outputs, inputs)."""
+        """This rank's weight, (outputs, inputs)."""
         part = self._part("weight")
         assert part is not None
         return part.t() if self._tp_transposed else part
@@ -158,10 +58,10 @@ class _ColumnParallel(_Divided):
     _tp_pieces: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _linear(x, self._matrix(), self._own_bias())
+        return gathered_linear(x, self._matrix(), self._own_bias())
 
     def _own_bias(self) -> torch.Tensor | None:
-        """Of this rank's outputs."""
+        """Bias of this rank's outputs."""
         bias = self._part("bias")
         if bias is None or self._tp_pieces == 1:
             return bias
@@ -182,12 +82,12 @@ class _RowParallel(_Divided):
 
 
 def own_parts(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's (outputs, inputs) of a divided linear layer, and the bias that belongs to these outputs.
+    """This rank's weight (outputs, inputs) of a divided linear layer, and the bias (outputs) of its outputs.
 
-    The bias of a RowParallel belongs to the sum over the ranks: `row_sum` adds it.
+    None for the bias of a RowParallel, which is added to the sum over the ranks (`row_sum`).
 
     Raises:
-        UsageError: it was divided by something else, torch's own styles for instance.
+        UsageError: the layer is not divided by ColumnParallel or RowParallel (torch's own styles, for instance).
     """
     if not isinstance(linear, (_ColumnParallel, _RowParallel)):
         raise UsageError(f"a {type(linear).__name__} is divided over ranks, but not by memo's own tensor parallelism")
@@ -195,7 +95,7 @@ def own_parts(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def row_sum(linear: nn.Module, partial: torch.Tensor) -> torch.Tensor:
-    """What a RowParallel gives, `partial` being this rank's part of its product."""
+    """Output of a RowParallel, from this rank's part of its product, (..., outputs): summed over the ranks, with bias."""
     assert isinstance(linear, _RowParallel)
     return linear._summed(partial)
 
@@ -216,8 +116,8 @@ class _Replicated(_Divided):
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _turn(module: nn.Module, kind: type[_Divided], mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Gives the module's class the forward of `kind`; it stays an instance of its own class."""
+def _mix_in(module: nn.Module, kind: type[_Divided], mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Changes the module's class to one with the forward of `kind`, a subclass of its own."""
     cls = type(module)
     if (kind, cls) not in _classes:
         _classes[kind, cls] = type(f"{kind.__name__.lstrip('_')}{cls.__name__}", (kind, cls), {})
@@ -229,14 +129,14 @@ def _turn(module: nn.Module, kind: type[_Divided], mesh: DeviceMesh, *, sequence
 
 
 def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, pieces: int = 1) -> None:
-    """Replaces a parameter by this rank's part of it, without asking the others for anything."""
+    """Replaces a parameter by a DTensor of this rank's part; does not communicate."""
     parameter = module._parameters.get(name)
     if parameter is None:
         return
     local = parameter.detach()
     if isinstance(placement, Shard):
         dim = placement.dim
-        local = _own_blocks(local, dim, pieces, mesh.get_group()).clone()  # a view would hold the whole
+        local = _own_blocks(local, dim, pieces, mesh.get_group()).clone()  # a view would keep the whole alive
         if pieces > 1:
             placement = _in_pieces(dim, pieces)
     whole = DTensor.from_local(
@@ -246,31 +146,33 @@ def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
 
 
 def _own_blocks(x: torch.Tensor, dim: int, pieces: int, group: Group) -> torch.Tensor:
-    """This rank's part of each of the `pieces` that `x` is made of along `dim`."""
+    """This rank's part of each of the `pieces` fused in `x` along `dim`."""
     blocks = x.unflatten(dim, (pieces, group.size(), -1))
     own: torch.Tensor = blocks.select(dim + 1, group.rank()).flatten(dim, dim + 1)
     return own
 
 
 def _in_pieces(dim: int, pieces: int) -> Placement:
-    """Each of `pieces` blocks divided over the ranks: the fused q, k, v of GPT-2."""
+    """Placement that divides each of `pieces` fused blocks over the ranks (q, k, v of GPT-2)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=pieces)
 
 
 class ColumnParallel(ParallelStyle):
-    """Divides a linear layer's outputs. `pieces` > 1: it is that many projections fused one after another.
+    """Parallel style that divides a linear layer's outputs.
 
-    Their bias stays whole on every rank. Divided in pieces, and then over replicas along the same dimension by
-    fully_shard, it would be parts that no DTensor can say how to put together.
+    Args:
+        sequence: sequence parallelism, with `Entry` before it.
+        pieces: projections fused in the layer. The bias of more than one stays whole on every rank: divided in pieces, and
+            then by fully_shard along the same dimension, it would have no DTensor placement.
     """
 
     def __init__(self, *, sequence: bool, pieces: int = 1) -> None:
         self.sequence, self.pieces = sequence, pieces
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _turn(module, _ColumnParallel, device_mesh, sequence=self.sequence)
+        _mix_in(module, _ColumnParallel, device_mesh, sequence=self.sequence)
         outputs = 1 if cast("_Divided", module)._tp_transposed else 0
         _divide(module, "weight", device_mesh, Shard(outputs), self.pieces)
         _divide(module, "bias", device_mesh, Shard(0) if self.pieces == 1 else Replicate())
@@ -279,13 +181,17 @@ class ColumnParallel(ParallelStyle):
 
 
 class RowParallel(ParallelStyle):
-    """Divides a linear layer's inputs, as a ColumnParallel before it left them."""
+    """Parallel style that divides a linear layer's inputs, the outputs of a ColumnParallel.
+
+    Args:
+        sequence: the sum over the ranks is reduce-scattered by tokens, else all-reduced.
+    """
 
     def __init__(self, *, sequence: bool) -> None:
         self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _turn(module, _RowParallel, device_mesh, sequence=self.sequence)
+        _mix_in(module, _RowParallel, device_mesh, sequence=self.sequence)
         inputs = 0 if cast("_Divided", module)._tp_transposed else 1
         _divide(module, "weight", device_mesh, Shard(inputs))
         _divide(module, "bias", device_mesh, Replicate())
@@ -293,20 +199,28 @@ class RowParallel(ParallelStyle):
 
 
 class Replicated(ParallelStyle):
-    """Every rank has all parameters. With sequence parallelism it sees some of the tokens, so gradients are summed."""
+    """Parallel style that replicates all parameters.
+
+    Args:
+        sequence: each rank sees its own tokens only, so gradients are summed over the ranks.
+    """
 
     def __init__(self, *, sequence: bool) -> None:
         self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _turn(module, _Replicated, device_mesh, sequence=self.sequence)
+        _mix_in(module, _Replicated, device_mesh, sequence=self.sequence)
         for name in list(module._parameters):
             _divide(module, name, device_mesh, Replicate())
         return module
 
 
 class Entry(ParallelStyle):
-    """Gives a module all tokens of its first argument, or of `hidden_states`."""
+    """Parallel style that gives a module all tokens of its first argument, or of `hidden_states`.
+
+    Args:
+        sequence: gathers the tokens; else they are whole, and backward sums their gradient over the ranks.
+    """
 
     def __init__(self, *, sequence: bool) -> None:
         self.sequence = sequence
@@ -317,9 +231,9 @@ class Entry(ParallelStyle):
 
 
 def _entering(group: Group, sequence: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def gather_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": _enter(kwargs["hidden_states"], group, sequence=sequence)}
-        return (_enter(args[0], group, sequence=sequence), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group, sequence=sequence)}
+        return (enter(args[0], group, sequence=sequence), *args[1:]), kwargs
 
-    return enter
+    return gather_tokens

@@ -1,4 +1,4 @@
-"""Which ranks must treat a model's layers alike: those that talk within them. Known of models that memo divided itself."""
+"""Tensor-parallel group of a model that `memo.parallelize` divided: its ranks must treat each layer in the same way."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GROUPS: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakK
 
 
 def note_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """The layers of `model` are divided over `group`."""
+    """Records that the layers of `model` are divided over `group`."""
     _GROUPS[model] = group
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Of the model, or of the first part of it that has one; None where nothing is known."""
+    """Group recorded for the model, or for the first of its modules that has one; None for others."""
     return next((_GROUPS[module] for module in model.modules() if module in _GROUPS), None) if _GROUPS else None

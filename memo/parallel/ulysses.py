@@ -1,8 +1,8 @@
-"""Attention over a divided sequence: ranks exchange heads for tokens, attend to all tokens with some heads, and back.
+"""Ulysses attention (DeepSpeed-Ulysses, Jacobs et al. 2023) over a divided sequence.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023). The exchange saves nothing and q, k and v are saved once, exchanged; but attention
-saves its result as it made it, and the projection after it saves the same exchanged back: 17 units of b·s·h where one rank
-alone has 16, divided by all ranks.
+Ranks exchange heads for tokens, attend to all tokens with some of the heads, and exchange back. The exchange saves
+nothing, and q, k and v are saved once, after it. Attention saves its result before the exchange back and the
+projection saves it after: 17 units of b·s·h instead of one rank's 16, divided by all ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ Attend = Callable[..., torch.Tensor]
 
 
 class Ulysses:
-    """`attend` for tensors of (batch, tokens / ranks, heads, head size); what else it takes is of all tokens."""
+    """Attention over a divided sequence, called as `ulysses(query, key, value, *others)`.
+
+    Args:
+        attend: attention of (batch, tokens, heads, head size) tensors; `others` are passed to it and are of all tokens.
+        group: ranks that share the sequence. Each has (batch, tokens / ranks, heads, head size) tensors, and gets the
+            result in the shape of its query. Heads must divide by the ranks.
+    """
 
     def __init__(self, attend: Attend, group: dist.ProcessGroup) -> None:
         self._attend = attend
         self._group = group
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+        """Attends to the tokens of all ranks."""
         whole = [exchange(x, self._group, scatter=_HEADS, gather=_TOKENS) for x in (query, key, value)]
         return exchange(self._attend(*whole, *others), self._group, scatter=_TOKENS, gather=_HEADS)

@@ -1,13 +1,11 @@
-"""An embedding, or an output projection, whose rows are divided over a tensor-parallel group: a rank holds a part of the
-vocabulary.
+"""Vocabulary parallelism: the rows of an embedding or an output projection are divided over a tensor-parallel group.
 
-Owns how the rows are divided (equally, fewer on the last rank where they do not divide), how tokens are looked up in them,
-and logits for who asks for all of them. Does not own the loss, which needs statements about all rows and no logits of
-theirs (memo.loss.output_rows). As everywhere in parallel layers, a parameter becomes a DTensor and activations stay ordinary
-tensors.
+Owns the division (equal shards, fewer rows on the last ranks), the lookup of tokens, and the gathered logits. Does not
+own the loss, which reduces over shards without gathering logits (memo.loss.output_rows). Parameters become DTensors;
+activations stay ordinary tensors.
 
-    tokens (b, s/tp) -> gathered (b, s), 8 bytes each -> own rows, else zero (b, s, h) -> summed, a shard each (b, s/tp, h)
-    hidden (b, s, h) -> logits of own rows (b, s, v/tp) -> joined (b, s, v)
+    tokens (b, s/tp) -> gathered (b, s), 8 bytes each -> local rows, else zero (b, s, h) -> reduce-scatter (b, s/tp, h)
+    hidden (b, s, h) -> logits of local rows (b, s, v/tp) -> all-gather (b, s, v)
 """
 
 from __future__ import annotations
@@ -28,13 +26,15 @@ __all__ = ["DividedRows", "VocabularyParallel", "check_rows", "own_rows"]
 
 
 class VocabularyParallel(ParallelStyle):
-    """Divides the rows of an nn.Embedding, whose forward still gives hidden states, or of an nn.Linear and its bias, whose
-    forward still gives all logits.
+    """Parallel style that divides the rows of an nn.Embedding, or of an nn.Linear and its bias.
 
-    With `sequence` each rank's hidden states are of its own tokens, and so are the tokens that it looks up.
+    Forward results are unchanged: hidden states of the embedding, all logits of the projection.
+
+    Args:
+        sequence: sequence parallelism: tokens and hidden states are this rank's, not those of the whole sequence.
 
     Raises:
-        UsageError: a rank would have no row.
+        UsageError: on use, where a rank would have no row; the module is unchanged.
     """
 
     def __init__(self, *, sequence: bool) -> None:
@@ -55,10 +55,10 @@ def check_rows(rows: int, ranks: int) -> None:
 
 
 def own_rows(weight: torch.Tensor) -> torch.Tensor:
-    """The rows that are here: all of an ordinary matrix.
+    """This rank's rows of a weight: the local part of a DTensor, else all.
 
     Raises:
-        UsageError: they are sharded over replicas besides, and not gathered.
+        UsageError: the rows are also sharded over replicas, and not gathered.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -71,7 +71,7 @@ def own_rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 class DividedRows(nn.Module):
-    """What VocabularyParallel made of a module."""
+    """Mixin of modules that VocabularyParallel divided."""
 
     weight: torch.Tensor
     _tp_group: torch.distributed.ProcessGroup
@@ -79,7 +79,7 @@ class DividedRows(nn.Module):
 
     @property
     def ranks(self) -> tuple[torch.distributed.ProcessGroup, bool]:
-        """Those that have the other rows, and whether each has hidden states of its own tokens alone."""
+        """(group of the shards, True where each rank has hidden states of its own tokens only)."""
         return self._tp_group, self._tp_sequence
 
     def _most(self) -> int:
@@ -92,14 +92,14 @@ class _DividedEmbedding(DividedRows, nn.Embedding):
             tokens = all_gathered(tokens, self._tp_group, 1)
         rows = own_rows(self.weight)
         first = self._tp_group.rank() * self._most()
-        place = tokens - first
-        here = (place >= 0) & (place < rows.shape[0])
-        found = F.embedding(place.where(here, 0), rows, self._padding_row(first, rows.shape[0]))
+        row = tokens - first
+        here = (row >= 0) & (row < rows.shape[0])
+        found = F.embedding(row.where(here, 0), rows, self._padding_row(first, rows.shape[0]))
         found = found.masked_fill_(~here[..., None], 0)
         return scatter_sum(found, self._tp_group, 1) if self._tp_sequence else sum_out(found, self._tp_group)
 
     def _padding_row(self, first: int, rows: int) -> int | None:
-        """The row here that gets no gradient from being looked up."""
+        """Local index of the padding row, which gets no gradient; None where it is on another rank."""
         if self.padding_idx is None or not first <= self.padding_idx < first + rows:
             return None
         return self.padding_idx - first
@@ -111,12 +111,12 @@ class _DividedProjection(DividedRows, nn.Linear):
         hidden = gather(hidden, group, hidden.ndim - 2) if self._tp_sequence else copy_in(hidden, group)
         bias = None if self.bias is None else own_rows(self.bias)
         logits = F.linear(hidden, own_rows(self.weight), bias)
-        alike = F.pad(logits, (0, self._most() - logits.shape[-1]))
-        return join(alike, group, alike.ndim - 1)[..., : self.weight.shape[0]].contiguous()
+        padded = F.pad(logits, (0, self._most() - logits.shape[-1]))
+        return join(padded, group, padded.ndim - 1)[..., : self.weight.shape[0]].contiguous()
 
 
 def _most_rows(vocabulary: int, ranks: int) -> int:
-    """Rows of every rank but the last ones, as DTensor divides them."""
+    """Rows of every rank but the last ones, as DTensor's Shard(0) divides them."""
     return -(-vocabulary // ranks)
 
 

@@ -1,7 +1,4 @@
-"""The processes of a run: joins them, arranges them as a mesh, and knows this one's place in it.
-
-Owns the process group and the names of the mesh's dimensions. Does not own what is done on them.
-"""
+"""Process group of a run, its device mesh, and this rank's coordinates in it."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,27 +20,27 @@ from memo.parallel.store import meeting_store
 
 __all__ = ["World", "join"]
 
-# A rank that waits this long for another gives up. A peer that died is seen at once, by its closed connection (gloo) or by
-# torchrun; this is for one that hangs.
+# Timeout of collectives, for a peer that hangs. One that died is detected at once, by its closed connection (gloo) or by
+# torchrun.
 TIMEOUT = datetime.timedelta(minutes=10)
 
 _PATIENCE_S = 5.0
 
-_NAMES = ("pp", "dp", "cp", "tp")
+MeshDim = Literal["pp", "dp", "cp", "tp"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One rank's view of all of them."""
+    """The device mesh as one rank sees it: its coordinates and the submeshes it belongs to."""
 
     layout: Layout
     mesh: DeviceMesh
     replicas: DeviceMesh
-    """dp and cp in one dimension: ranks that hold the same layers' matrices and other tokens."""
+    """dp and cp flattened: ranks with the same parameters and different tokens."""
     token_ranks: DeviceMesh
-    """And tp too, where its ranks hold other tokens: learned positions are sharded over these."""
+    """dp, cp, and tp where its ranks hold different tokens; learned positions are sharded over these."""
     layer_ranks: DeviceMesh
-    """cp and tp: ranks that talk within a layer, and must treat its activations alike."""
+    """cp and tp flattened: ranks that communicate within a layer, and must treat its activations in the same way."""
     rank: int
     pp: int
     dp: int
@@ -51,12 +49,12 @@ class World:
 
     @classmethod
     def of(cls, layout: Layout, device_type: str) -> World:
-        """A collective call: every rank makes it."""
+        """Builds the mesh. A collective call."""
         sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=get_args(MeshDim))
         replicas = mesh["dp", "cp"]._flatten("dp_cp")
         token_ranks = mesh["dp", "cp", "tp"]._flatten("dp_cp_tp") if layout.shards_tokens else replicas
-        place = {name: mesh.get_local_rank(name) for name in _NAMES}
+        place = {name: mesh.get_local_rank(name) for name in get_args(MeshDim)}
         return cls(
             layout=layout,
             mesh=mesh,
@@ -67,46 +65,47 @@ class World:
             **place,
         )
 
-    def group(self, dimension: str) -> dist.ProcessGroup:
+    def group(self, dimension: MeshDim) -> dist.ProcessGroup:
+        """Process group of this rank along a mesh dimension."""
         return self.mesh.get_group(dimension)
 
     @property
     def token_shard(self) -> int:
-        """Which of the layout's token shards this rank holds."""
+        """Index of this rank's shard among the layout's token shards."""
         return self.cp * self.layout.tp + self.tp if self.layout.shards_tokens else self.cp
 
 
 @contextlib.contextmanager
 def join(device: torch.device) -> Iterator[None]:
-    """The process group, for as long as the block runs."""
+    """Initialises the default process group for the block (gloo; NCCL for CUDA), from torchrun's environment."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = meeting_store(timeout=TIMEOUT, serve=True)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         yield
-        # Not after an error: it may wait for ranks that are gone. The process ends, and its connections with it.
+        # Not after an error: it may wait for ranks that are gone. The process exits, which closes its connections.
         dist.destroy_process_group()
     finally:
         _let_gloo_finish()
 
 
 def _let_gloo_finish() -> None:
-    """Waits for gloo's threads to let go of the tensors that they sent or received.
+    """Waits until gloo's threads have released the tensors that they sent or received.
 
-    To let go of one they need the interpreter, and a thread that asks for it while the interpreter ends aborts the
-    process. The threads end with their group, but torch may know the group for longer than we do: caches of DTensor do,
-    and collectives under a dispatch mode. A thread with nothing to do sleeps.
+    Releasing one takes the GIL, and a thread that requests it while the interpreter shuts down aborts the process. The
+    threads end with their group, but references in torch (DTensor's caches, collectives under a dispatch mode) may keep the
+    group alive. A thread with nothing to do sleeps.
     """
     asleep, deadline = 0, time.monotonic() + _PATIENCE_S
     while asleep < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)  # leaves them the interpreter
+        time.sleep(0.005)  # releases the GIL
         asleep = asleep + 1 if _gloo_sleeps() else 0
 
 
 def _gloo_sleeps() -> bool:
     for task in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended
             name, state = task.read_text().partition("(")[2].rsplit(") ", 1)
             if name == "pt_gloo_runloop" and not state.startswith("S"):
                 return False

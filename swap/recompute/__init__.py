@@ -1,1 +1,1 @@
-"""Token-wise recompute: what a layer computes again in backward for the tokens that did not move."""
+"""Token-wise recompute: replays a layer in backward on the tokens whose saved tensors did not move."""

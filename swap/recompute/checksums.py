@@ -1,8 +1,8 @@
 """Detects in-place changes by kernels below the dispatcher (Triton, NumPy, an extension) while a layer runs.
 
 Each tensor's words are summed when an operator has written it, and again before the next operator reads it. So a trial
-finds a kernel that overwrites a copy, zeros or a buffer, of which the proof knows nothing. Not found: a kernel that changes
-no bit in the trial, or leaves the sum of all words as it was.
+finds a kernel that overwrites a copy, zeros or a buffer, of which the proof knows nothing. Not found: a kernel that
+changes no bit in the trial, or leaves the sum of all words as it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares recomputed with saved tensors, in pieces, so that a trial's memory does not grow with them.
 
-Both are dense rows of bytes. The first pass compares bits, and reads one verdict a tensor back to the host. Only where bits
-differ a second pass measures how far the numbers are apart, and reads that back.
+Both are dense rows of bytes. The first pass compares bits, and reads one verdict a tensor back to the host. Only where
+bits differ a second pass measures how far the numbers are apart, and reads that back.
 """
 
 from __future__ import annotations

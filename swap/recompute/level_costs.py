@@ -13,14 +13,14 @@ __all__ = ["Costs", "now_s"]
 
 
 def now_s(device: torch.device) -> float:
-    """The host's clock, once the device has done what it was given."""
+    """Host clock in seconds, after synchronising the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
 class Costs:
-    """One layer's, as its last forward and all its recomputes had them."""
+    """Costs of one layer: bytes of its last forward, seconds of its recomputes at that length."""
 
     def __init__(self, layer: str) -> None:
         self._layer = layer
@@ -40,7 +40,7 @@ class Costs:
         bytes_per_token: dict[Level, float],
         beside_per_token: dict[Level, float] | None = None,
     ) -> None:
-        """A forward has ended."""
+        """Records the bytes of a forward; a new length drops the seconds."""
         if tokens != self._tokens:
             self._seconds_per_token = {Level.SAVE_ALL: 0.0}
         self._tokens = tokens
@@ -50,7 +50,7 @@ class Costs:
         self._beside_per_token = beside_per_token or {}
 
     def counted_whole(self, *, tokens: int, input_bytes: int, nbytes: int) -> None:
-        """A forward has ended whose tokens were not divided; says less than what `counted` said of the same length."""
+        """Records the bytes of a forward that was not divided; bytes by level of the same length are kept."""
         if tokens != self._tokens or len(self._bytes_per_token) <= 1:
             self.counted(
                 tokens=tokens,
@@ -60,22 +60,22 @@ class Costs:
             )
 
     def ran(self, level: Level, tokens: int, seconds: float) -> None:
-        """A recompute of some tokens has ended. The shortest counts: others waited for a copy, or ran for the first time."""
+        """Records the time of a recompute. The shortest per token counts: others waited for a copy or were the first."""
         each = seconds / tokens
         self._seconds_per_token[level] = min(each, self._seconds_per_token.get(level, each))
 
     @property
     def seconds_per_token(self) -> dict[Level, float]:
-        """Of the levels that have run at this length."""
+        """Seconds of the levels that have run at this length."""
         return dict(self._seconds_per_token)
 
     def took(self, seconds_per_token: Mapping[Level, float]) -> None:
-        """A layer like this one took so long for it at this length."""
+        """Takes over times that a layer of the same class had, for levels that have not run."""
         for level, seconds in seconds_per_token.items():
             self._seconds_per_token.setdefault(level, seconds)
 
     def snapshot(self) -> LayerCosts | None:
-        """None before the first forward at the end of which they could be counted."""
+        """The costs so far; None before the first counted forward."""
         if not self._bytes_per_token:
             return None
         return LayerCosts(

@@ -1,4 +1,4 @@
-"""Watches one forward of one layer: what it saves, what must not be computed twice, and whether tokens stay apart.
+"""Prover of the token axis: follows one forward of a layer and proves which saved tensors can be recomputed by tokens.
 
 `TokenAxisProver` is a dispatch mode under which the layer runs once, whole and unchanged. It carries the token axis
 through every operator (axis.operator_rules) and keeps the results of those that are never repeated: attention, which
@@ -29,7 +29,7 @@ from memo.swap.recompute.record.layer_arguments import argument_tensors
 from memo.swap.recompute.record.memoized import Answer, AttentionAnswer, FunctionAnswer, RandomAnswer
 from memo.swap.recompute.record.operator_log import Script
 from memo.swap.recompute.record.provenance import made_by_compiler
-from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_hidden_state, local_part
 
@@ -47,13 +47,13 @@ class Slot:
     given: torch.Tensor
     """A detached alias."""
     tensor: torch.Tensor
-    """What this rank has of it: its geometry, and its storage while the forward lasts."""
+    """This rank's part: its geometry, and its storage while the forward lasts."""
     meaning: Meaning
     content: Content
 
 
 class TokenAxisProver(SleepingMode):
-    """One layer call under way. `ends` says where the tokens at level SAVE_ALL and those at level SAVE_MATMULS end."""
+    """Dispatch mode around one layer call; `ends` are the last tokens, exclusive, at SAVE_ALL and at SAVE_MATMULS."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TokenAxisProver(SleepingMode):
         self.slots: list[Slot] = []
         self.answers: list[Answer] = []
         self.results: list[Result] = []
-        """Of matrix products, of marked functions and of collectives."""
+        """Of matrix products, token-local functions and collectives."""
         self.ends = ends
         self.script = script
         self.tokens = TokenMap(hidden.size(-2))
@@ -92,6 +92,7 @@ class TokenAxisProver(SleepingMode):
         self._mixed_by: str | None = None
 
     def called(self, given: Given) -> Any:
+        """Runs an operator, logs it and carries the token axis through it."""
         origin = self.script.calls(given)
         silent = self.reason is not None or self._paused
         out = given.call() if silent else self._noted(given)
@@ -117,7 +118,7 @@ class TokenAxisProver(SleepingMode):
         return out
 
     def _before(self, given: Given) -> list[Described]:
-        """What is known of the tensors that the call is given. Raises Unproven for what a recompute must not do again."""
+        """Token axes of the arguments. Raises Unproven for an operator that a recompute must not repeat."""
         func = given.operator.func
         if not given.operator.is_overload:
             raise Unproven(f"{func} is not known to work token by token")
@@ -152,7 +153,7 @@ class TokenAxisProver(SleepingMode):
         return changed
 
     def _after(self, given: Given, before: list[Described], changed: list[torch.Tensor], out: Any) -> None:
-        """The call has returned."""
+        """Carries the token axis to the results of a call."""
         operator, results = given.operator, tensors_in(out)
         storages = [tensor.untyped_storage() for tensor in given.tensors]
         is_result = operator.is_product or operator.is_collective or (operator.joins and self._rearranges(given))
@@ -207,7 +208,7 @@ class TokenAxisProver(SleepingMode):
         )
 
     def _meaning(self, given: Given, before: list[Described], out: Any) -> Meaning:
-        """By the rules for tokens, which are asked once for all calls that look alike: layers and steps repeat."""
+        """Axes of the results by operator_rules, cached over calls of equal shapes and axes."""
         alike = (given.operator, self.tokens.tokens, *given.others, *before)
         meaning = _MEANINGS.get(alike)
         if meaning is None:
@@ -229,8 +230,10 @@ class TokenAxisProver(SleepingMode):
         )
 
     def _rearranges(self, given: Given) -> bool:
-        """Of a join: parts of one result are put together in another order, as before and after a collective that joins or
-        divides another dimension than the first."""
+        """True for a join that only reorders parts of one result.
+
+        Such joins surround a collective over another dimension than the first.
+        """
         storages = {tensor.untyped_storage() for tensor in given.tensors}
         return len(storages) == 1 and self._made.find(ref(storages.pop())) is not None
 
@@ -242,7 +245,7 @@ class TokenAxisProver(SleepingMode):
         *,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """Of a product, or of another `function` of what comes first among the tensors that it is given."""
+        """Records the result of a product, or of a `function` of the first of its arguments."""
         result = Result(
             out,
             meaning if isinstance(meaning, Axis) else None,
@@ -283,7 +286,7 @@ class TokenAxisProver(SleepingMode):
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
-        """Runs a function that the user marked: as one operator, whose results are kept whole."""
+        """Runs a memoized function as one operator, whose results are kept whole."""
         given = tensors_in((args, kwargs))
         if self.reason is None and not all(map(_is_understood, given)):
             self.reason = "a memoized function works on a sharded tensor, or on one of another kind of its own"
@@ -316,8 +319,8 @@ class TokenAxisProver(SleepingMode):
                 self.whole.add(result.untyped_storage())
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Runs a marked function, as one operator."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a token-local function as one operator."""
         if self.asleep:
             return call.run()
         saved = len(self.slots)
@@ -355,7 +358,7 @@ class TokenAxisProver(SleepingMode):
                 self.tokens.put(tensor, self._dims.meaning(position, tensor, (shards,)))
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`."""
+        """Records a tensor that autograd saves, with its token axis."""
         if self.reason is not None or self._paused:
             return
         local = local_part(tensor)
@@ -372,16 +375,17 @@ class TokenAxisProver(SleepingMode):
         )
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
-        """True for what the layer was given, or has of its own."""
+        """True for arguments, parameters and other tensors that the forward did not make."""
         return tensor not in self.tokens or tensor.untyped_storage() in self._inputs
 
     @property
     def mixes(self) -> str:
+        """Message that names the operator which mixed tokens."""
         return f"{self._mixed_by or 'an operator'} mixes tokens"
 
 
 def _is_view(operator: Operator, storages: Sequence[torch.UntypedStorage], results: Sequence[torch.Tensor]) -> bool:
-    """True for a call that only sees a tensor in another shape, and uses no number in it."""
+    """True for a call that returns views only and reads no elements."""
     if operator.writes or not results:
         return False
     first = results[0].untyped_storage()
@@ -398,8 +402,10 @@ def _is_understood(tensor: torch.Tensor) -> bool:
 
 
 def _axis_of_result(result: torch.Tensor, tokens: int, token_dim: int | None) -> Axis | None:
-    """Where the user said, or the dimension as long as the tokens, of several the last but one, where tokens usually are;
-    None for a result that is about all of them."""
+    """Token axis of a memoized result: `token_dim`, else the dimension as long as the tokens (of several the last but one).
+
+    None for a result without tokens.
+    """
     if token_dim is not None:
         dim = token_dim % max(result.ndim, 1)
         fits = dim < result.ndim and result.size(dim) % tokens == 0

@@ -1,10 +1,8 @@
 """Agreement among the ranks that a layer talks to: a recompute repeats its collectives, so all ranks run it or none.
 
-Owns which groups each layer talks to, heard in its first forward, and the exchanges that decide. Every exchange happens at a
-place in the program that all ranks of a group pass: at a layer's first call, at the first layer of a forward, at a trial. No
-rank ever decides by its own memory, its own measurements or its own luck alone.
-
-A run without a process group has no such layers, and asks nobody.
+Owns the groups of each layer's collectives, recorded in its first forward, and the exchanges that decide. Every
+exchange happens at a point that all ranks of a group pass: a layer's first call, the first layer of a forward, a
+trial. No rank decides by its own memory or measurements alone. Without a process group nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was tol
 
 
 def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """What every rank said, in the order of the group's ranks. `value` is pickled; None is the group of all ranks."""
+    """Gathers one value of each rank, in the order of the group (None: all ranks). Values are pickled. A collective call."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    if _is_played(group):
+    if _is_fake(group):
         return [value] * dist.get_world_size(group)
     said: list[_T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, value, group=group)
@@ -39,8 +37,8 @@ def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 
 def all_say(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether every rank says what reads the same, by one number of each. A collective call."""
-    if _is_played(group):
+    """True when `value` has the same text on every rank; exchanges one hash each. A collective call."""
+    if _is_fake(group):
         return True
     digest = _digest(value)
     bounds = torch.tensor([digest, -digest], device=device)
@@ -49,14 +47,16 @@ def all_say(value: object, group: dist.ProcessGroup, device: torch.device) -> bo
     return bool(least == -most)
 
 
-def _is_played(group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank plays its part alone: what the collectives of torch's fake group give means nothing."""
+def _is_fake(group: dist.ProcessGroup | None) -> bool:
+    """True for torch's fake group, whose collectives return no meaningful values."""
     return bool(dist.get_backend(group) == "fake")
 
 
 class Hearing(TorchDispatchMode):
-    """Notes the groups that a layer's forward talks to. Of sharded tensors too it is the collectives that count: what is
-    computed of their parts alone, each rank can compute again by itself."""
+    """Dispatch mode that records the process groups of the collectives in a layer's first forward.
+
+    Operators on the local parts of sharded tensors do not count: each rank can compute those again by itself.
+    """
 
     def __init__(self, layer: str, given: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,26 +79,26 @@ class Hearing(TorchDispatchMode):
 
 
 class Ranks:
-    """One manager's view of them."""
+    """The process groups that each layer of one manager talks to, and their decisions."""
 
     def __init__(self, device: torch.device) -> None:
         self.disagreed: dict[str, str] = {}
-        """Layers that ranks were told different things about, and what; they are treated as if told nothing."""
+        """Layers with different settings on different ranks -> description; they move whole."""
         self._device = device
         self._groups: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # of each layer that was heard
         self._agreed = False
 
     def begin_forward(self) -> None:
-        """What ranks were told may have changed since the last one."""
+        """Makes the next forward compare settings again."""
         self._agreed = False
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to talk to."""
+        """True when the run has more than one rank."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def listen(self, layer: str, given: str) -> Hearing | None:
-        """To put around the layer's forward; None where everything is known."""
+        """A recorder of the layer's collectives for its first forward; None once they are known."""
         return Hearing(layer, given) if layer not in self._groups and self.several else None
 
     def heard(self, hearing: Hearing, told: str) -> None:
@@ -109,15 +109,15 @@ class Ranks:
             self._compare({layer: (told, self.disagreed.get(layer))}, hearing.given, group)
 
     def talks(self, layer: str) -> bool:
-        """Whether the layer is known to talk to other ranks."""
+        """True for a layer known to run collectives."""
         return bool(self._groups.get(layer))
 
     def partners(self, layer: str) -> tuple[str, ...]:
-        """Names of the groups that the layer talks to."""
+        """Names of the groups of the layer's collectives."""
         return tuple(group.group_name for group in self._groups.get(layer, ()))
 
     def say_the_same(self, layer: str, value: object) -> bool:
-        """Whether all ranks that the layer talks to do. A collective call."""
+        """True when all ranks of the layer's groups have the same `value`. A collective call."""
         same = True
         for group in self._groups.get(layer, ()):
             answers = everyones((value, same), group)
@@ -125,10 +125,10 @@ class Ranks:
         return same
 
     def agree(self, told: Callable[[str], str], given: str) -> set[str]:
-        """Before a forward's first layer that talks: whether all ranks were told the same of each, and given inputs of the
-        same shape. A collective call.
+        """Compares levels and input shapes across ranks, once a forward. A collective call.
 
-        Returns the layers of which they are told the same again.
+        Returns:
+            Layers on which the ranks agree again; those on which they do not are in `disagreed`.
         """
         if self._agreed:
             return set()
@@ -167,8 +167,8 @@ class Ranks:
             raise Unproven(said[0])
 
     def all_have(self, layer: str, room: bool) -> bool:
-        """Whether every rank that the layer talks to says so. A collective call."""
-        groups = [group for group in self._groups.get(layer, ()) if not _is_played(group)]
+        """True when `room` is true on all ranks of the layer's groups. A collective call."""
+        groups = [group for group in self._groups.get(layer, ()) if not _is_fake(group)]
         if not groups:
             return room
         have = torch.tensor(int(room), device=self._device)
@@ -177,8 +177,7 @@ class Ranks:
         return bool(have)
 
     def _compare(self, ours: _Told, given: str, group: dist.ProcessGroup) -> None:
-        """Names the layers that ranks of the group were told different things about, or other groups of theirs were; with
-        inputs of different shapes that is every layer."""
+        """Records layers whose settings differ between ranks of the group or of their other groups; all if shapes differ."""
         answers = everyones((dict(ours), given), group)
         ranks = dist.get_process_group_ranks(group)
         shapes = _difference([shape for _, shape in answers], ranks, "was given", "give all batches of one shape")
@@ -191,7 +190,7 @@ class Ranks:
 
 
 def _difference(said: Sequence[str], ranks: Sequence[int], how: str, what_to_do: str) -> str | None:
-    """The first rank that says something else, against the first of all."""
+    """Message naming the first rank that differs from rank 0 of the group; None if none does."""
     other = next((number for number, theirs in enumerate(said) if theirs != said[0]), None)
     if other is None:
         return None
@@ -200,5 +199,5 @@ def _difference(said: Sequence[str], ranks: Sequence[int], how: str, what_to_do:
 
 
 def _digest(value: object) -> int:
-    """The same number on every rank for what reads the same."""
+    """Hash of a value's text, equal in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())

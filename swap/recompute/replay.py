@@ -1,12 +1,12 @@
-"""One call of one layer, able to run again: what backward needs and no tier holds.
+"""Replay: runs one call of a layer again in backward, for the saved tensors that no tier holds.
 
-It owns the layer's arguments and what is not computed twice. A replay runs the layer's own forward, whole or on the tokens
-of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the projection
-behind it is never computed.
+It owns the layer's arguments and the results that are reused. A replay runs the layer's own forward, whole or on the
+tokens of one span, takes each saved tensor as autograd saves it, and stops after the last one that is wanted: the
+projection after it is never computed.
 
-A call repeats one span. That of the middle level comes after that of the last tokens, since the results that it is given
-rest in storages whose last tokens are computed themselves; so it owns that other call, and the results.
-The other way round nothing is owned: a graph that dies without backward frees itself.
+A LayerCall repeats one span. The span at SAVE_MATMULS runs after that of the last tokens, since the results it reuses
+lie in storages whose last tokens are recomputed, too; so it owns that other call, and the results. Nothing is owned in
+the other direction: a graph that dies without backward frees itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.operator_rules import tensors_in
 from memo.swap.recompute.axis.operators import Given
 from memo.swap.recompute.axis.token_axis import Axis, Layout, cut, rows_of
-from memo.swap.recompute.guards.rng_and_autocast import ModuleState, Precision, RandomState
+from memo.swap.recompute.guards.module_state import ModuleState
+from memo.swap.recompute.guards.rng_and_autocast import Precision, RandomState
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.record.dispatch_mode import Aside, SleepingMode
 from memo.swap.recompute.record.keep_or_repeat import Treatment
@@ -35,7 +36,7 @@ from memo.swap.recompute.record.kept_results import Result
 from memo.swap.recompute.record.layer_arguments import argument_tensors
 from memo.swap.recompute.record.memoized import Answer
 from memo.swap.recompute.record.operator_log import Diverged, Reading, Script, Scripted
-from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 from memo.swap.tensor_kinds import local_part
 from memo.swap.token_levels import Level
 
@@ -51,7 +52,7 @@ __all__ = ["LayerCall", "Span", "Take", "Wanted"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A saved tensor that is computed again; `position` counts what autograd saves."""
+    """A saved tensor that is recomputed; `position` is its index among the tensors that autograd saves."""
 
     position: int
     hold: weakref.ref[Hold]
@@ -74,7 +75,7 @@ class Span:
     wanted: tuple[Wanted, ...]
 
     def is_filled(self) -> bool:
-        """Whatever of it backward may still ask for is there already."""
+        """True when all that backward may still read of the span is in place already."""
         holds = (want.hold() for want in self.wanted)
         parts = (hold.saved.prefix for hold in holds if hold is not None and hold.saved.source is None)
         return not any(part.lacks(self.first) for part in parts if part is not None)
@@ -84,7 +85,7 @@ Take = Callable[[Span, Wanted, torch.Tensor], None]
 
 
 class LayerCall:
-    """One call of one layer and a span of it that can be computed again, after that of `before`."""
+    """One call of one layer and a span of its tokens to recompute, after that of `before`."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class LayerCall:
         state: ModuleState,
         precision: Precision,
         span: Span,
-        before: LayerCall | None,
         tokens: int,
         costs: Costs,
+        before: LayerCall | None = None,
         together: bool = False,
         answers: Sequence[Answer] = (),
         results: Sequence[tuple[Result, Treatment]] = (),
@@ -114,11 +115,11 @@ class LayerCall:
         self.engine = engine
         self.answers = answers
         self.results = results
-        """That the forward had of products, marked functions and collectives, at the middle level."""
+        """Of products, token-local functions and collectives in forward; for SAVE_MATMULS."""
         self.together = together
-        """Other ranks run it at the same place in their backward: nothing that differs from rank to rank may decide it."""
+        """Other ranks run it at the same place in their backward, so no decision on it may differ between ranks."""
         self.script = script
-        """What the forward did, in which a recompute follows it."""
+        """Operator log of the forward, which the recompute must follow."""
         self._module = module
         self._hidden = hidden
         self._hidden_grad = hidden_grad
@@ -130,7 +131,7 @@ class LayerCall:
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
-        """Runs what is not there yet; `take` gets each wanted tensor's storage, as bytes.
+        """Runs the span unless it is in place; `take` gets each wanted tensor's storage, as bytes.
 
         Raises:
             ModifiedAfterSave: an argument, a parameter, a buffer or an attribute has changed since the forward.
@@ -150,7 +151,7 @@ class LayerCall:
                     ) from None
 
     def run(self, take: Take, *, timed: bool, checksums: Checksums | None = None) -> None:
-        """Runs the span, even where all of it is there already.
+        """Runs the span, even where all of it is in place already.
 
         Args:
             take: is given each recomputed tensor.
@@ -205,7 +206,7 @@ class LayerCall:
 
 
 class _Enough(BaseException):
-    """Everything wanted has been saved. No Exception, so that the layer's own handlers let it pass."""
+    """Ends a replay after the last wanted tensor. A BaseException, so that the layer's own handlers let it pass."""
 
 
 def _never(packed: None) -> torch.Tensor:
@@ -213,7 +214,7 @@ def _never(packed: None) -> torch.Tensor:
 
 
 class _Collecting:
-    """Hands over what autograd saves in one replay: the counterparts of what it saved in forward, by position."""
+    """Collects the wanted tensors from those that autograd saves in a replay, by position."""
 
     def __init__(self, call: LayerCall, span: Span, take: Take) -> None:
         self._call = call
@@ -224,7 +225,7 @@ class _Collecting:
         self._position = 0
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Autograd saves `tensor`."""
+        """Takes a tensor that autograd saves, if it is the next wanted one."""
         wanted, position = self._next, self._position
         self._position += 1
         if wanted is None or position != wanted.position:
@@ -251,7 +252,7 @@ class _Collecting:
 
 
 class _Answering(SleepingMode):
-    """Answers what is not computed twice on the tokens of one span."""
+    """Dispatch mode of a token-wise replay: reuses saved results, on the tokens of one span."""
 
     def __init__(
         self, call: LayerCall, span: Span, collecting: _Collecting, reading: Reading, checksums: Checksums | None
@@ -298,7 +299,7 @@ class _Answering(SleepingMode):
     def memoized(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
     ) -> Any:
-        """A marked function: its arguments are as good as saved, its results are known."""
+        """Reuses the results of a memoized function; its arguments count as saved."""
         origin = self._reading.leaves_out(function)
         with Aside(self):
             given = tensors_in((args, kwargs))
@@ -309,9 +310,8 @@ class _Answering(SleepingMode):
         self._reading.makes(out, origin)
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Where its result is not known, a marked function runs again, with these tokens; what several ranks do together
-        they do once more."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Reuses a token-local function's result, or runs it again on these tokens (collectives on all ranks)."""
         if self.asleep:
             return call.run()
         given = tensors_in((call.x, call.others))
@@ -325,7 +325,7 @@ class _Answering(SleepingMode):
         return out
 
     def check_filled(self, func: object, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> None:
-        """Of an omitted result nothing may be used but its shape: all that a call gives of it must be views of it."""
+        """Raises Diverged for a call that reads elements of an omitted result; views of it are allowed."""
         if not self._has_empty:
             return
         for tensor in given:
@@ -340,7 +340,7 @@ class _Answering(SleepingMode):
         return answer.give(self._call.engine, args, (self._span.first, self._span.stop), self._call.tokens)
 
     def _result(self) -> torch.Tensor | None:
-        """What this line gives at the middle level; None where it is computed again."""
+        """Result of the current line at SAVE_MATMULS; None where it is computed again."""
         result, treatment = self._results.get(self._reading.read, (None, Treatment.REPEATED))
         if result is None or treatment is Treatment.REPEATED:
             return None

@@ -1,6 +1,6 @@
-"""Divides what one layer call saved by tokens: what of each storage moves, and what which recompute gives back.
+"""Token split of one layer call: the head of each saved storage moves, the rest is recomputed in backward.
 
-The proof is the noting's: a storage is divided where the token axis of the saved tensor is known and accounts for every
+The proof is prover.py's: a storage is divided where the token axis of the saved tensor is known and accounts for every
 byte of it. Everything else moves whole.
 """
 
@@ -33,32 +33,35 @@ __all__ = ["Division", "divide"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """What can compute again what does not move, in the order of running, and which storages move in part."""
+    """Recomputes of one layer call, in the order of running, and the storages that move in part."""
 
     calls: tuple[LayerCall, ...]
     parts: dict[SavedStorage, TokenPrefix]
     operators: tuple[Any, ...] = ()
-    """That the forward called."""
+    """Of the forward, in order."""
     treatments: tuple[Treatment, ...] = ()
     """Of its results at the middle level."""
     left_out: int | None = None
-    """Of a layer that runs again whole: how many of its saved tensors come after the last one that is wanted."""
+    """For a layer that runs again whole: number of saved tensors after the last one that is wanted."""
 
     @property
-    def course(self) -> object:
-        """What must be the same on all ranks that take part. A whole run may save other tensors on each of them, as around
-        a ring in which later ranks attend to more; what they do together is the same up to where all stop."""
+    def shared_form(self) -> object:
+        """Part of the recompute that must be equal on all ranks that run it together.
+
+        A whole run may save other tensors on each rank, as around a ring in which later ranks attend to more tokens; its
+        collectives are the same up to where all ranks stop.
+        """
         return self.form if self.left_out is None else self.left_out
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """What its recompute does, at whatever length."""
+        """Operations of the recompute, independent of the sequence length."""
         spans = ((call.span.level, *(want.position for want in call.span.wanted)) for call in self.calls)
         return (self.operators, self.treatments, self.left_out, *spans)
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a trial of it proves something about."""
+        """Operations and shapes of the recompute, which one trial covers."""
         spans = (
             (span.first, span.stop, span.level, *((w.position, w.layout, w.rows) for w in span.wanted))
             for span in (call.span for call in self.calls)
@@ -78,30 +81,30 @@ class _Divisible:
     is_result: bool
 
 
-def divide(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
-    """None where nothing can be divided, and everything moves whole.
+def divide(record: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
+    """Divides the saved tensors of one call; None where nothing can be divided and everything moves whole.
 
     Raises:
         Unproven: the layer must not be divided.
     """
-    noting = watch.noting
-    assert noting is not None
-    if noting.reason is not None:
-        raise Unproven(noting.reason)
-    watch.check_unchanged()
-    found = list(_divisible(watch, output, engine))
+    prover = record.prover
+    assert prover is not None
+    if prover.reason is not None:
+        raise Unproven(prover.reason)
+    record.check_unchanged()
+    found = list(_divisible(record, output, engine))
     if not found:
         return None
-    tokens, (first, second) = noting.tokens.tokens, noting.ends
+    tokens, (first, second) = prover.tokens.tokens, prover.ends
     last_wanted = max((item.position for item in found if not item.is_result), default=-1)
-    treated = tuple(zip(noting.results, treatments(noting.results, last_wanted), strict=True))
+    treated = tuple(zip(prover.results, treatments(prover.results, last_wanted), strict=True))
     kept = [result for result, treatment in treated if treatment is Treatment.KEPT]
-    hidden = engine.pack(watch.given)
-    for answer in noting.answers:
+    hidden = engine.pack(record.given)
+    for answer in prover.answers:
         if not isinstance(answer, RandomAnswer):
             answer.store(engine)
-    _count(costs, watch, found, kept, engine)
-    for answer in noting.answers:
+    _count(costs, record, found, kept, engine)
+    for answer in prover.answers:
         if isinstance(answer, RandomAnswer):
             answer.store(engine)
     for result, treatment in treated:
@@ -109,27 +112,12 @@ def divide(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> D
             result.store(engine)
         else:
             result.drop()
-    watch.arguments.join(noting.joined)
-    make = functools.partial(
-        LayerCall,
-        engine,
-        watch.layer.module,
-        watch.layer.name,
-        hidden=hidden,
-        hidden_grad=watch.given.requires_grad,
-        arguments=watch.arguments,
-        state=watch.state,
-        precision=watch.precision,
-        tokens=tokens,
-        costs=costs,
-        together=watch.together,
-        answers=noting.answers,
-        script=watch.script,
-    )
+    record.arguments.join(prover.joined)
+    replay = functools.partial(record.replay, engine, costs, hidden=hidden, answers=prover.answers)
     last = _span(Level.SAVE_ATTENTION, second, tokens, found, tokens)
     middle = _span(Level.SAVE_MATMULS, first, second, [item for item in found if not item.is_result], tokens)
-    later = make(span=last, before=None) if last.wanted else None
-    earlier = make(span=middle, before=later, results=treated) if middle.wanted else later
+    later = replay(span=last) if last.wanted else None
+    earlier = replay(span=middle, before=later, results=treated) if middle.wanted else later
     parts: dict[SavedStorage, TokenPrefix] = {}
     for item in found:
         call, head = (later, second) if item.is_result else (earlier, first)
@@ -139,28 +127,28 @@ def divide(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> D
     return Division(
         calls=calls,
         parts=parts,
-        operators=watch.script.operators(),
+        operators=record.script.operators(),
         treatments=tuple(treatment for _, treatment in treated),
     )
 
 
-def _divisible(watch: ForwardRecord, output: Any, engine: Engine) -> Iterator[_Divisible]:
-    """Each storage once, at the first place where autograd saved it as it is."""
-    noting = watch.noting
-    assert noting is not None
-    tokens = noting.tokens.tokens
-    seen = {*noting.whole, *watch.kept_whole(output)}
-    results = {result.saved_in(engine) for result in noting.results} - {None}
-    for position, slot in enumerate(noting.slots):
+def _divisible(record: ForwardRecord, output: Any, engine: Engine) -> Iterator[_Divisible]:
+    """Each divisible storage once, at the first position where autograd saved its present content."""
+    prover = record.prover
+    assert prover is not None
+    tokens = prover.tokens.tokens
+    seen = {*prover.whole, *record.kept_whole(output)}
+    results = {result.saved_in(engine) for result in prover.results} - {None}
+    for position, slot in enumerate(prover.slots):
         tensor, axis = slot.tensor, slot.meaning
         storage = tensor.untyped_storage()
-        if storage in seen or noting.is_outside(tensor):
+        if storage in seen or prover.is_outside(tensor):
             continue
-        saved = engine.saved_as(storage)
-        if saved is None or saved.group is not watch.group:
-            continue  # too small to move, or another layer's
+        saved = record.saved_storage(engine, storage)
+        if saved is None:
+            continue
         if axis is Mark.MIXED:
-            raise Unproven(noting.mixes)
+            raise Unproven(prover.mixes)
         if saved.content != slot.content:
             continue  # what it held before it was changed in place and saved again
         seen.add(storage)
@@ -173,24 +161,22 @@ def _divisible(watch: ForwardRecord, output: Any, engine: Engine) -> Iterator[_D
 
 
 def _count(
-    costs: Costs, watch: ForwardRecord, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine
+    costs: Costs, record: ForwardRecord, found: Sequence[_Divisible], kept: Sequence[Result], engine: Engine
 ) -> None:
-    """Before anything is saved that only some levels need."""
-    noting = watch.noting
-    assert noting is not None
-    tokens = noting.tokens.tokens
-    masks = sum(answer.bits_per_token for answer in noting.answers if isinstance(answer, RandomAnswer)) / 8
+    """Counts bytes per level; runs before anything is packed that only some levels need."""
+    prover = record.prover
+    assert prover is not None
+    tokens = prover.tokens.tokens
+    masks = sum(answer.bits_per_token for answer in prover.answers if isinstance(answer, RandomAnswer)) / 8
     results = sum(item.rows.nbytes(1) for item in found if item.is_result)
     # What lies in several pieces is gathered to move, in a block that stands beside it.
     in_pieces = [item for item in found if item.rows.rows > 1]
     gathered_results = sum(item.rows.nbytes(1) for item in in_pieces if item.is_result)
     besides = sum(result.bytes_per_token for result in kept if result.saved_in(engine) is None)
-    every = sum(saved.nbytes for saved in watch.group.living())
-    source = engine.saved_as(watch.hidden.untyped_storage())
     costs.counted(
         tokens=tokens,
-        input_bytes=0 if source is None else source.nbytes,
-        always_bytes=every - sum(item.saved.nbytes for item in found),
+        input_bytes=record.input_nbytes(engine),
+        always_bytes=record.saved_nbytes() - sum(item.saved.nbytes for item in found),
         bytes_per_token={
             Level.SAVE_ALL: sum(item.rows.nbytes(1) for item in found),
             Level.SAVE_MATMULS: results + besides + masks,

@@ -1,15 +1,15 @@
-"""Token-wise swap and recompute of unmodified layers: what MEMO does in its own layer, for any layer that allows it.
+"""Token-wise swap and recompute of unmodified layers, decided anew at each layer call.
 
-Of what a layer saves, its input and the results of attention move whole; of everything else, which each token's own
-numbers determine, the first tokens move (levels), and backward computes the rest again by running the layer's forward,
-which never repeats attention. Two checks stand before a layer is treated so, and both must pass:
+A layer's input and the results of attention move whole. Of every other saved tensor, whose rows each depend on one
+token alone, the first tokens move (levels) and backward computes the rest again by running the layer's forward without
+its attention. A layer is treated so only after two checks:
 
-    proof     the token axis, carried through every operator of the call, reaches each saved tensor (noting, division)
-    trial     the recompute runs at once, and what it gives is compared with what was saved; once more, to see that only
-              operators change memory (checksums); which calls need one is the subject of memo.swap.recompute.trial_cache
+    proof     the token axis is carried through every operator of the call to each saved tensor (prover, token_split)
+    trial     the recompute runs at once, and its tensors are compared with the saved ones; once more with checksums, to
+              detect memory that kernels unseen by the dispatcher change (trial; trial_cache tells which calls need one)
 
-A layer that fails moves whole tensors, which is always right, or runs again whole where that is wanted and passes the
-trial; it says so once, with the reason, and the report lists it.
+A layer that fails one moves whole tensors, which is always right, or runs again whole where that is chosen and passes
+its trial. It warns once with the reason, and the report lists it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memo.lru import LRU
 from memo.swap.recompute.axis.argument_axes import Shapes, TokenDims
 from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.forward_record import ForwardRecord
-from memo.swap.recompute.guards.rng_and_autocast import has_others, hooks_within, modules_of, parameters_of
+from memo.swap.recompute.guards.module_state import has_others, hooks_within, modules_of, parameters_of
 from memo.swap.recompute.level_costs import Costs
 from memo.swap.recompute.prover import TokenAxisProver
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
@@ -60,11 +60,14 @@ MOST_WARNED = 256
 
 
 class TokenWise:
-    """The layers of one manager.
+    """Recompute policy of one manager's layers: proves, tries out and records each call.
 
-    `default` is for layers that `choose` has not named. `fallback` says what becomes of a layer whose tokens cannot be
-    divided: SAVE_ALL moves whole tensors, SAVE_INPUT runs it again whole. With `repeats_when_full` a layer that no
-    tier has room for runs again whole too. `exact`: a recompute that rounds in another way is refused.
+    Args:
+        engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
+        default: setting of layers that `choose` has not named.
+        fallback: for layers whose tokens cannot be divided: SAVE_ALL moves whole tensors, SAVE_INPUT runs the layer again.
+        repeats_when_full: runs a layer again whole when no tier has room for its tensors.
+        exact: refuses a recompute that differs from the saved tensors by as much as a rounding.
     """
 
     def __init__(
@@ -78,13 +81,13 @@ class TokenWise:
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
-        """Layers that move whole tensors, and why."""
+        """Layer -> reason, for layers that move whole tensors."""
         self.repeated: dict[str, str] = {}
-        """Layers that run again whole, attention included, and why."""
+        """Layer -> reason, for layers that run again whole, attention included."""
         self.deviation: dict[str, float] = {}
-        """Divided layers, and the largest difference their trial found (0: equal bit for bit), in units of its bound."""
+        """Divided layer -> largest difference found by its trials, in units of their bound; 0: equal bit for bit."""
         self.worst_deviation = 0.0
-        """Of all trials that let a layer be divided, also those of lengths and settings that are no more."""
+        """Largest difference of all passed trials, also of earlier lengths and settings."""
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
@@ -106,11 +109,11 @@ class TokenWise:
         engine_pack = engine.pack
 
         def pack(tensor: torch.Tensor) -> Handle | Kept | Sharded:
-            watch = self._open
-            if watch is None:
+            record = self._open
+            if record is None:
                 return engine_pack(tensor)
-            with Aside(watch.mode):
-                watch.saved(tensor)
+            with Aside(record.mode):
+                record.saved(tensor)
                 return engine_pack(tensor)
 
         self.pack = pack
@@ -123,7 +126,7 @@ class TokenWise:
 
     @property
     def described(self) -> str:
-        """For people: how tokens are divided."""
+        """Text for reports: how tokens are divided."""
         default = "whole layers" if isinstance(self.default, Level) else str(self.default)
         return f"{default}, {len(self._chosen)} layers with their own" if self._chosen else default
 
@@ -135,16 +138,16 @@ class TokenWise:
         self.deviation.clear()
 
     def costs(self) -> list[LayerCosts]:
-        """What each level costs, of every layer whose saved tensors have been looked at."""
+        """Bytes and seconds of each level, for layers whose saved tensors have been counted."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
-        """Before a forward."""
+        """Prepares a forward of the managed layers."""
         self._own = {layer.name: parameters_of(layer.module) for layer in layers}
         self.look_at(layers)
 
     def look_at(self, layers: Sequence[Layer]) -> None:
-        """Before a forward: what modules are made of decides already. Inside a compiled layer it could not be said."""
+        """Refuses layers by their modules (hooks, compiled parts), before a forward: a compiled layer cannot warn."""
         self._ranks.begin_forward()
         if self.is_idle and not self._ranks.several:
             return
@@ -158,7 +161,7 @@ class TokenWise:
                     self._refuse(layer.name, reason)
 
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A layer's forward begins; `end` must follow."""
+        """Begins recording a layer's forward; `end` must follow."""
         if torch.compiler.is_compiling() or layer.name in self._unsuited:
             return
         if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -173,13 +176,13 @@ class TokenWise:
             self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
             if self._hearing is not None:
                 self._hearing.__enter__()  # type: ignore[no-untyped-call]
-            self._open = self._watch(layer, group, args, kwargs)
+            self._open = self._record(layer, group, args, kwargs)
             if self._open is not None:
                 group.held = True
                 self._open.__enter__()
 
-    def _watch(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardRecord | None:
-        """None where the layer's tensors move whole without more ado."""
+    def _record(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardRecord | None:
+        """A record for this call; None where its tensors move whole."""
         setting = self._setting(layer.name)
         divides = isinstance(setting, TokenLevels) and not setting.repeats_nothing
         repeats = (
@@ -215,8 +218,8 @@ class TokenWise:
         tokens = hidden.size(-2) if hidden.ndim > 1 else 0
         dims = TokenDims(tokens, before=self._shapes.before(layer.name, tokens, tensors), no_pairs=kind.no_pairs)
         script = Script(tensors)
-        noting = self._noting(layer, kind, setting, args, kwargs, dims=dims, script=script) if divides else None
-        if noting is None and not repeats:
+        prover = self._prover(layer, kind, setting, args, kwargs, dims=dims, script=script) if divides else None
+        if prover is None and not repeats:
             return None
         return ForwardRecord(
             layer,
@@ -226,13 +229,13 @@ class TokenWise:
             given=given,
             kind=kind,
             dims=dims,
-            noting=noting,
+            prover=prover,
             script=script,
             whole=repeats,
             device=self._engine.backend.device,
         )
 
-    def _noting(
+    def _prover(
         self,
         layer: Layer,
         kind: Kind,
@@ -255,36 +258,36 @@ class TokenWise:
         return TokenAxisProver(hidden, args, kwargs, dims=dims, ends=ends, script=script) if ends[0] < tokens else None
 
     def end(self, group: Group, output: Any) -> None:
-        """The layer's forward has ended; what it saved may move now."""
-        watch = self._open
-        if watch is not None:
-            if watch.group is not group:
+        """Ends the record of a layer's forward, and hands its saved tensors to the engine."""
+        record = self._open
+        if record is not None:
+            if record.group is not group:
                 return
             self._open = None
-            watch.__exit__()
+            record.__exit__()
         parts: _Parts = {}
         try:
             self._heard(group.module, output)
-            if watch is not None and output is not None:  # None after an exception: nothing is to come back
-                parts = self._decide(watch, output)
+            if record is not None and output is not None:  # None after an exception: nothing is to come back
+                parts = self._decide(record, output)
         finally:
-            if watch is not None:
-                watch = None  # and with it what the layer made: sources go one by one as they settle
+            if record is not None:
+                record = None  # and with it what the layer made: sources go one by one as they settle
                 self._engine.settle(group, parts)
 
     def end_forwards(self) -> None:
-        """After a forward. A layer still open was broken off where no hook is called: by Ctrl-C."""
+        """Ends a forward. A layer still open was interrupted where no hook is called (Ctrl-C); its tensors move whole."""
         self._own.clear()
-        watch, self._open = self._open, None
+        record, self._open = self._open, None
         hearing, self._hearing = self._hearing, None
-        if watch is not None:
-            watch.__exit__()
-            self._engine.settle(watch.group, {})
+        if record is not None:
+            record.__exit__()
+            self._engine.settle(record.group, {})
         if hearing is not None:
             hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _heard(self, name: str, output: Any) -> None:
-        """The first forward of a layer among several ranks has ended: now it is known which of them it talks to."""
+        """Stores the process groups recorded in the layer's first forward."""
         hearing = self._hearing
         if hearing is None or hearing.layer != name:
             return
@@ -293,64 +296,64 @@ class TokenWise:
         if output is not None:
             self._ranks.heard(hearing, self._told(name))
 
-    def _has_room(self, watch: ForwardRecord, parts: _Parts) -> bool:
-        """Whether what the layer is to move has room, on all ranks that it talks to: if it runs again, it does on all."""
-        room = self._engine.has_room(watch.group, parts, besides=self._inputs_after(watch))
-        return self._ranks.all_have(watch.layer.name, room)
+    def _has_room(self, record: ForwardRecord, parts: _Parts) -> bool:
+        """True when what the layer moves has room on all ranks of its groups, so that it runs again on all or none."""
+        room = self._engine.has_room(record.group, parts, besides=self._inputs_after(record))
+        return self._ranks.all_have(record.layer.name, room)
 
-    def _inputs_after(self, watch: ForwardRecord) -> list[int]:
-        """Bytes that layers after this one need at the least: their inputs are as large as its own."""
-        after = len(self._position) - 1 - self._position[watch.layer.name]
-        return [watch.hidden.untyped_storage().nbytes()] * after
+    def _inputs_after(self, record: ForwardRecord) -> list[int]:
+        """Bytes that the layers after this one need at least: one input each, as large as its own."""
+        after = len(self._position) - 1 - self._position[record.layer.name]
+        return [record.hidden.untyped_storage().nbytes()] * after
 
-    def _decide(self, watch: ForwardRecord, output: Any) -> _Parts:
-        name = watch.layer.name
+    def _decide(self, record: ForwardRecord, output: Any) -> _Parts:
+        name = record.layer.name
         if name in self._ranks.disagreed:
             self._refuse(name, self._ranks.disagreed[name])
             return {}
-        watch.together = self._ranks.talks(name)
-        parts = self._divided(watch, output)
-        if self._repeats_when_full and watch.saves is not None and not self._has_room(watch, parts):
-            parts = self._repeat(watch, output, "no tier has room for it") or parts
+        record.together = self._ranks.talks(name)
+        parts = self._divided(record, output)
+        if self._repeats_when_full and record.saves is not None and not self._has_room(record, parts):
+            parts = self._repeat(record, output, "no tier has room for it") or parts
         return parts
 
-    def _divided(self, watch: ForwardRecord, output: Any) -> _Parts:
-        """As the layer's setting says."""
-        name = watch.layer.name
-        if watch.noting is not None:
-            attempt = functools.partial(divide, watch, output, self._engine, self._cost(name))
+    def _divided(self, record: ForwardRecord, output: Any) -> _Parts:
+        """Applies the layer's setting: the storages that move in part."""
+        name = record.layer.name
+        if record.prover is not None:
+            attempt = functools.partial(divide, record, output, self._engine, self._cost(name))
             try:
-                divided = self._tried(watch.kind, attempt, watch.layer)
+                divided = self._tried(record.kind, attempt, record.layer)
                 if self._trials.found_room(name):
                     self.refused.pop(name, None)
                 return divided
             except OutOfRoom as short:
-                self._trials.ran_short(watch.kind, str(short))
+                self._trials.ran_short(record.kind, str(short))
                 self._refuse(name, str(short))
                 return {}  # whole this once
             except Unproven as unproven:
-                if watch.dims.guessed_pairs and not watch.kind.no_pairs:
-                    self._other_reading[watch.kind] = True
+                if record.dims.guessed_pairs and not record.kind.no_pairs:
+                    self._other_reading[record.kind] = True
                     return {}  # whole this once
-                self._trials.refuse(watch.kind, str(unproven))
+                self._trials.refuse(record.kind, str(unproven))
         setting = self._setting(name)
-        why = "as chosen" if setting is Level.SAVE_INPUT else self._trials.refusal(watch.kind)
+        why = "as chosen" if setting is Level.SAVE_INPUT else self._trials.refusal(record.kind)
         if why is None or _moves_all(setting):
             return {}
-        if watch.saves is not None and (setting is Level.SAVE_INPUT or self._fallback is Level.SAVE_INPUT):
-            parts = self._repeat(watch, output, why)
+        if record.saves is not None and (setting is Level.SAVE_INPUT or self._fallback is Level.SAVE_INPUT):
+            parts = self._repeat(record, output, why)
             if parts is not None:
                 return parts
         else:
             self._refuse(name, why)
         return {}
 
-    def _repeat(self, watch: ForwardRecord, output: Any, why: str) -> _Parts | None:
-        """Lets the layer run again whole; None where it must not."""
-        name, kind = watch.layer.name, watch.kind.repeated
-        attempt = functools.partial(repeat_whole, watch, output, self._engine, self._cost(name))
+    def _repeat(self, record: ForwardRecord, output: Any, why: str) -> _Parts | None:
+        """Has the layer run again whole; None where it must not."""
+        name, kind = record.layer.name, record.kind.repeated
+        attempt = functools.partial(repeat_whole, record, output, self._engine, self._cost(name))
         try:
-            parts = self._tried(kind, attempt, watch.layer)
+            parts = self._tried(kind, attempt, record.layer)
         except Unproven as unproven:
             if isinstance(unproven, OutOfRoom):
                 self._trials.ran_short(kind, str(unproven))
@@ -359,7 +362,7 @@ class TokenWise:
             self._refuse(name, str(unproven) if why in ("as chosen", str(unproven)) else f"{why}, and {unproven}")
             return None
         if parts:
-            watch.drop_noting()
+            record.drop_prover()
             self.repeated[name] = why
             self.deviation.pop(name, None)
             self.refused.pop(name, None)
@@ -368,7 +371,7 @@ class TokenWise:
         return parts
 
     def _tried(self, kind: Kind, attempt: Callable[[], Division | None], layer: Layer) -> _Parts:
-        """What is computed again, after a trial where one is needed.
+        """Storages that move in part, after a trial where one is needed.
 
         Raises:
             Unproven: it must not be; on every rank that the layer talks to, or on none.
@@ -386,7 +389,7 @@ class TokenWise:
             )
         shown = None if reason is not None else self._trials.find(kind, division)
         if shown is None:
-            self._ranks.require(layer.name, reason, None if division is None else division.course)
+            self._ranks.require(layer.name, reason, None if division is None else division.shared_form)
             shown = self._try_out(division, layer.name)
             self._trials.add(kind, division, layer.module, shown)
         if division is None:
@@ -412,7 +415,7 @@ class TokenWise:
         return TrialResult(deviation=worst, seconds_per_token=self._cost(name).seconds_per_token)
 
     def _told(self, name: str) -> str:
-        """All that this rank was told to do with a layer."""
+        """Text of all settings of a layer on this rank, compared between ranks."""
         besides = ["fallback recompute"] if self._fallback is Level.SAVE_INPUT else []
         besides += ["to recompute when full"] if self._repeats_when_full else []
         return ", ".join([str(self._setting(name)), *besides])

@@ -1,4 +1,4 @@
-"""Trial of a recompute: runs it at the end of the forward, while the saved tensors are still there, and compares the two."""
+"""Trial of a recompute: runs it at the end of the forward and compares its tensors with the saved ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.fl
 
 
 class OutOfRoom(Unproven):
-    """The device had no memory for a trial, which says nothing of the layer: another step may have it."""
+    """The device had no memory for a trial, which does not refuse the layer: a later step tries again."""
 
 
 def try_out(division: Division, device: torch.device, *, exact: bool) -> float:

@@ -1,9 +1,9 @@
-"""Record of trials, and which other calls need none: at a new length one layer of each class is tried.
+"""Cache of trial results, which tells the calls that need no trial: at a new length one layer of each class is tried.
 
 What a trial finds depends on three things, and each is looked at again where it changes:
 
-    the layer       state of its own, what its forward leaves behind: every layer is tried itself, once for each course of
-                    its recompute (operators, levels, what is wanted)
+    the layer       state of its own, what its forward leaves behind: every layer is tried itself, once for each
+                    signature of its recompute (operators, levels, what is wanted)
     the shapes      rounding: a library chooses a matrix product's kernel by height and width. Layers of one class (type,
                     shapes of parameters) that divide alike run the same kernels, so the first one answers for the others
     the tokens      nothing: the proof has carried the axis through every operator of this very call, whatever its length
@@ -43,25 +43,26 @@ MOST_SHOWN = 2048
 """Shapes of one class of layers, each with every way that its tokens are divided."""
 MOST_SHORT = 3
 """Trials of a layer in a row that may find no memory before it is refused."""
-MOST_COURSES = 64
+MOST_SIGNATURES = 64
 """Of one layer."""
 
-_Course = tuple[object, ...]
+_Signature = tuple[object, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Calls of one kind are treated alike: same layer, same mode, same arguments but for the tensors' content."""
+    """Key of equal calls: same layer, mode, precision and arguments, but for the content of tensors."""
 
     layer: str
     call: tuple[Any, ...]
     is_whole: bool = False
-    """It is to run again whole, not in part."""
+    """The recompute runs the layer whole."""
     no_pairs: bool = False
-    """What could be a mask over pairs of tokens is none (memo.swap.recompute.axis.argument_axes)."""
+    """Arguments are read without masks over pairs of tokens (memo.swap.recompute.axis.argument_axes)."""
 
     @classmethod
     def of(cls, layer: Layer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+        """Kind of a call: its layer, mode, precision and arguments without their content."""
         device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
         described = tuple(describe(value) for value in tree_leaves((tuple(args), kwargs)))
         return cls(layer=layer.name, call=(layer.module.training, Precision.now(device), described))
@@ -78,11 +79,11 @@ class Kind:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of whatever layer."""
+        """The kind without its layer."""
         return (self.is_whole, self.no_pairs, self.call)
 
-    def course(self, division: Division | None) -> _Course:
-        """What it does whatever its sizes are."""
+    def signature(self, division: Division | None) -> _Signature:
+        """Operations of the recompute, independent of sizes."""
         training, precision, described = self.call
         done = None if division is None else division.steps
         return (self.is_whole, self.no_pairs, training, precision, tuple(map(but_for_sizes, described)), done)
@@ -93,38 +94,38 @@ class TrialResult:
     """Outcome of a trial that passed."""
 
     deviation: float
-    """Largest difference, in units of trial.BOUND of its type; 0 where all bytes were the same."""
+    """Largest difference, in units of trial.BOUND of its dtype; 0 where all bytes are equal."""
     seconds_per_token: Mapping[Level, float]
-    """Of the recompute."""
+    """Time of the recompute by level."""
 
 
 class _Class:
-    """Layers that run the same kernels where they divide alike."""
+    """Layers that run the same kernels where they are divided in the same way, and their passed trials."""
 
     def __init__(self) -> None:
         self.shown: LRU[tuple[Any, ...], TrialResult] = LRU(MOST_SHOWN)
         self.calls: LRU[tuple[Any, ...], bool] = LRU(MOST_SHOWN)
 
     def all(self) -> tuple[LRU[Any, Any], ...]:
-        """That is remembered."""
+        """The caches."""
         return self.shown, self.calls
 
 
 class Trials:
-    """Of one manager's layers."""
+    """Passed trials and refusals of one manager's layers."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._refused: dict[str, LRU[Kind, str]] = {}
         self._short: collections.Counter[str] = collections.Counter()
-        """Of each layer, the trials in a row that found no memory."""
-        self._courses: dict[str, LRU[_Course, bool]] = {}
+        """Layer -> consecutive trials that found no memory."""
+        self._signatures: dict[str, LRU[_Signature, bool]] = {}
         self._first: dict[object, str] = {}
-        """Of each class, the layer that was tried first."""
+        """Class -> its first layer, by which it is named."""
         self._classes: dict[str, _Class] = {}
 
     def refuse(self, kind: Kind, reason: str) -> None:
-        """Calls of this kind must not be treated so."""
+        """Refuses the recompute of calls of a kind."""
         self._refused.setdefault(kind.layer, LRU(MOST_REFUSED))[kind] = reason
 
     def ran_short(self, kind: Kind, reason: str) -> None:
@@ -138,39 +139,39 @@ class Trials:
         return self._short.pop(layer, 0) > 0
 
     def refusal(self, kind: Kind) -> str | None:
-        """Why they must not."""
+        """Reason why the recompute of a kind is refused; None where it is not."""
         known = self._refused.get(kind.layer)
         return None if known is None else known.get(kind)
 
     def find(self, kind: Kind, division: Division | None) -> TrialResult | None:
-        """What is known of a call; None where its layer must be tried."""
+        """Result of an earlier trial that covers the call; None where its layer must be tried."""
         alike = self._classes.get(kind.layer)
         shown = None if alike is None else alike.shown.get(_form(kind, division))
-        return shown if shown is not None and kind.course(division) in self._courses[kind.layer] else None
+        return shown if shown is not None and kind.signature(division) in self._signatures[kind.layer] else None
 
     def were_of(self, kind: Kind) -> bool:
-        """Whether a call of this kind would need no trial if it divides as before."""
+        """True when a call of this kind needs no trial if it is divided as before."""
         alike = self._classes.get(kind.layer)
         return alike is not None and kind.key in alike.calls
 
     def add(self, kind: Kind, division: Division | None, module: torch.nn.Module, shown: TrialResult) -> None:
-        """A trial has passed. The first one of a layer is a collective call."""
+        """Records a passed trial. The first one of a layer is a collective call."""
         if kind.layer not in self._classes:
             self._assign(kind.layer, module)
         alike = self._classes[kind.layer]
-        self._courses[kind.layer][kind.course(division)] = True
+        self._signatures[kind.layer][kind.signature(division)] = True
         alike.calls[kind.key] = True
         form = _form(kind, division)
         before = alike.shown.get(form)
         alike.shown[form] = shown if before is None or before.deviation < shown.deviation else before
 
     def _assign(self, layer: str, module: torch.nn.Module) -> None:
-        """A layer to its class; to one of its own where another rank would take it for something else."""
+        """Assigns a layer to its class; to one of its own where ranks disagree on the class."""
         first = self._first.setdefault((self._ranks.partners(layer), _class_of(module)), layer)
         if not self._ranks.say_the_same(layer, first):
             first = layer
         self._classes[layer] = self._classes.setdefault(first, _Class())
-        self._courses[layer] = LRU(MOST_COURSES)
+        self._signatures[layer] = LRU(MOST_SIGNATURES)
 
 
 def _form(kind: Kind, division: Division | None) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
-"""Recompute of a whole layer, for layers whose tokens cannot be divided: only the input moves, and all of it runs again.
+"""Whole-layer recompute (activation checkpointing): only the layer's input moves, and its forward runs again in backward.
 
-That is activation checkpointing, by the engine's own way: what the layer saved is known by position, and the first of it
-that backward asks for runs the layer once more, with the random numbers, the autocast and the kernels of its forward.
-Attention is repeated too.
+Saved tensors are identified by position. The first one that backward asks for runs the layer once more, with the RNG
+state, autocast and attention kernels of its forward; attention is repeated, too.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from memo.errors import MemoError
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.axis.token_axis import Layout
-from memo.swap.recompute.replay import LayerCall, Span, Wanted
+from memo.swap.recompute.replay import Span, Wanted
 from memo.swap.recompute.token_split import Division
 from memo.swap.tensor_kinds import is_plain
 from memo.swap.token_levels import Level
@@ -27,64 +26,44 @@ if TYPE_CHECKING:
 __all__ = ["repeat_whole"]
 
 
-def repeat_whole(watch: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
-    """None where the layer saved nothing that could be computed again: a checkpointed layer.
+def repeat_whole(record: ForwardRecord, output: Any, engine: Engine, costs: Costs) -> Division | None:
+    """The recompute of the whole call; None where the layer saved nothing to recompute (a checkpointed layer).
 
     Raises:
         Unproven: its forward changes what a second one would start from, or does what cannot be followed.
     """
     try:
-        watch.check_unchanged()
-        if watch.script.reason is not None:
-            raise Unproven(watch.script.reason)
+        record.check_unchanged()
+        if record.script.reason is not None:
+            raise Unproven(record.script.reason)
     except MemoError as error:
         raise Unproven(str(error)) from error
-    wanted = _wanted(watch, output, engine)
+    wanted = _wanted(record, output, engine)
     if not wanted:
         return None
-    hidden = engine.pack(watch.given)
-    source = engine.saved_as(watch.hidden.untyped_storage())
-    costs.counted_whole(
-        tokens=watch.tokens,
-        input_bytes=0 if source is None else source.nbytes,
-        nbytes=sum(saved.nbytes for saved in watch.group.living()),
-    )
-    call = LayerCall(
-        engine,
-        watch.layer.module,
-        watch.layer.name,
-        hidden=hidden,
-        hidden_grad=watch.given.requires_grad,
-        arguments=watch.arguments,
-        state=watch.state,
-        precision=watch.precision,
-        span=Span(first=0, stop=1, level=Level.SAVE_INPUT, wanted=tuple(wanted.values())),
-        before=None,
-        tokens=watch.tokens,
-        costs=costs,
-        together=watch.together,
-        script=watch.script,
-        random=watch.random,
-    )
-    assert watch.saves is not None
-    left_out = len(watch.saves) - 1 - max(want.position for want in wanted.values())
+    hidden = engine.pack(record.given)
+    costs.counted_whole(tokens=record.tokens, input_bytes=record.input_nbytes(engine), nbytes=record.saved_nbytes())
+    span = Span(first=0, stop=1, level=Level.SAVE_INPUT, wanted=tuple(wanted.values()))
+    call = record.replay(engine, costs, span, hidden)
+    assert record.saves is not None
+    left_out = len(record.saves) - 1 - max(want.position for want in wanted.values())
     parts = {saved: TokenPrefix(call, want.rows, tokens=1, first=0) for saved, want in wanted.items()}
     return Division(calls=(call,), parts=parts, left_out=left_out)
 
 
-def _wanted(watch: ForwardRecord, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:
-    """Each storage once, at the first place where autograd saved it as it is; its bytes are all "one token"."""
-    assert watch.saves is not None
-    seen = watch.kept_whole(output)
+def _wanted(record: ForwardRecord, output: Any, engine: Engine) -> dict[SavedStorage, Wanted]:
+    """Each storage once, at the first position where autograd saved its present content, counted as one token."""
+    assert record.saves is not None
+    seen = record.kept_whole(output)
     wanted: dict[SavedStorage, Wanted] = {}
-    for position, (tensor, content) in enumerate(watch.saves):
+    for position, (tensor, content) in enumerate(record.saves):
         if not is_plain(tensor):
             continue  # a parameter's view or a subclass, which does not move
         storage = tensor.untyped_storage()
-        saved = None if storage in seen else engine.saved_as(storage)
-        if saved is None or saved.group is not watch.group or saved.content != content:
+        saved = None if storage in seen else record.saved_storage(engine, storage)
+        if saved is None or saved.content != content:
             continue
-        if not watch.script.knows(tensor):
+        if not record.script.knows(tensor):
             raise Unproven(
                 "it saves what no operator made: a function in it is compiled, and what that reads is not seen"
             )

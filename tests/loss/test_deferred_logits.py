@@ -70,7 +70,7 @@ def test_a_loss_makes_no_logits_and_is_the_same(name: str, case: Case) -> None:
         return made[0]
 
     got, grads = gradients(case, keep, WITHOUT[name])
-    assert made[0].product.made == has_two_biases
+    assert made[0].product.computed == has_two_biases
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(grads, want_grads, rtol=0, atol=1e-12)
 
@@ -139,10 +139,10 @@ def test_what_a_tensor_says_of_itself_makes_nothing(case: Case) -> None:
     assert (logits.size(-1), logits.dim(), len(logits), logits.numel()) == (VOCAB, 3, 2, own.numel())
     assert torch.is_tensor(logits)
     assert torch.is_floating_point(logits)
-    assert repr(logits) == "DeferredLogits(shape=(2, 9, 37), dtype=torch.float64, made=False)"
-    assert not logits.product.made
+    assert repr(logits) == "DeferredLogits(shape=(2, 9, 37), dtype=torch.float64, computed=False)"
+    assert not logits.product.computed
     assert logits.argmax(-1).equal(own.argmax(-1))
-    assert "made=True" in repr(logits)
+    assert "computed=True" in repr(logits)
 
 
 def test_logits_are_made_once(case: Case) -> None:
@@ -154,7 +154,7 @@ def test_logits_are_made_once(case: Case) -> None:
         flat_loss(logits).backward()  # now that they are there, of what is there
         assert alive.largest == whole.nbytes
     assert logits.whole() is whole
-    assert logits.product.made
+    assert logits.product.computed
 
 
 def test_hooks_and_kept_gradients_are_those_of_logits(case: Case) -> None:
@@ -210,7 +210,7 @@ def test_logits_of_weights_that_have_changed_are_refused(changed: str) -> None:
     with torch.no_grad():
         {**dict(projection.named_parameters()), "hidden": hidden}[changed].mul_(2.0)
     for look in (flat_loss, lambda x: x.softmax(-1), lambda x: x[:, :-1].argmax(-1)):
-        with pytest.raises(UsageError, match="look at them before the optimizer's step"):
+        with pytest.raises(UsageError, match="read them before the optimizer's step"):
             look(unseen)
     assert torch.equal(looked.softmax(-1), before)
 
@@ -229,7 +229,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_writing_into_them_is_refused(name: str) -> None:
     with torch.no_grad():
         logits = logits_of(nn.Linear(HIDDEN, VOCAB), torch.randn(2, 9, HIDDEN))
-    with pytest.raises(UsageError, match="cannot be written into; clone them"):
+    with pytest.raises(UsageError, match="cannot be written into; write into a clone"):
         WRITES[name](logits)
 
 

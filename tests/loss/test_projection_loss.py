@@ -61,9 +61,9 @@ def test_a_bias_a_scale_and_a_cap_count(reduction: Literal["mean", "sum"]) -> No
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"soft_cap": 0.0}, "soft_cap: 0.0 caps nothing"),
-        ({"soft_cap": -30.0}, "soft_cap: -30.0 caps nothing"),
-        ({"scale": float("nan")}, "scale: nan is no finite number"),
+        ({"soft_cap": 0.0}, "soft_cap: 0.0 is not a finite number above 0"),
+        ({"soft_cap": -30.0}, "soft_cap: -30.0 is not a finite number above 0"),
+        ({"scale": float("nan")}, "scale: nan is not a finite number"),
         ({"reduction": "none"}, "reduction: 'none' is neither 'mean' nor 'sum'"),
     ],
 )

@@ -61,7 +61,7 @@ UNSHIFTED = ("BartForCausalLM", "BartForConditionalGeneration", "T5ForConditiona
 def _no_logits_made() -> Iterator[None]:
     """That a model's loss made its logits is a warning; here, where a test does not expect it, an error."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?s).*they were made")
+        warnings.filterwarnings("error", "(?s).*they were computed")
         yield
 
 
@@ -132,7 +132,7 @@ def test_in_float64_it_is_exact(name: str) -> None:
         output = model(**given, use_cache=False)
         kept = output.logits[:, : logits.shape[1] - shift]
         loss = F.cross_entropy(kept.reshape(-1, VOCAB), targets.reshape(-1))
-        assert "made=False" in repr(kept)
+        assert "computed=False" in repr(kept)
     loss.backward(retain_graph=True)
     torch.testing.assert_close(loss, plain, rtol=0, atol=1e-12)
     assert_close(gradients(model), want, 1e-12)
@@ -173,7 +173,7 @@ def test_labels_may_be_positional() -> None:
     given = batch()
     with memo.loss_without_logits(model):
         output = model(given["input_ids"], None, None, None, None, given["labels"])
-        assert "made=False" in repr(output.logits)
+        assert "computed=False" in repr(output.logits)
     torch.testing.assert_close(output.loss, model(**given).loss, rtol=2e-6, atol=0)
 
 
@@ -262,10 +262,10 @@ def test_a_copy_of_the_model_has_its_own() -> None:
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.mul_(2.0)
-    assert "made=False" in repr(other(**batch()).logits)
+    assert "computed=False" in repr(other(**batch()).logits)
     assert not torch.equal(other(**batch()).loss, model(**batch()).loss)
     without.close()
-    assert "made=False" in repr(other(**batch()).logits)
+    assert "computed=False" in repr(other(**batch()).logits)
 
 
 def test_an_error_within_the_forward_leaves_nothing_behind() -> None:
@@ -278,7 +278,7 @@ def test_an_error_within_the_forward_leaves_nothing_behind() -> None:
     assert type(model.lm_head(torch.zeros(1, 32))) is Tensor
 
 
-@pytest.mark.filterwarnings("default:.*they were made")
+@pytest.mark.filterwarnings("default:.*they were computed")
 def test_a_loss_of_the_users_own_is_right_and_said_to_make_logits() -> None:
     model = model_of("LlamaForCausalLM")
 
@@ -317,7 +317,7 @@ def test_a_model_that_is_wrapped_is_given_as_it_is_called() -> None:
     wrapped = Adapted(model)
     with memo.loss_without_logits(wrapped):
         output = wrapped(**batch())
-        assert "made=False" in repr(output.logits)
+        assert "computed=False" in repr(output.logits)
         assert type(wrapped(batch()["input_ids"]).logits) is Tensor
     torch.testing.assert_close(output.loss, own.loss, rtol=2e-6, atol=0)
 
@@ -347,7 +347,7 @@ def trained(folder: Path, *, without: bool, **more: Any) -> tuple[list[float], n
     return [*(row["loss"] for row in trainer.state.log_history if "loss" in row), evaluated], model
 
 
-@pytest.mark.filterwarnings("default:.*they were made")
+@pytest.mark.filterwarnings("default:.*they were computed")
 @pytest.mark.parametrize(
     "more", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}], ids=["plain", "bf16", "smoothed"]
 )
@@ -400,7 +400,7 @@ def test_models_whose_loss_is_not_known_are_refused_and_left_alone() -> None:
         "own forward": (scaled, r"is a \S*Scaled with a forward of its own"),
         "computed": (normed, "is computed, and no parameter of it"),
         "twice": (twice, "has a forward put on it already"),
-        "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross-entropy"),
+        "other loss": (other, r"the loss of LlamaForCausalLM \(ForCTC\) is not a cross entropy"),
     }
     for name, (model, message) in refused.items():
         before = {at: dict(vars(module)) for at, module in model.named_modules()}

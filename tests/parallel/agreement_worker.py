@@ -18,7 +18,7 @@ def main() -> None:
     assert agree(f"plan of {rank}", pair) == f"plan of {first}"
     assert agree(rank) == 0
     require_equal(first, pair, what="alpha")
-    said = f"alpha: 0.0 on rank {first}, but 0.25 on rank {first + 1}, which must have the same"
+    said = f"alpha: 0.0 on rank {first}, but 0.25 on rank {first + 1}, which must be equal"
     with pytest.raises(UsageError, match=f"^{said}$"):
         require_equal(rank % 2 / 4, pair, what="alpha")
     if rank == 0:

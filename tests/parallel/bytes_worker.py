@@ -90,9 +90,9 @@ def plain(world: World) -> tuple[int, PipelineOrder]:
     for step in (1, 2):
         assert trainer.step(step) is not None
         assert held.now == 0
-    course = PipelineOrder.of(trainer.schedule, [layer for stage in stages for layer in stage.layers.values()])
-    assert course is not None
-    return held.most, course
+    order = PipelineOrder.of(trainer.schedule, [layer for stage in stages for layer in stage.layers.values()])
+    assert order is not None
+    return held.most, order
 
 
 def managed(world: World) -> tuple[int, int]:
@@ -136,14 +136,14 @@ def main() -> None:
         for schedule in SCHEDULES:
             layout = Layout(pp=dist.get_world_size(), schedule=schedule)
             world = World.of(layout, "cpu")
-            most, course = plain(world)
+            most, order = plain(world)
             if schedule is PipelineSchedule.GPIPE:
-                assert course.held == MICROBATCHES
+                assert order.held == MICROBATCHES
             if schedule is PipelineSchedule.ONE_F_ONE_B:
-                assert course.held == min(MICROBATCHES, layout.pp - world.pp)
+                assert order.held == min(MICROBATCHES, layout.pp - world.pp)
             # Two stages of a rank are seldom full at one time: what they hold together is counted turn by turn.
-            assert most == course.weight * LAYER, (schedule, world.pp, most / LAYER, course.weight)
-            assert course.weight <= course.held * LAYERS // layout.pp
+            assert most == order.weight * LAYER, (schedule, world.pp, most / LAYER, order.weight)
+            assert order.weight <= order.held * LAYERS // layout.pp
             saved, device = managed(world)
             assert saved == most, (schedule, world.pp, saved, most)
             # One layer computes, one leaves or is read ahead, one may wait for the next microbatch, one for its weights'

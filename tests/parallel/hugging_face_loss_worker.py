@@ -58,7 +58,7 @@ def in_chunks(model: nn.Module, step: int) -> Tensor:
 def its_own(model: nn.Module, step: int) -> Tensor:
     ids, targets = batch(step)
     output = model(input_ids=ids, labels=targets, shift_labels=targets, use_cache=False)
-    assert "made=False" in repr(output.logits)
+    assert "computed=False" in repr(output.logits)
     return output.loss
 
 
@@ -100,7 +100,7 @@ def check_later_looks(model: nn.Module) -> None:
         seen, unseen = (model(input_ids=ids, labels=targets, use_cache=False).logits for _ in range(2))
         assert torch.equal(seen.clone(), want)
         model.get_output_embeddings().weight.mul_(1.5)
-        with pytest.raises(UsageError, match="look at them before the optimizer's step"):
+        with pytest.raises(UsageError, match="read them before the optimizer's step"):
             unseen.argmax(-1)
 
 

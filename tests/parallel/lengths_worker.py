@@ -30,7 +30,7 @@ import memo.manager.manager
 from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
 from memo.parallel.rank_agreement import everyones
-from memo.swap.recompute.record.token_local_functions import marked
+from memo.swap.recompute.record.token_local_functions import token_local
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
@@ -160,7 +160,7 @@ def _stays(axis: Any, x: torch.Tensor) -> Any:
     return axis
 
 
-@marked(_stays)
+@token_local(_stays)
 def counted(x: torch.Tensor) -> torch.Tensor:
     """Talks to the other rank, of nothing that has the shape of a batch."""
     ranks = torch.ones(1)

@@ -24,7 +24,7 @@ from memo.parallel.collectives import exchange, gather, scatter_sum, sum_out
 from memo.parallel.world import World, join
 from memo.swap.recompute.axis.token_axis import Axis
 from memo.swap.recompute.record.dispatch_mode import SleepingMode
-from memo.swap.recompute.record.token_local_functions import Marked
+from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 from memo.swap.token_levels import Level
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def assert_equal(got: list[Step], want: list[Step], what: str) -> None:
 
 
 class Claims(SleepingMode):
-    """Follows what marked functions say of the axis."""
+    """Follows what token-local functions say of the axis."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class Claims(SleepingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
-    def marked(self, call: Marked) -> torch.Tensor:
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         assert self.axis is not None
         self.axis = call.after(self.axis)
         return call.run()

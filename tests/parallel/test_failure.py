@@ -54,4 +54,4 @@ def test_the_first_to_fail_is_the_one_they_hear_of() -> None:
 
 
 def test_a_rank_that_was_killed_left_no_word() -> None:
-    assert heard() == "rank 0: another rank ended without a word; torchrun names it"
+    assert heard() == "rank 0: another rank exited without an error message; torchrun names it"

@@ -39,9 +39,9 @@ V = PipelineSchedule.ZERO_BUBBLE_V
         (
             {"cp": 2, "cp_attention": RING},
             {"within_documents": True},
-            "attention within documents does not go around a ring",
+            "attention within documents is not possible with ring attention",
         ),
-        ({"tp": 16, "cp": 2}, {"end_of_document": 0, "heads": 16}, "does not go around a ring"),
+        ({"tp": 16, "cp": 2}, {"end_of_document": 0, "heads": 16}, "not possible with ring attention"),
         ({"tp": 4}, {"kv_heads": 2}, "does not divide the model's 2 key/value heads"),
         ({"tp": 4}, {"ffn": 130}, "--tp 4 does not divide the MLP's width of 130"),
         ({"cp": 8}, {"seq": 60}, "--seq 60 does not divide over 8 ranks"),

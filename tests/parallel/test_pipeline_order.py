@@ -30,33 +30,33 @@ def stage(layers: int) -> nn.ModuleList:
 
 def test_one_stage_comes_to_its_layers_in_reverse_microbatch_by_microbatch() -> None:
     module = stage(2)
-    course = PipelineOrder.of(schedule(0, "0F0 0F1 - 0B0 0F2 0B1 0B2", {0: module}), list(module))
-    assert course is not None
-    assert (course.stages, course.own) == (4, (0,))
-    assert (course.held, course.weight) == (2, 4)
-    assert course.backward == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2))
+    found = PipelineOrder.of(schedule(0, "0F0 0F1 - 0B0 0F2 0B1 0B2", {0: module}), list(module))
+    assert found is not None
+    assert (found.stages, found.own) == (4, (0,))
+    assert (found.held, found.weight) == (2, 4)
+    assert found.backward == ((1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2))
 
 
 def test_the_last_stage_of_torchs_1f1b_counts_its_forwards_from_one_and_is_understood() -> None:
     module = stage(1)
-    course = PipelineOrder.of(schedule(1, "- 1F1 1B0 1F2 1B1", {1: module}), list(module))
-    assert course is not None
-    assert course.held == 1
-    assert course.backward == ((0, 0), (0, 1))
+    found = PipelineOrder.of(schedule(1, "- 1F1 1B0 1F2 1B1", {1: module}), list(module))
+    assert found is not None
+    assert found.held == 1
+    assert found.backward == ((0, 0), (0, 1))
 
 
 def test_a_split_backward_comes_twice_the_second_time_from_the_first_layer_on() -> None:
     first, last = stage(1), stage(2)
     order = "0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1"
-    course = PipelineOrder.of(schedule(0, order, {0: first, 3: last}), [*first, *last])
-    assert course is not None
-    assert course.held == 2
-    assert course.weight == 2 * 1 + 1 * 2
+    found = PipelineOrder.of(schedule(0, order, {0: first, 3: last}), [*first, *last])
+    assert found is not None
+    assert found.held == 2
+    assert found.weight == 2 * 1 + 1 * 2
     # The first stage's backward is whole: its input wants no gradient. At a turn the same call is not come to anew.
-    assert course.backward == ((2, 0), (1, 0), (2, 0), (0, 0), (2, 1), (1, 1), (2, 1), (0, 1))
-    assert course.turns is not None
-    assert course.turns.layers == (1, 2)
-    said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in course.turns.turns)
+    assert found.backward == ((2, 0), (1, 0), (2, 0), (0, 0), (2, 1), (1, 1), (2, 1), (0, 1))
+    assert found.turns is not None
+    assert found.turns.layers == (1, 2)
+    said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in found.turns.turns)
     assert said == "0F0 1F0 1I0 0F1 1W0 0B0 1F1 1I1 1W1 0B1"
 
 

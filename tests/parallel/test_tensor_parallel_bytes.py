@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.rotary import rotary_tables
-from memo.parallel import collectives, tensor_parallel
+from memo.parallel import collectives, gathered_input
 from memo.parallel.layout import ContextAttention, Layout
 from memo.parallel.world import World
 from memo.swap.tensor_kinds import cast_of_parameter
@@ -125,7 +125,7 @@ def test_gate_and_up_share_one_gather_in_each_direction(monkeypatch: pytest.Monk
         return gathered(x, *rest)
 
     monkeypatch.setattr(collectives, "all_gathered", counted)
-    monkeypatch.setattr(tensor_parallel, "all_gathered", counted)
+    monkeypatch.setattr(gathered_input, "all_gathered", counted)
     _, out = saved_units(layer, SEQ // 8, tables)
     assert len(gathers) == 2  # attention's input, the MLP's input
     gathers.clear()

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from memo.swap import marked
+from memo.swap import token_local
 
 __all__ = ["tiled_mlp"]
 
@@ -129,7 +129,7 @@ class _TiledMlp(torch.autograd.Function):
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@marked(lambda axis, *_: axis)
+@token_local(lambda axis, *_: axis)
 def _tile_by_tile(
     x: torch.Tensor, tiles: int, activation: Activation, parameters: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:

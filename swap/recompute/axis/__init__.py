@@ -1,1 +1,1 @@
-"""Which dimension of each tensor runs over tokens, and which operators keep tokens apart."""
+"""Token axis: the dimension of each tensor that runs over tokens, and rules of the operators that keep tokens apart."""

@@ -8,8 +8,8 @@ A rotary table of as many tokens as a head is wide, as many sequences as tokens:
                     dimensions or fewer, where that reading is refused, the next call takes the first of the two
     neither         the last one as long: the batch comes before the tokens
 
-A wrong choice costs no gradient. What is chosen is cut so, and the proof carries it through every operator: an operator that
-meets two axes in different places, or that adds over one, is refused, whatever they were taken for.
+A wrong choice costs no gradient. What is chosen is cut so, and the proof carries it through every operator: an
+operator that meets two axes in different places, or that adds over one, is refused, whatever they were taken for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class TokenDims:
-    """Of one call. `before` has the tokens and the shapes of the same arguments at another length, where one is known."""
+    """Token dimensions of one call's arguments; `before` has tokens and shapes of an earlier call at another length."""
 
     def __init__(self, tokens: int, *, before: tuple[int, _Shapes] | None = None, no_pairs: bool = False) -> None:
         self.tokens = tokens
@@ -77,7 +77,7 @@ class TokenDims:
 
 
 class Shapes:
-    """Of each layer's arguments, at its last call and at its last one of another length."""
+    """Shapes of each layer's arguments, at its last call and at the last one of another length."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, _Shapes]] = {}

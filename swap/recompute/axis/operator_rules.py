@@ -1,9 +1,9 @@
 """Rules of the operators that work token by token, and where each leaves the token axis.
 
-A rule sees one call of one operator and answers what its results mean. The list is closed: an operator without a rule
+A rule maps one call of one operator to the token axes of its results. The list is closed: an operator without a rule
 that meets a token axis ends the token-wise treatment of its layer (`Unproven`). So a layer that is accepted has been
-proven to compute each token's results from that token alone, operator by operator; a rule may say MIXED too often, which
-costs memory, and never too seldom, which would cost a gradient.
+proven to compute each token's results from that token alone, operator by operator; a rule may say MIXED too often,
+which costs memory, and never too seldom, which would cost a gradient.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Call:
         return None
 
     def meaning(self, tensor: torch.Tensor | None) -> Meaning:
+        """Token axis of an argument, or its Mark."""
         return Mark.SAME if tensor is None else self.tokens.of(tensor)
 
     def only_first(self) -> Axis | None:
@@ -79,7 +80,7 @@ Rule = Callable[[Call], Meaning]
 
 
 def meaning_of(call: Call) -> Meaning:
-    """What the results of `call` mean; all of them have the same axis where they have one.
+    """Token axis of all results of `call`, or their Mark.
 
     Raises:
         Unproven: no rule says how the operator treats tokens.
@@ -189,7 +190,7 @@ def _pick(call: Call) -> Meaning:
 
 
 def _split(call: Call) -> Meaning:
-    """Of the tokens themselves, into parts that have as many whole rows of them each: the shards of so many ranks."""
+    """Splits along the tokens, into parts of equally many whole rows: the shards of that many ranks."""
     axis, tensor = call.only_first(), call.args[0]
     if axis is None or call.argument("dim") % tensor.ndim != axis.dim:
         return _along(call)

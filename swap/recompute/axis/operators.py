@@ -1,7 +1,7 @@
 """Operators and their calls: the facts of an operator's schema, looked up once, and the arguments of one call.
 
-Each operator of a layer's forward and of its recompute is asked about, and that runs on the host while the device waits for
-its next kernel. So the answers of the schema are attributes, and the arguments are gone through in one pass.
+Each operator of a forward and a recompute is looked up on the host while the device waits for its next kernel. So
+facts of the schema are cached as attributes, and the arguments are traversed in one pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Places of tokens in a tensor's dimensions and in its storage's bytes.
+"""Token axis: the positions of tokens in a tensor's dimensions and in its storage's bytes.
 
-A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a storage
-is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on shapes and
-strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
+A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a
+storage is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on
+shapes and strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
 
     storage = rows x tokens x width bytes        (2, s, h) contiguous: 2 rows; (b, heads, s, d): b * heads rows
 """
@@ -49,6 +49,7 @@ class Axis:
     inner: int = 1
 
     def length(self, tokens: int) -> int:
+        """Size of the dimension."""
         return self.outer * tokens * self.inner
 
     def at(self, dim: int) -> Axis:
@@ -56,16 +57,16 @@ class Axis:
         return dataclasses.replace(self, dim=dim)
 
     def joined(self, ranks: int) -> Axis:
-        """Of the shards of as many ranks, one after the other; each has its own tokens, all as many."""
+        """Axis of the concatenated shards of `ranks` ranks, each with the same number of tokens of its own."""
         return dataclasses.replace(self, outer=self.outer * ranks)
 
     def divided(self, ranks: int) -> Axis | None:
-        """Of one rank's shard of this dimension; None where shards would not be of whole rows of tokens."""
+        """Axis of one rank's shard of this dimension; None where shards are not of whole rows of tokens."""
         return dataclasses.replace(self, outer=self.outer // ranks) if self.outer % ranks == 0 else None
 
 
 class Mark(enum.Enum):
-    """What a tensor without a token axis is."""
+    """Kind of a tensor without a token axis."""
 
     __hash__ = object.__hash__  # its own looks up a name in Python
 
@@ -95,7 +96,7 @@ def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -
 
 
 def rows_of(tensor: torch.Tensor, axis: Axis, tokens: int) -> Rows | None:
-    """How the tensor's storage is divided by tokens; None unless every byte range it implies is proven by the strides."""
+    """Division of the tensor's storage by tokens; None unless the strides prove every byte range."""
     nbytes = tensor.untyped_storage().nbytes()
     return _rows(
         tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize, nbytes, axis=axis, tokens=tokens
@@ -139,7 +140,7 @@ class Layout:
 
 
 def layout_of_part(tensor: torch.Tensor, axis: Axis, rows: Rows, count: int, tokens: int) -> Layout:
-    """How a forward over `count` tokens alone would lay `tensor` out, in a storage of its own."""
+    """Layout of `tensor` in a forward over `count` tokens alone, in a storage of its own."""
     offset = int(tensor.storage_offset())
     step = rows.width // tensor.itemsize
     return _layout(offset, tensor.size(), tensor.stride(), step, axis=axis, count=count, tokens=tokens)
@@ -181,7 +182,7 @@ Described = tuple[_Geometry, Meaning]
 
 
 class TokenMap:
-    """What each tensor of one layer call means.
+    """Token axis of each tensor of one layer call.
 
     A meaning belongs to a geometry over a storage, not to a Python object: autograd may hand the same tensor on as another
     object. A storage that nobody named was there before the call: a parameter, a buffer, a constant.
@@ -196,6 +197,7 @@ class TokenMap:
         return self._known.find(ref(tensor.untyped_storage())) is not None
 
     def of(self, tensor: torch.Tensor) -> Meaning:
+        """Token axis of a tensor, or its Mark."""
         return self.described(tensor)[1]
 
     def described(self, tensor: torch.Tensor) -> Described:
@@ -205,6 +207,7 @@ class TokenMap:
         return geometry, SAME if known is None else known.get(geometry, MIXED)
 
     def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
+        """Records the axis of a tensor; MIXED where its size does not fit."""
         if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
             meaning = MIXED
         storage = tensor.untyped_storage()
@@ -214,7 +217,7 @@ class TokenMap:
         known[_geometry(tensor)] = meaning
 
     def spoil(self, tensor: torch.Tensor) -> None:
-        """The whole storage was overwritten with something else than it held."""
+        """Forgets a storage whose content was replaced."""
         self._known.find(ref(tensor.untyped_storage())).clear()
 
 

@@ -1,1 +1,1 @@
-"""What a recompute must find as the forward found it: random state, autocast, names, side effects."""
+"""Guards of a recompute: RNG state, autocast, module state, side effects of the forward."""

@@ -1,8 +1,8 @@
-"""Detects draws from the random generators that torch knows nothing of: Python's and NumPy's.
+"""Detects draws from Python's and NumPy's random generators, which torch's RNG state does not cover.
 
-Either tells its state as 624 words, one object each: 50 and 110 us, twice in each layer's forward. So the two words that
-tell of a draw are read where the generators keep them, at an address that is tried out first; where that fails their state
-is asked for all the same.
+Reading a whole state (624 words, one object each) takes 50 and 110 us, twice in each layer's forward. So the two words
+that change with a draw are read from the generator's memory, at an address that is verified first; where that fails
+the whole state is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _NumPyState(ctypes.Structure):
 
 
 def drawn_by_python() -> tuple[object, ...]:
-    """Where the generators stand: two answers are equal if nothing was drawn between them."""
+    """Positions of the generators; equal for two calls if nothing was drawn between them."""
     return (*_python(), *(_numpy() if "numpy" in sys.modules else ()))
 
 

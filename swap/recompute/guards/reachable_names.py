@@ -1,8 +1,8 @@
 """Objects outside a layer that its forward names, itself or through functions that it calls, and where it may keep state.
 
-Found once for each class of modules, by reading code and not by running it: globals, attributes of classes, of files and of
-objects, as far as functions lead that are not Python's, NumPy's or torch's. It owns where to look, and not what is found
-there (belongings). A function that is reached otherwise (by getattr, out of a table) is not found.
+Found once for each class of modules, by reading code and not by running it: globals, attributes of classes, of files
+and of objects, as far as functions lead that are not Python's, NumPy's or torch's. It owns where to look, and not what
+is found there (side_effects.py). A function that is reached otherwise (by getattr, out of a table) is not found.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _spaces_of(value: object) -> list[Mapping[str, Any]]:
-    """Where the attributes of a file, a class or an object of a class are; none of a library's."""
+    """Namespaces of a module, a class or an instance; none for those of a library."""
     if isinstance(value, types.ModuleType):
         return [] if value.__name__.split(".")[0] in _LIBRARIES else [vars(value)]
     kind = value if isinstance(value, type) else type(value)

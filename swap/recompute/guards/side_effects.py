@@ -1,10 +1,11 @@
-"""Detects changes by a forward to what its layer's modules hold besides tensors and numbers.
+"""Detects side effects of a forward on objects that its layer's modules hold or name (lists, dicts, generators).
 
-What a forward puts aside (a loss of its router, a list of features) is its model's to find, and a recompute would put aside
-another: of some of the tokens only and of a graph that nobody may walk. Already a trial of one would. Plain attributes are
-watched by the surroundings, until backward; this looks from a forward's begin to its end, into containers, objects and
-random generators, and at what the modules' classes and their forwards name (named). Not seen: what a forward changes in
-another module, or where none of these leads; and what a memoized function keeps, which no division runs again.
+A forward may leave results behind (a router's loss, a list of features). A recompute, and already its trial, would
+leave another one, of some of the tokens only and with a graph that must not be used. Plain attributes are watched by
+module_state.py, until backward; this looks from a forward's begin to its end, into containers, objects and random
+generators, and at objects that the modules' classes and their forwards name (reachable_names.py). Not seen: what a
+forward changes in another module, or where none of these leads; and what a memoized function keeps, which no division
+runs again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memo.swap.recompute.guards.module_state import modules_of
 from memo.swap.recompute.guards.reachable_names import named_by
-from memo.swap.recompute.guards.rng_and_autocast import modules_of
 from memo.swap.recompute.record.memoized import is_memoized
 
 __all__ = ["SideEffects"]
@@ -40,15 +41,15 @@ _MOST_THINGS = 10_000
 
 
 class SideEffects:
-    """Of a layer, as they were when this was made."""
+    """Objects held by a layer's modules, as they are at construction."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = list(_belongings(module))
+        self._before = list(_objects_held(module))
 
     def changed(self) -> str | None:
         """The first that is another now."""
-        now = list(_belongings(self._module))
+        now = list(_objects_held(self._module))
         if len(now) != len(self._before):
             return "the set of its modules' attributes"
         for (name, held), (_, holds) in zip(self._before, now, strict=True):
@@ -57,7 +58,7 @@ class SideEffects:
         return None
 
 
-def _belongings(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+def _objects_held(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:
     """Name of each attribute, its value and what is in it; and so for what is not held but named."""
     seen: set[int] = set()
     kinds: dict[type, None] = {}
@@ -92,7 +93,7 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """What a container, an object or a generator of random numbers holds; of torch's objects and of ours nothing."""
+    """Contents of a container, an object or a random generator; none for torch's objects and memo's."""
     if isinstance(value, _LEAVES):
         return ()
     if isinstance(value, _CONTAINERS):
@@ -123,7 +124,7 @@ def _contents(value: Any) -> Iterable[Any]:
 
 
 def _state_of(function: types.FunctionType) -> list[Any]:
-    """What it closes over, what its arguments are by default, and its attributes."""
+    """State of a function: closure, default arguments, attributes."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
 
@@ -135,7 +136,7 @@ def _is_own(value: object) -> bool:
 
 
 def _stand(bits: Any) -> list[Any]:
-    """Where a bit generator of NumPy's stands."""
+    """Position of a NumPy bit generator."""
     state = bits.state
     numbers = [*state["state"].values(), *state.values()]
     return [

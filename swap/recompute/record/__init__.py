@@ -1,1 +1,1 @@
-"""What a layer's forward did: its operators, their operands, the results that recompute reuses."""
+"""Record of a layer's forward: operator log, provenance of operands, arguments, results that recompute reuses."""

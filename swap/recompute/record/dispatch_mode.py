@@ -1,8 +1,7 @@
 """Base dispatch mode over plain local tensors; `Aside` suspends a mode while the engine runs operators of its own.
 
-A mode is told of the operators that run on this rank's own plain tensors. A sharded tensor's own code goes first, and comes
-back with the parts that this rank has and with the collectives between them; what it asks fakes, to learn a shape, is no
-part of the layer either.
+A mode sees the operators on this rank's plain tensors. DTensor's own dispatch goes first and comes back with local
+parts and the collectives between them; operators on fake tensors, which it runs to infer shapes, are not passed on.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class SleepingMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled: run operator by operator it would round in another way."""
+        """Compiled functions stay compiled under the mode: run operator by operator they would round differently."""
         return True
 
     def __torch_dispatch__(
@@ -46,7 +45,7 @@ class SleepingMode(TorchDispatchMode):
 
 
 def _asked_for_shapes() -> bool:
-    """Whether operators run on fakes now."""
+    """True while operators run on fake tensors, to infer shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

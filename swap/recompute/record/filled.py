@@ -1,8 +1,8 @@
-"""Uninitialised memory of one layer call, and which bytes of it operators were seen to write.
+"""Uninitialised memory of one layer call, and the bytes of it that operators have written.
 
-`empty_like` and its kin compute nothing. What their result holds was written by somebody: by an operator, of which the
-proof knows what it did, or by a kernel below the dispatcher (Triton, NumPy, an extension), of which it knows nothing. So
-such memory is unfilled until operators have overwritten it, in one piece or in several: rotary code writes halves.
+`empty_like` and its kin compute nothing. Their memory is written by operators, which the proof follows, or by kernels
+below the dispatcher (Triton, NumPy, an extension), which it does not see. So it counts as unfilled until operators
+have overwritten it, in one piece or in several: rotary code writes halves.
 
     out = empty_like(x)      out[..., :d] = a      out[..., d:] = b        period   one head: d + d elements
     |    |    |    |    |    |a   |a   |a   |a     |a b|a b|a b|a b|       runs     0..d, d..2d of each period

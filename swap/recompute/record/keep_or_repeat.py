@@ -1,9 +1,9 @@
-"""Treatment of products' and marked functions' results by a recompute at the middle level: repeated, kept or omitted.
+"""Treatment of matrix products' and token-local functions' results at SAVE_MATMULS: repeated, kept or omitted.
 
     norm     gather   product     split   ...   product    sum      add, norm   gather   product   activation
     repeated OMITTED  KEPT        repeated      OMITTED    KEPT     repeated    OMITTED  KEPT      repeated
 
-A result is omitted when all that reads it before the recompute stops is given its own result, or omitted too: the
+A result is omitted when all that reads it before the recompute stops has a kept result, or is omitted, too: the
 recompute then gets memory of its shape with nothing in it. That nothing but views and such readers ever touch this
 memory is decided here, from what the forward did, and enforced in the replay, which raises where something else does.
 So a tensor-parallel layer repeats none of its collectives at this level.
@@ -20,7 +20,7 @@ __all__ = ["Treatment", "treatments"]
 
 
 class Treatment(enum.Enum):
-    """Of one result."""
+    """Treatment of one result at SAVE_MATMULS."""
 
     KEPT = "saved, and given"
     OMITTED = "not needed, and left empty"

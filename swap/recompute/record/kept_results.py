@@ -1,14 +1,14 @@
-"""Results that a layer's forward had once and the middle level need not compute again: of matrix products, of marked
-functions, and of what torch's own collectives and the copies around them make of those.
+"""Results of a layer's forward that SAVE_MATMULS need not compute again.
 
-A product's result is a token-wise tensor. Where autograd saves its storage anyway, the middle level moves that storage up
+They are those of matrix products, of token-local functions, and of torch's own collectives and the copies around them.
+
+A product's result is a token-wise tensor. Where autograd saves its storage anyway, SAVE_MATMULS moves that storage up
 to the end of its range instead of the first range's, and a recompute takes its part of it; where not, a copy of the
 range alone is saved besides.
 
 A product that such functions alone read, whose results together are no larger, is passed on: theirs are kept in its
-place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial sums
-of all shards, and nobody sums again.
-What becomes of each result is decided in treatment.
+place, or those of the functions that read them. So a tensor-parallel rank keeps its shard of a sum and not its partial
+sums of all shards, and nobody sums again. keep_or_repeat.py decides what becomes of each result.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Reader:
 
 
 class Result:
-    """One result of a forward: of `line` in its script. `position` is how many tensors autograd had saved before it.
+    """One result of a forward, at `line` of its operator log, after autograd had saved `position` tensors.
 
-    `function` is the marked function or the collective that gave it, None for a product, and `source` the result that the
+    `function` is the token-local function or collective that returned it (None for a product), `source` the result that the
     function was given. Without an axis (a product of parameters alone, or one in which tokens mix, which nothing saved comes
-    from) it is computed again. `span` is the range that the middle level has, and empty where it has none.
+    from) it is computed again. `span` is the range of tokens at SAVE_MATMULS, which may be empty.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Result:
 
     @property
     def is_passed_on(self) -> bool:
-        """It could be kept, and so can what functions alone made of it, in its place."""
+        """True for a result in whose place those of its readers, all of them functions, can be kept."""
         if not self.can_be_kept:
             return False
         made = {reader.result for reader in self.readers}  # one may read several parts
@@ -104,6 +104,7 @@ class Result:
 
     @property
     def can_be_kept(self) -> bool:
+        """True for a product with a token axis, and a function's result whose source is passed on."""
         if self.axis is None or self.function is None:
             return self.axis is not None
         source = None if self._source is None else self._source()
@@ -122,7 +123,7 @@ class Result:
             self._is_changed = True
 
     def store(self, engine: Engine) -> None:
-        """Hands what the middle level needs to the engine's tiers."""
+        """Packs the tokens of its span, so that they move to the engine's tiers."""
         assert self._result is not None
         result, self._result = self._result, None
         if self._copy is None and self.saved_in(engine) is not None:
@@ -151,7 +152,7 @@ class Result:
         return part.requires_grad_(self._needs_grad)
 
     def drop(self) -> None:
-        """It is not needed."""
+        """Releases the result."""
         self._result = self._copy = None
 
     def _cut(self, result: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Arguments of one layer call, held for its recompute: whole, or cut to some of its tokens.
 
-Tensors are held by reference, since all layers share them, and are watched for changes; the layer's input is the caller's
-to hold, for it moves. A key/value cache, which training fills for nothing, is replaced by a new one. Anything else that a
-second run might change ends the attempt (`Unproven`). Of a sharded tensor (DTensor) it is this rank's part that is held and
-cut, and the layer is given the whole that such parts make.
+Tensors are held by reference, since all layers share them, and are watched for changes; the layer's input is the
+caller's to hold, for it moves. A key/value cache, which training fills for nothing, is replaced by a new one. Anything
+else that a second run might change ends the attempt (`Unproven`). Of a sharded tensor (DTensor) it is this rank's part
+that is held and cut, and the layer is given the whole that such parts make.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Arguments:
         self._joined = tuple(shards)
 
     def give(self, hidden: torch.Tensor, span: tuple[int, int] | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments once more around another input, all of them or those of the tokens in `span`. Of a sharded input
-        `hidden` is this rank's part.
+        """Rebuilds the arguments around another input, whole (`span` None) or cut to the tokens of `span`.
+
+        Of a sharded input `hidden` is this rank's part.
 
         Raises:
             ModifiedAfterSave: one was changed in place meanwhile.
@@ -213,7 +214,7 @@ def describe(value: Any) -> Any:
 
 
 def but_for_sizes(described: Any) -> Any:
-    """What `describe` said of an argument at any length: of a tensor all but its shape and strides."""
+    """A description without sizes: for a tensor all but shape and strides."""
     if type(described) is not tuple:
         return described
     kind, dtype, shape, _, requires_grad = described

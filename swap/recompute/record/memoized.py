@@ -1,7 +1,7 @@
-"""Saved results that a recompute reuses: of attention, of random 0/1 masks, of functions marked by `memo.memoize`.
+"""Saved results that a recompute reuses: of attention, of random 0/1 masks, of `memo.memoize`d functions.
 
-An answer is made in forward and asked in backward, in the same order. Results are kept whole, as any saved tensor, in the
-engine's tiers; of random 0/1 masks only the tokens that will be recomputed are kept, one bit an element.
+Results are recorded in forward and reused in backward, in the same order. They are kept whole, like any saved tensor,
+in the engine's tiers; of random 0/1 masks only the tokens to recompute are kept, one bit an element.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _ATEN = torch.ops.aten
 
 
 class Answer(Protocol):
-    """One result that is not computed twice."""
+    """A result that a recompute reuses."""
 
     def store(self, engine: Engine) -> None:
-        """Hands what it holds to the engine's tiers."""
+        """Packs its tensors, so that they move to the engine's tiers."""
 
     def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
         """The result for the tokens in `span`."""
 
 
 class AttentionAnswer:
-    """All results of one attention operator. Only the first runs over the tokens; autograd alone uses the others."""
+    """Results of one attention operator. Only the first has a token axis; the others are used by autograd alone."""
 
     def __init__(self, func: torch._ops.OpOverload, out: Any, axis: Axis) -> None:
         self.func = func
@@ -55,14 +55,16 @@ class AttentionAnswer:
         self._results = _Results(leaves, [axis, *(None for _ in leaves[1:])])
 
     def store(self, engine: Engine) -> None:
+        """Packs the results."""
         self._results.store(engine)
 
     def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        """The results, cut to the tokens of `span`."""
         return tree_unflatten(self._results.give(engine, span, tokens), self._form)
 
 
 class FunctionAnswer:
-    """What a function marked by `memoize` returned."""
+    """Result of a memoized function; its tensors are kept whole."""
 
     def __init__(self, function: Callable[..., Any], out: Any, axes: Sequence[Axis | None]) -> None:
         self.func = function
@@ -72,9 +74,11 @@ class FunctionAnswer:
         self._grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
 
     def store(self, engine: Engine) -> None:
+        """Packs the results."""
         self._results.store(engine)
 
     def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        """The results, cut to the tokens of `span`."""
         leaves = self._results.give(engine, span, tokens)
         for leaf, grad in zip(leaves, self._grads, strict=True):
             if grad:
@@ -107,7 +111,7 @@ class _Results:
 
 
 class RandomAnswer:
-    """A dropout's mask, for the tokens from `first` on, which are those that will be recomputed."""
+    """A dropout's mask for the tokens to recompute, which are those from `first` on."""
 
     def __init__(self, func: torch._ops.OpOverload, kept: torch.Tensor, axis: Axis, first: int) -> None:
         self.func = func
@@ -120,7 +124,11 @@ class RandomAnswer:
 
     @classmethod
     def of(cls, call: Call, *, first: int) -> RandomAnswer:
-        """Raises Unproven for random numbers that are no mask over the tokens."""
+        """Packs the mask that a call drew.
+
+        Raises:
+            Unproven: its random numbers are no 0/1 mask over the tokens.
+        """
         target = call.args[0] if call.args else None
         axis = call.meaning(target) if isinstance(target, torch.Tensor) else None
         if call.func not in (_ATEN.bernoulli_.float, _ATEN.native_dropout.default) or not isinstance(axis, Axis):
@@ -131,11 +139,13 @@ class RandomAnswer:
         return cls(call.func, tail, axis, first)
 
     def store(self, engine: Engine) -> None:
+        """Packs the bits."""
         assert self._bits is not None
         self._handle = engine.pack(self._bits)
         self._bits = None
 
     def give(self, engine: Engine, args: Sequence[Any], span: tuple[int, int], tokens: int) -> Any:
+        """The operator's results for the tokens of `span`, from the bits of its mask."""
         assert self._handle is not None
         target: torch.Tensor = args[0]
         mask = self._mask(engine, span).reshape(target.shape)
@@ -159,19 +169,27 @@ _MEMOIZED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def is_memoized(function: object) -> bool:
-    """True for what `memoize` returned: no recompute of a part of the tokens runs it, whatever it keeps for itself."""
+    """True for a function returned by `memoize`; a token-wise recompute never runs it."""
     return isinstance(function, types.FunctionType) and function in _MEMOIZED
 
 
 def memoize(function: _Function | None = None, *, token_dim: int | None = None) -> Any:
-    """Marks a function that a token-wise layer must not compute twice: its results are saved whole.
+    """Decorator: a token-wise layer saves the function's results whole, and its recompute reuses them.
 
-    For attention of one's own, the routing of experts, scans: whatever mixes tokens. The function may depend on any token;
-    its results must be new tensors. Outside memo.offload it runs as it is.
+    For operations that mix tokens (custom attention, routing of experts, scans), and for functions whose kernels the
+    dispatcher does not see. Outside `memo.offload` the function runs unchanged.
+
+        @memo.memoize(token_dim=1)
+        def attend(q, k, v): ...
 
     Args:
-        function: called with tensors anywhere in its arguments.
-        token_dim: the dimension of its results that runs over the tokens; by default the one that is as long.
+        function: takes tensors anywhere in its arguments, of any shape and dtype. It must not write into them, and its
+            results must be new tensors, no views of its arguments; otherwise the layer moves whole, with a warning.
+        token_dim: dimension of the results that runs over the tokens. By default the one whose size is the number of
+            tokens, and of several the last but one.
+
+    Returns:
+        The function with the same signature; without `function`, a decorator.
     """
     if function is None:
         return functools.partial(memoize, token_dim=token_dim)

@@ -1,11 +1,10 @@
-"""Record of the operators that one forward of a layer called, and on what; a second run is held to it.
+"""Operator log of one forward of a layer; a recompute is checked against it, line by line.
 
-A run that did anything else would give other gradients, and nobody would notice where the shapes agree. So each operator is
-called again in its turn with the same numbers, on tensors of the same origins: that the run was given, that it made in the
-same line, or that the first run took from elsewhere: a parameter, a table of the model's, unchanged since. Shapes may follow
-the number of tokens.
+A run that did anything else would give wrong gradients, silently where the shapes agree. So each operator must come in
+the same order with the same numbers, on tensors of the same provenance: arguments, results of the same line, or
+tensors from elsewhere (a parameter, a table of the model's), unchanged since. Shapes may follow the number of tokens.
 
-It owns the comparison and not what becomes of it: a script is written in forward (Scripted, noting) and read in backward
+It owns the comparison only: a script is written in forward (Scripted, TokenAxisProver) and read in backward
 (replay).
 """
 
@@ -37,7 +36,7 @@ from memo.swap.recompute.record.provenance import (
 from memo.swap.tensor_kinds import has_storage
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.record.token_local_functions import Marked
+    from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
 __all__ = ["Diverged", "Reading", "Script", "Scripted"]
 
@@ -54,7 +53,7 @@ class Diverged(Exception):
 
 
 class Script:
-    """Of one forward, whose arguments hold the storages of `given`."""
+    """Operator log of one forward, written while it runs; `given` are its argument tensors."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         self.reason: str | None = None
@@ -85,11 +84,11 @@ class Script:
             self.reason = f"{func.overloadpacket} draws from a generator of its own"
 
     def begins(self, function: Callable[..., Any]) -> None:
-        """A function that the user marked is about to be called; a run that knows its results leaves it out."""
+        """Logs the call of a memoized function; a run that knows its results leaves it out."""
         self.line(_BEGIN, (function,))
 
     def ends(self, function: Callable[..., Any], out: Any) -> None:
-        """It has returned `out`, which is its own now."""
+        """Logs the return of a memoized function, whose results `out` are new."""
         self.makes(out, self.line(_END, (function,)), anew=True)
 
     def line(
@@ -107,7 +106,7 @@ class Script:
         return Origin((len(self.lines), 0))
 
     def _operand(self, tensor: torch.Tensor) -> Operand | None:
-        """What the forward uses a tensor as."""
+        """Provenance of an operand in the forward."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -120,7 +119,7 @@ class Script:
         return operand_of(tensor, origin)
 
     def _elsewhere(self, tensor: torch.Tensor) -> Origin:
-        """Of a tensor that was neither given nor made."""
+        """Origin of a tensor that is neither an argument nor a result."""
         if made_by_compiler(tensor):
             self.reason = "a function in it is compiled, and what that reads is not seen"
             return UNKNOWN
@@ -131,7 +130,7 @@ class Script:
         return Origin((-self._found, 0), states=set())
 
     def took(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward took this tensor's storage from elsewhere."""
+        """True for a storage that the forward took from elsewhere."""
         return has_storage(tensor) and self.found(tensor.untyped_storage()) is not None
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -152,7 +151,7 @@ class Script:
                     self._origins.put(tensor.untyped_storage(), origin.of_result(tensor, number))
 
     def operators(self) -> tuple[Any, ...]:
-        """What was called in order, but for what marked functions called, which may differ from rank to rank."""
+        """Operators in order, without those inside memoized functions, which may differ from rank to rank."""
         found: list[Any] = []
         depth = 0
         for what, *_ in self.lines:
@@ -188,8 +187,11 @@ class Reading:
                 self._origins.put(tensor.untyped_storage(), origin if fewer is None else origin.somewhere())
 
     def calls(self, given: Given) -> Origin:
-        """Raises Diverged for an operator that is not the next one, or works on something else. Returns the origin of what
-        it makes."""
+        """Checks an operator against the next line, and returns the origin of its results.
+
+        Raises:
+            Diverged: it is another operator, or its operands have other origins.
+        """
         self.streams.add(self._here())
         operator, tensors = given.operator, given.tensors
         if operator.keeps_content:
@@ -275,20 +277,21 @@ class Scripted(SleepingMode):
         self._script = script
 
     def called(self, given: Given) -> Any:
+        """Runs an operator and logs it."""
         origin = self._script.calls(given)
         out = given.call()
         self._script.makes(out, origin)
         return out
 
     def memoized(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], token_dim: int | None) -> Any:
-        """Runs a function that the user marked."""
+        """Runs a memoized function, logged as one operator."""
         self._script.begins(function)
         out = function(*args, **kwargs)
         self._script.ends(function, out)
         return out
 
-    def marked(self, call: Marked) -> torch.Tensor:
-        """Runs a marked function, as one operator."""
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a token-local function, logged as one operator."""
         if self.asleep:
             return call.run()
         origin = self._script.line(str(call), given=tensors_in((call.x, call.others)))

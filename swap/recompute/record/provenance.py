@@ -1,9 +1,9 @@
-"""Identity of tensors across two runs of one layer: by the operation that their bytes came from, not by address.
+"""Provenance of tensors: identifies them across two runs of a layer by the operation that made them, not by address.
 
     origin     argument 0       line 7, result 1     the 2nd found elsewhere     a cast or copy has that of what was copied
 
-A forward on all tokens and a recompute on some have the same origins in the same places, though not the same shapes, and
-though autocast may have cast a parameter before the one and not before the other.
+A forward on all tokens and a recompute on some have the same origins in the same places, though not the same shapes,
+and though autocast may have cast a parameter before the one and not before the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass(slots=True)
 class Origin:
-    """Of the bytes of one storage. Made for every result of every operator, so not by keywords and not frozen."""
+    """Origin of a storage's bytes. Made for every result of every operator, so for speed neither frozen nor keyword-only."""
 
     made_by: tuple[int, int]
     """Line, from 1 on, and number of the result. Line 0 made the arguments, those below 0 were found elsewhere."""
@@ -49,12 +49,12 @@ class Origin:
     """Of what was found elsewhere: version, and whether it wanted a gradient, each time that it was used."""
 
     def of_result(self, tensor: torch.Tensor, number: int) -> Origin:
-        """Of the storage of one result, where this is the call's."""
+        """Origin of one result's storage, this being the call's."""
         shift = None if self.shift is None else self.shift - int(tensor.storage_offset())
         return Origin(self.made_by if self.is_copy else (self.made_by[0], number), shift, self.is_copy)
 
     def somewhere(self) -> Origin:
-        """The same, lying nobody knows how."""
+        """The same origin with an unknown offset."""
         return Origin(self.made_by, None)
 
 
@@ -66,20 +66,22 @@ Operand = tuple[tuple[int, int], bool, torch.dtype, "int | None", torch.Size]
 
 
 class Origins:
-    """Of one run."""
+    """Provenance of the storages of one run."""
 
     def __init__(self) -> None:
         self._known = StorageMap(brief=True)
 
     def find(self, storage: torch.UntypedStorage) -> Origin | None:
+        """The recorded origin."""
         found: Origin | None = self._known.find(ref(storage))
         return found
 
     def put(self, storage: torch.UntypedStorage, origin: Origin) -> None:
+        """Records an origin."""
         self._known[storage] = origin
 
     def of_argument(self, tensor: torch.Tensor, number: int) -> Origin | None:
-        """Of one that was given; the first of those that hold one storage names it."""
+        """Origin of an argument; of several in one storage that of the first."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -97,12 +99,12 @@ def operand_of(tensor: torch.Tensor, origin: Origin) -> Operand:
 
 
 def copy_of(operand: Operand | None) -> Origin:
-    """Of a copy of what a call was given; a view has no origin of its own."""
+    """Origin of a copy; a view has none of its own."""
     return UNKNOWN if operand is None else Origin(operand[0], operand[3], True)
 
 
 def alike(one: Operand | None, other: Operand | None, step: int) -> bool:
-    """Whether two runs were given the same; lengths may differ by multiples of `step`."""
+    """True when two runs have equal operands; lengths may differ by multiples of `step`."""
     if one is None or other is None or one[0] != other[0] or one[2] != other[2]:
         return False
     at, there = one[3], other[3]
@@ -114,7 +116,7 @@ def alike(one: Operand | None, other: Operand | None, step: int) -> bool:
 
 
 def same_lengths(ones: Sequence[Any], others: Sequence[Any], step: int) -> bool:
-    """Whether what may follow the number of tokens is the same, or off by multiples of a step of theirs."""
+    """True when lengths are equal, or differ by multiples of a step."""
     return len(ones) == len(others) and all(
         one == other or (step and (one - other) % step == 0) for one, other in zip(ones, others, strict=True)
     )

@@ -1,7 +1,7 @@
-"""A sharded tensor (DTensor) that a layer is given, and the same over fewer tokens.
+"""Sharded arguments (DTensors) of a layer, rebuilt over fewer tokens.
 
-What a rank has of it is an ordinary tensor, and tokens are counted and cut there: a kept range is a prefix of every rank's.
-Only where all ranks have as much does the part of one say what the whole is.
+A rank's local part is an ordinary tensor; tokens are counted and cut there, so a kept range is a prefix of every
+rank's. Only with equal parts on all ranks does one part determine the whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Placed:
 
 
 def is_even(sharded: DTensor) -> bool:
-    """Whether it is whole or divided by dimensions, and every rank has as much of it; the same answer on all ranks."""
+    """True for replicated or equally sharded dimensions; the same answer on all ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
     if any(type(placed) not in (Replicate, Shard) for placed in sharded.placements):

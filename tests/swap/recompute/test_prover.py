@@ -45,10 +45,10 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], Meaning]] = {
 def meanings(names: list[str]) -> dict[str, Meaning]:
     """Of the results of some calls, made one after the other in one forward."""
     dims = TokenDims(HIDDEN.size(1))
-    with TokenAxisProver(HIDDEN, (HIDDEN,), {}, dims=dims, ends=(3, 3), script=Script([HIDDEN])) as watch:
+    with TokenAxisProver(HIDDEN, (HIDDEN,), {}, dims=dims, ends=(3, 3), script=Script([HIDDEN])) as prover:
         made = {name: CALLS[name][0]() for name in names}
-    assert watch.reason is None
-    return {name: watch.tokens.of(result) for name, result in made.items()}
+    assert prover.reason is None
+    return {name: prover.tokens.of(result) for name, result in made.items()}
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -17,7 +17,7 @@ from memo.errors import SwapError
 from memo.swap.recompute.axis.token_axis import Axis
 from memo.swap.recompute.record.keep_or_repeat import Treatment, treatments
 from memo.swap.recompute.record.kept_results import Reader, Result
-from memo.swap.recompute.record.token_local_functions import marked
+from memo.swap.recompute.record.token_local_functions import token_local
 from memo.swap.token_levels import Level
 
 KEPT, OMITTED, REPEATED = Treatment.KEPT, Treatment.OMITTED, Treatment.REPEATED
@@ -36,7 +36,7 @@ class Forward:
     def product(self, *given: Result, width: int = 4, position: int = 0, axis: bool = True) -> Result:
         return self._result(given, width, position, axis, None, None)
 
-    def marked(self, *given: Result, width: int = 4, position: int = 0, axis: bool = True) -> Result:
+    def token_local(self, *given: Result, width: int = 4, position: int = 0, axis: bool = True) -> Result:
         return self._result(given, width, position, axis, some_function, given[0] if given else None)
 
     def use(self, result: Result, position: int = 0) -> Result:
@@ -74,7 +74,7 @@ def test_a_product_that_is_used_is_kept() -> None:
 
 def test_a_product_that_only_another_product_reads_is_left_out_and_its_input_too() -> None:
     forward = Forward()
-    gathered = forward.marked()
+    gathered = forward.token_local()
     forward.use(forward.product(forward.product(gathered)))
     assert forward.treated() == [OMITTED, OMITTED, KEPT]
 
@@ -89,7 +89,7 @@ def test_what_is_used_after_the_end_is_not_used() -> None:
 
 def test_of_a_product_and_its_sum_the_sum_is_kept() -> None:
     forward = Forward()
-    forward.use(forward.marked(forward.product(width=8), width=1))
+    forward.use(forward.token_local(forward.product(width=8), width=1))
     assert forward.treated() == [OMITTED, KEPT]
 
 
@@ -97,13 +97,13 @@ def test_parts_that_are_exchanged_are_kept_in_place_of_their_product() -> None:
     forward = Forward()
     fused = forward.product(width=6)
     for _ in range(3):
-        forward.use(forward.marked(fused, width=2))
+        forward.use(forward.token_local(fused, width=2))
     assert forward.treated() == [OMITTED, KEPT, KEPT, KEPT]
 
 
 def test_what_is_larger_than_the_product_is_made_again_of_it() -> None:
     forward = Forward()
-    forward.use(forward.marked(forward.product(width=2), width=4))
+    forward.use(forward.token_local(forward.product(width=2), width=4))
     assert forward.treated() == [KEPT, REPEATED]
 
 
@@ -111,36 +111,36 @@ def test_together_they_must_not_be_larger_either() -> None:
     forward = Forward()
     product = forward.product(width=4)
     for _ in range(2):
-        forward.use(forward.marked(product, width=3))
+        forward.use(forward.token_local(product, width=3))
     assert forward.treated() == [KEPT, REPEATED, REPEATED]
 
 
 def test_a_product_that_is_used_besides_is_kept_itself() -> None:
     forward = Forward()
     product = forward.product()
-    forward.use(forward.marked(product))
+    forward.use(forward.token_local(product))
     forward.use(product)
     assert forward.treated() == [KEPT, REPEATED]
 
 
-def test_a_marked_function_of_anything_but_a_product_and_what_was_made_of_one_runs_again() -> None:
+def test_a_token_local_function_of_anything_but_a_product_and_what_was_made_of_one_runs_again() -> None:
     forward = Forward()
-    forward.use(forward.marked())
-    forward.use(forward.marked(forward.marked(forward.product())))
+    forward.use(forward.token_local())
+    forward.use(forward.token_local(forward.token_local(forward.product())))
     assert forward.treated() == [REPEATED, OMITTED, OMITTED, KEPT]
 
 
 def test_without_an_axis_everything_runs_again_and_what_it_reads_is_there() -> None:
     forward = Forward()
     forward.use(forward.product(forward.product(), axis=False))
-    forward.use(forward.marked(forward.product(), axis=False))
+    forward.use(forward.token_local(forward.product(), axis=False))
     assert forward.treated() == [KEPT, REPEATED, KEPT, REPEATED]
 
 
 def test_partial_sums_are_let_go_of_when_they_are_summed() -> None:
     forward = Forward()
     product = forward.product(width=8)
-    summed = forward.marked(product, width=1)
+    summed = forward.token_local(product, width=1)
     assert product._result is None
     forward.use(summed)
     assert summed._result is not None
@@ -148,12 +148,12 @@ def test_partial_sums_are_let_go_of_when_they_are_summed() -> None:
     assert product._result is not None
 
 
-# Layers of one process, in which marked functions stand for those of several ranks.
+# Layers of one process, in which token-local functions stand for those of several ranks.
 
 calls = 0
 
 
-@marked(lambda axis, *_: axis)
+@token_local(lambda axis, *_: axis)
 def summed(x: torch.Tensor) -> torch.Tensor:
     """As a sum over ranks: a new tensor."""
     global calls
@@ -206,11 +206,11 @@ def seen_otherwise(x: torch.Tensor) -> torch.Tensor:
 
 
 def differentiated(x: torch.Tensor) -> torch.Tensor:
-    """A marked function outside of any autograd function, which saves nothing."""
+    """A token-local function outside of any autograd function, which saves nothing."""
     return summed(x)
 
 
-@marked(lambda axis, *_: axis)
+@token_local(lambda axis, *_: axis)
 def saving(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid()
 

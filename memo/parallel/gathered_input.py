@@ -1,0 +1,126 @@
+"""Gathered inputs of column-parallel layers: all tokens in forward, the rank's shard saved for backward.
+
+`enter` gathers an input once for all projections that read it. Each saves the shard, and backward gathers it once more
+for all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from memo.parallel.collectives import all_gathered, copy_in, gather
+
+__all__ = ["enter", "gathered_linear", "kept_for", "token_dim"]
+
+Group = dist.ProcessGroup
+
+
+def token_dim(x: torch.Tensor) -> int:
+    """Dimension of the tokens of (batch, tokens, hidden) or (tokens, hidden)."""
+    return x.ndim - 2
+
+
+class _SharedGather:
+    """The gather of one input, repeated once in backward for all projections that use it."""
+
+    def __init__(self, group: Group, dim: int) -> None:
+        self.group = group
+        self.dim = dim
+        self.consumers = 0
+        self._waiting = 0
+        self._again: torch.Tensor | None = None
+
+    def again(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gathers the input again, once; it is released after the last projection's backward."""
+        if self._again is None:
+            self._again, self._waiting = all_gathered(shard, self.group, self.dim), self.consumers
+        whole = self._again
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._again = None
+        return whole
+
+
+# Gathered storage -> (its gather, its shard). Weak, since nothing that is saved may hold the gathered tensor.
+_gathered: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[_SharedGather, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def enter(x: torch.Tensor, group: Group, *, sequence: bool) -> torch.Tensor:
+    """All tokens of `x`, as the projections read them."""
+    if not sequence:
+        return copy_in(x, group)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # before the gather, to move and save half the bytes
+        x = x.to(torch.get_autocast_dtype(kind))
+    whole = gather(x, group, token_dim(x))
+    _gathered[whole.untyped_storage()] = (_SharedGather(group, token_dim(x)), x.detach())
+    return whole
+
+
+def kept_for(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Smallest tensor to save for backward in place of `x`, and the function that restores `x` from it.
+
+    For an `x` that `Entry` gathered it is the shard, and restoring gathers again, once for all its projections. Otherwise
+    `x` itself.
+    """
+    found = _gathered.get(x.untyped_storage())
+    if found is None or not torch.is_grad_enabled():
+        return x, lambda kept: kept
+    gathering, shard = found
+    gathering.consumers += 1
+    return shard, gathering.again
+
+
+class _LinearOfGathered(torch.autograd.Function):
+    """Computes whole @ weight.T + bias, and saves the shard that `whole` was gathered from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: torch.Tensor,
+        shard: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gathering: _SharedGather,
+    ) -> torch.Tensor:
+        ctx.gathering = gathering
+        ctx.save_for_backward(shard, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        shard, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        # A pipeline's split backward asks for the input's gradient first and for the weight's later.
+        of_input = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = rows.T @ ctx.gathering.again(shard).flatten(0, -2)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return of_input, None, of_weight, of_bias, None
+
+
+def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear, which saves the shard of a gathered `x` (..., inputs); `weight` is (outputs, inputs)."""
+    found = _gathered.get(x.untyped_storage())
+    if found is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    gathering, shard = found
+    gathering.consumers += weight.requires_grad
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        weight, bias = weight.to(low), None if bias is None else bias.to(low)
+    with torch.autocast(kind, enabled=False):
+        result = _LinearOfGathered.apply(x, shard, weight, bias, gathering)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", result)
