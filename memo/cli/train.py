@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
-from memo.gpt.optim import LossGuardConfig, OnNan, OnSpike, Schedule
+from memo.gpt.optim import LossGuardConfig, OnNan, OnSpike, LrSchedule
 from memo.mip.activation import read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
@@ -225,7 +225,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     training = TrainConfig(
         schedule=schedule,
         clip=flags.pop("clip") or None,
-        health=LossGuardConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
+        loss_guard=LossGuardConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
         **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
@@ -239,8 +239,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return RunConfig(training=training, offload=offload, layout=layout, **flags)
 
 
-def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> Schedule:
-    return Schedule(
+def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> LrSchedule:
+    return LrSchedule(
         peak=lr,
         floor=lr / 10 if min_lr is None else min_lr,
         warmup=min(_MAX_AUTO_WARMUP, steps // 10) if warmup is None else warmup,

@@ -8,7 +8,7 @@ import math
 
 from memo.errors import UsageError
 from memo.gpt.optim.loss_guard import LossGuardConfig
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 
 __all__ = ["Precision", "TrainConfig"]
 
@@ -25,7 +25,7 @@ class Precision(enum.StrEnum):
 class TrainConfig:
     """What to train on, and where to write, stand elsewhere."""
 
-    schedule: Schedule
+    schedule: LrSchedule
     accumulate: int = 1
     """Microbatches a step; their gradients are averaged."""
     weight_decay: float = 0.1
@@ -35,7 +35,7 @@ class TrainConfig:
     precision: Precision = Precision.FP32
     eval_steps: int = 8
     """Batches of one evaluation."""
-    health: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
+    loss_guard: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

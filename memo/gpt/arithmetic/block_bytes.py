@@ -104,10 +104,10 @@ class Block:
         cls, config: GPTConfig, tokens: int, sizes: ElementSizes, *, batch: int = 1, tp: int = 1, cp: int = 1
     ) -> Block:
         """By the letters of this module's docstring; `tokens` is the whole sequence's length, which attention sees."""
-        return _Letters(config, sizes, tokens, batch, tp, cp).block()
+        return _BlockFigures(config, sizes, tokens, batch, tp, cp).block()
 
 
-class _Letters:
+class _BlockFigures:
     def __init__(self, config: GPTConfig, sizes: ElementSizes, tokens: int, batch: int, tp: int, cp: int) -> None:
         self.config, self.sizes, self.tokens, self.batch, self.tp, self.cp = config, sizes, tokens, batch, tp, cp
         self.h, self.f = config.hidden * sizes.product, config.ffn * sizes.product

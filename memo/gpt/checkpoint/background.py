@@ -21,10 +21,10 @@ from memo.errors import CheckpointError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir
 from memo.gpt.checkpoint.random_state import random_state
 
-__all__ = ["AsyncCheckpointDir"]
+__all__ = ["BackgroundCheckpointDir"]
 
 
-class AsyncCheckpointDir:
+class BackgroundCheckpointDir:
     """As CheckpointDir, with at most one checkpoint under way in the background."""
 
     def __init__(self, path: Path, *, keep: int) -> None:
@@ -87,7 +87,7 @@ class AsyncCheckpointDir:
         self._join()
         self._directory.close()
 
-    def __enter__(self) -> AsyncCheckpointDir:
+    def __enter__(self) -> BackgroundCheckpointDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from memo.errors import CheckpointError, MemoError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir, cause_of
 
-__all__ = ["SharedCheckpointDir", "load_shared"]
+__all__ = ["DistributedCheckpointDir", "load_distributed"]
 
 _T = TypeVar("_T")
 
 
-def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+def load_distributed(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
     """Fills the tensors of `state` in place, each rank its part. A collective call.
 
     Random generators are not restored: a rank's are seeded anew at each step.
@@ -44,7 +44,7 @@ def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         raise CheckpointError(f"cannot load {checkpoint.path}: {cause_of(error)}") from None
 
 
-class SharedCheckpointDir:
+class DistributedCheckpointDir:
     """As CheckpointDir, for all ranks; every method but `failure` and `close` is a collective call."""
 
     def __init__(self, path: Path, *, keep: int) -> None:
@@ -115,7 +115,7 @@ class SharedCheckpointDir:
         if self._directory is not None:
             self._directory.close()
 
-    def __enter__(self) -> SharedCheckpointDir:
+    def __enter__(self) -> DistributedCheckpointDir:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -50,7 +50,7 @@ class Batches:
         first, last = (0, boundary) if split == "train" else (boundary, len(tokens))
         self.batch, self.seq, self.seed, self.split = batch, seq, seed, split
         self._tokens = tokens.tokens[first:last]
-        self.told = f"{format_tokens(seq)} tokens anywhere in the text, across ends of documents"
+        self.description = f"{format_tokens(seq)} tokens anywhere in the text, across ends of documents"
         """What a row is, in one line."""
 
     def __len__(self) -> int:

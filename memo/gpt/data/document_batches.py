@@ -59,7 +59,7 @@ class DocumentBatches:
         self._starts = documents.row_starts(chosen)
         self._order: tuple[int, list[int]] | None = None
         """Of the epoch that was asked for last."""
-        self.told = documents.told(chosen)
+        self.description = documents.description(chosen)
         """What a row is and what of the data they are, in one line."""
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class _Documents:
         starts: npt.NDArray[np.int64] = np.repeat(self.starts[chosen], rows) + self.seq * within
         return starts
 
-    def told(self, chosen: npt.NDArray[np.int64]) -> str:
+    def description(self, chosen: npt.NDArray[np.int64]) -> str:
         rows, fit = int(self.rows[chosen].sum()), int((self.rows > 0).sum())
         used = rows * self.seq / max(int(self.lengths.sum()), 1)
         return (

@@ -45,7 +45,7 @@ def find_files(data: Sequence[str] | None) -> list[Path]:
         return standard_library()
     if not data:
         raise DataError("no data given; name text files, a directory, a glob, .jsonl or .parquet files")
-    files = [path for name in data for path in _named(name)]
+    files = [path for name in data for path in _expand(name)]
     return list(dict.fromkeys(files))
 
 
@@ -61,7 +61,7 @@ def standard_library() -> list[Path]:
 def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[str]:
     """The non-empty texts of `files` in order; `field` is the key or column that holds them where rows have several."""
     for path in files:
-        kind = _kind(path)
+        kind = _format_suffix(path)
         try:
             if kind in JSON_LINES_SUFFIXES:
                 yield from filter(None, _json_lines(path, field))
@@ -89,14 +89,14 @@ def read_packages(files: Iterable[Path]) -> Iterator[str]:
             yield text
 
 
-def _named(name: str) -> list[Path]:
+def _expand(name: str) -> list[Path]:
     if not name:  # which a path would take for the working directory
         raise DataError("an empty name is no data; name text files, a directory or a glob")
     path = Path(name).expanduser()
     # os.path, not Path: for a name that no file could have it says no instead of raising.
     if os.path.isdir(path):
         wanted = TEXT_SUFFIXES | JSON_LINES_SUFFIXES | PARQUET_SUFFIXES
-        found = sorted(file for file in path.rglob("*") if _kind(file) in wanted and file.is_file())
+        found = sorted(file for file in path.rglob("*") if _format_suffix(file) in wanted and file.is_file())
         if not found:
             raise DataError(f"{name}: no text, .jsonl or .parquet file in this directory")
         return found
@@ -111,7 +111,7 @@ def _named(name: str) -> list[Path]:
     return found
 
 
-def _kind(path: Path) -> str:
+def _format_suffix(path: Path) -> str:
     """The suffix that tells the format, `.gz` looked through."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
@@ -137,7 +137,7 @@ def _field_of(row: object, field: str, *, where: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object")
     if field not in row:
-        raise DataError(f"{where}: no field {field!r}; it has {_listed(row)}; choose one with --field")
+        raise DataError(f"{where}: no field {field!r}; it has {_join_names(row)}; choose one with --field")
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} is not text but {type(text).__name__}")
@@ -155,7 +155,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with ParquetFile(path) as table:
             columns = table.schema_arrow.names
             if field not in columns:
-                raise DataError(f"{path}: no column {field!r}; it has {_listed(columns)}; choose one with --field")
+                raise DataError(f"{path}: no column {field!r}; it has {_join_names(columns)}; choose one with --field")
             for rows in table.iter_batches(batch_size=ROWS_PER_READ, columns=[field]):
                 for text in rows.column(0).to_pylist():
                     if text is not None and not isinstance(text, str):
@@ -165,6 +165,6 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         raise DataError(f"{path}: not a readable Parquet file ({error})") from error
 
 
-def _listed(names: Iterable[object], most: int = 8) -> str:
+def _join_names(names: Iterable[object], most: int = 8) -> str:
     shown = [str(name) for name in names]
     return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "") if shown else "none"

@@ -84,10 +84,10 @@ def open_tokens(
     """
     files = find_files(data)
     encoder = load_tokenizer(tokenizer)
-    folder = _writable(cache_dir)
+    folder = _cache_folder(cache_dir)
     by_package = packages and data is None
-    path = folder / f"{_key(files, encoder, field, by_package)}{SUFFIX}"
-    cached = _opened(path)
+    path = folder / f"{_cache_key(files, encoder, field, by_package)}{SUFFIX}"
+    cached = _open_cached(path)
     if cached is not None:
         return cached
     try:
@@ -96,7 +96,7 @@ def open_tokens(
             _write(out, read_packages(files) if by_package else read_documents(files, field=field), encoder)
     except OSError as error:
         raise DataError(f"cannot write the token cache in {folder}: {error.strerror or error}") from error
-    built = _opened(path)
+    built = _open_cached(path)
     if built is None:
         raise DataError(f"the token cache {path} changed while it was being opened; run again")
     return built
@@ -109,38 +109,38 @@ def default_cache_dir() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "memo" / "tokens"
 
 
-def _writable(cache_dir: Path | None) -> Path:
+def _cache_folder(cache_dir: Path | None) -> Path:
     try:
-        return _made(cache_dir or default_cache_dir())
+        return _create_writable(cache_dir or default_cache_dir())
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
         if cache_dir is not None:
             raise DataError(
                 f"cannot write the token cache in {cache_dir}: {getattr(error, 'strerror', error)}"
             ) from error
-    return _private_temporary()
+    return _private_temporary_folder()
 
 
-def _made(folder: Path) -> Path:
+def _create_writable(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     return folder
 
 
-def _private_temporary() -> Path:
+def _private_temporary_folder() -> Path:
     """A directory of this user's own under the system's temporary one, which everybody can write to."""
     folder = Path(tempfile.gettempdir()) / f"memo-tokens-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if not folder.is_symlink() and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return _made(folder)
+            return _create_writable(folder)
         reason = "it belongs to someone else"
     except OSError as error:
         reason = error.strerror or str(error)
     raise DataError(f"cannot write the token cache in {folder}: {reason}; name a directory with XDG_CACHE_HOME")
 
 
-def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
+def _cache_key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
     digest = hashlib.sha256(MAGIC)
     for part in (tokenizer.identity, field, *["by package"] * by_package):
         digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
@@ -154,7 +154,7 @@ def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bo
     return digest.hexdigest()[:32]
 
 
-def _opened(path: Path) -> TokenFile | None:
+def _open_cached(path: Path) -> TokenFile | None:
     """The cached tokens, or None where there is no whole file."""
     try:
         with path.open("rb") as file:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, require_scores_fit
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 from memo.swap import memoize
 
 __all__ = ["attend", "attend_within"]
@@ -33,13 +33,13 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
         if choice.kernel is Kernel.FLASH_ATTN:
             result: torch.Tensor = importlib.import_module("flash_attn").flash_attn_func(query, key, value, causal=True)
             return result
-        return _torchs(query, key, value, choice)
+        return _sdpa(query, key, value, choice)
 
-    return _by_kernel(run, query, key, batch=query.shape[0], seq=query.shape[1])
+    return _with_fallback(run, query, key, batch=query.shape[0], seq=query.shape[1])
 
 
 @memoize(token_dim=1)  # type: ignore[untyped-decorator]
-def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans) -> torch.Tensor:
+def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: DocumentSpans) -> torch.Tensor:
     """`attend` within each document: no token sees another document's.
 
     A document is one call of the kernel, except in the flash_attn package, which takes all of them in one. The results are
@@ -53,14 +53,14 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
             packed = function(*flat, spans.starts, spans.starts, spans.longest, spans.longest, causal=True)
         else:
             documents = zip(*(tensor.split(spans.lengths) for tensor in flat), strict=True)
-            packed = torch.cat([_torchs(q[None], k[None], v[None], choice)[0] for q, k, v in documents])
+            packed = torch.cat([_sdpa(q[None], k[None], v[None], choice)[0] for q, k, v in documents])
         result: torch.Tensor = packed.view(query.shape)
         return result
 
-    return _by_kernel(run, query, key, batch=1, seq=spans.longest)
+    return _with_fallback(run, query, key, batch=1, seq=spans.longest)
 
 
-def _by_kernel(
+def _with_fallback(
     run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int
 ) -> torch.Tensor:
     """The result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
@@ -80,17 +80,17 @@ def _by_kernel(
             refuse(kind, choice.kernel, error)
 
 
-def _torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice) -> torch.Tensor:
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice) -> torch.Tensor:
     groups = query.shape[2] // key.shape[2]
     if choice.repeats and groups > 1:
         key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
         groups = 1
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    with _only(choice.kernel, query.device):
+    with _restricted_to(choice.kernel, query.device):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1).transpose(1, 2)
 
 
-def _only(kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
+def _restricted_to(kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
     """Lets nothing but `kernel` run; a CPU has one fused kernel, which it takes by itself."""
     if kernel.backend is None or (device.type != "cuda" and kernel is not Kernel.MATH):
         return nullcontext()

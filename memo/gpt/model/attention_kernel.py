@@ -119,8 +119,8 @@ def choose(kind: Kind) -> Choice:
         # Nobody to ask: plans made without a GPU count with what torch documents.
         return Choice(kernel=Kernel.FLASH) if half else Choice(kernel=Kernel.EFFICIENT, repeats=grouped)
     for repeats in (False, True) if grouped else (False,):
-        for kernel in _by_speed(kind):
-            if kernel not in refused and _takes(kernel, kind, repeats):
+        for kernel in _fastest_first(kind):
+            if kernel not in refused and _is_supported(kernel, kind, repeats):
                 return Choice(kernel=kernel, repeats=repeats)
     return Choice(kernel=Kernel.MATH)
 
@@ -151,7 +151,7 @@ def installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _by_speed(kind: Kind) -> Sequence[Kernel]:
+def _fastest_first(kind: Kind) -> Sequence[Kernel]:
     """cuDNN's kernels are written for Hopper and later and are the faster ones there; before, torch's flash is."""
     order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
     if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
@@ -159,7 +159,7 @@ def _by_speed(kind: Kind) -> Sequence[Kernel]:
     return [kernel for kernel in order if kernel in kind.enabled]
 
 
-def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
+def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
     """True if torch would choose `kernel` for small tensors of this kind; modes around the caller must not see them."""
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
@@ -187,7 +187,7 @@ def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
     """Raises DeviceOutOfMemory where the quadratic kernel is the only one left and cannot fit."""
     if kind.device.type not in ("cpu", "cuda"):
         return  # nothing is held on the meta device
-    needed, free = score_bytes(batch=batch, heads=kind.heads, seq=seq, dtype=kind.dtype), _free_bytes(kind.device)
+    needed, free = score_bytes(batch=batch, heads=kind.heads, seq=seq, dtype=kind.dtype), _memory_limit(kind.device)
     if needed > free:
         wide = torch.promote_types(kind.dtype, torch.float32)
         raise DeviceOutOfMemory(
@@ -199,7 +199,7 @@ def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
         )
 
 
-def _free_bytes(device: torch.device) -> int:
+def _memory_limit(device: torch.device) -> int:
     if device.type != "cuda":
         return total_bytes()
     free, _ = torch.cuda.mem_get_info(device)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.loss import VocabularyShard
 from memo.parallel import (
     ColumnParallel,
@@ -42,7 +42,7 @@ def build_stages(
     dtype: torch.dtype,
     seed: int,
     autocast: torch.dtype | None = None,
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """This rank's stages of the pipeline, in the order of the layers."""
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
@@ -54,15 +54,15 @@ def build_stages(
 
 def divided_stages(
     shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """The same without memory, and with their parameters not yet sharded over replicas."""
     layout = world.layout
     whole, rings = SequenceShards.whole(seq), layout.rings(shape)
     attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
-    stages: list[Stage] = []
+    stages: list[PipelineStage] = []
     for index in layout.stages_of(world.pp):
-        stage = Stage(
+        stage = PipelineStage(
             GPT(shape, device="meta", dtype=dtype),
             layers=layout.layers_of(index, shape.layers),
             own=own,
@@ -75,7 +75,7 @@ def divided_stages(
     return stages
 
 
-def _divide_layers(stage: Stage, world: World) -> None:
+def _divide_layers(stage: PipelineStage, world: World) -> None:
     """Tensor and context parallelism of each layer."""
     layout = world.layout
     sequence = layout.shards_tokens
@@ -103,7 +103,7 @@ def _divide_layers(stage: Stage, world: World) -> None:
             parallelize_module(layer, world.mesh["tp"], plan)
 
 
-def _divide_ends(stage: Stage, world: World) -> None:
+def _divide_ends(stage: PipelineStage, world: World) -> None:
     """Tensor parallelism of what stands before the layers and after them: no rank has the whole vocabulary."""
     layout = world.layout
     if layout.tp == 1:
@@ -119,7 +119,7 @@ def _divide_ends(stage: Stage, world: World) -> None:
     )
 
 
-def _shard(stage: Stage, world: World) -> None:
+def _shard(stage: PipelineStage, world: World) -> None:
     """Data parallelism: matrices over the ranks that hold the same, positions over all that hold other tokens.
 
     In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each

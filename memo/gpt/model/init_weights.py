@@ -36,18 +36,18 @@ def initialise(model: nn.Module, config: GPTConfig, seed: int) -> None:
             std = (
                 INIT_STD / math.sqrt(2 * config.layers) if name.endswith((".out.weight", ".down.weight")) else INIT_STD
             )
-            _fill(parameter, _drawn(parameter, std, seed_of(seed, name)))
+            _copy_own_part(parameter, _draw(parameter, std, seed_of(seed, name)))
         else:
-            _fill(parameter, 0.0 if name.endswith(".bias") else 1.0)
+            _copy_own_part(parameter, 0.0 if name.endswith(".bias") else 1.0)
 
 
-def _drawn(parameter: torch.Tensor, std: float, seed: int) -> torch.Tensor:
+def _draw(parameter: torch.Tensor, std: float, seed: int) -> torch.Tensor:
     generator = torch.Generator(device=parameter.device).manual_seed(seed)
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return whole.normal_(std=std, generator=generator)
 
 
-def _fill(parameter: torch.Tensor, value: torch.Tensor | float) -> None:
+def _copy_own_part(parameter: torch.Tensor, value: torch.Tensor | float) -> None:
     local = getattr(parameter, "_local_tensor", parameter)
     if isinstance(value, float):
         local.fill_(value)

@@ -16,7 +16,7 @@ from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.out = _linear(config.hidden, config.hidden, config.bias)
         self.attend, self.attend_within = attend, attend_within  # context parallelism puts its own here
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None) -> torch.Tensor:
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = (part.flatten(2, 3) for part in grouped.split([self.group, 1, 1], dim=3))
         if rotary is not None:
@@ -109,7 +109,7 @@ class Block(nn.Module):
         self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
         return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ class GPT(nn.Module):
             UsageError: more tokens than the learned position table has rows.
         """
         end = self.config.end_of_document
-        spans = None if end is None else Spans.of(tokens, end)
+        spans = None if end is None else DocumentSpans.of(tokens, end)
         x, rotary = self._embed(tokens, spans)
         require_within_norm_limit(x, "the model")
         for layer in self.layers:
@@ -172,7 +172,7 @@ class GPT(nn.Module):
             return F.linear(x, self.output_weight)
         return chunked_linear_cross_entropy(x, self.output_weight, targets)
 
-    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> tuple[torch.Tensor, RotaryTables | None]:
+    def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config
         x = self.tokens(tokens)
         if self.positions is None:

@@ -14,11 +14,11 @@ import dataclasses
 
 import torch
 
-__all__ = ["Spans"]
+__all__ = ["DocumentSpans"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
+class DocumentSpans:
     """The documents of one batch."""
 
     lengths: tuple[int, ...]
@@ -29,7 +29,7 @@ class Spans:
     """Where each begins among all tokens, and their number: int32, one more than there are documents."""
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, end_of_document: int) -> Spans:
+    def of(cls, tokens: torch.Tensor, end_of_document: int) -> DocumentSpans:
         """The documents in `tokens` (batch, tokens). Waits for the device, since their number is a shape."""
         ends = tokens == end_of_document
         ends[:, -1] = True  # the last of a row goes on in no other

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from memo.gpt.model.model import GPT
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
 from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 from memo.parallel import SequenceShards, own_rows
 
-__all__ = ["Stage"]
+__all__ = ["PipelineStage"]
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """Takes over modules of `whole`, a GPT on the meta device."""
 
     def __init__(
@@ -83,14 +83,14 @@ class Stage(nn.Module):
         weight = own_rows(self._output_weight())
         return chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
 
-    def _spans(self, rows: torch.Tensor | None) -> Spans | None:
+    def _spans(self, rows: torch.Tensor | None) -> DocumentSpans | None:
         end = self.config.end_of_document
         if end is None:
             return None
         assert rows is not None
-        return Spans.of(rows, end)
+        return DocumentSpans.of(rows, end)
 
-    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> torch.Tensor:
         assert self.tokens is not None
         x = self.tokens(tokens)
         if self.positions is not None:
@@ -98,7 +98,7 @@ class Stage(nn.Module):
             x = x + self.positions(own)
         return self.dropout(x)  # type: ignore[no-any-return]
 
-    def _rotary(self, x: torch.Tensor, spans: Spans | None) -> RotaryTables | None:
+    def _rotary(self, x: torch.Tensor, spans: DocumentSpans | None) -> RotaryTables | None:
         if self.config.positions != "rotary":
             return None
         if spans is not None:

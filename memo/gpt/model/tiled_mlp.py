@@ -1,7 +1,7 @@
 """An MLP whose wide activations exist a tile at a time, forward and backward; exact, for three more products of matrices.
 
 At a million tokens the wide activations of one layer and their gradients are twelve times its input. Here nothing of them
-is saved and never more than a tile of them alive. Backward makes them again, twice, in tiles of two kinds:
+is saved and never more than a tile of them alive. Backward makes them rebuild, twice, in tiles of two kinds:
 
     forward                      out[tokens]      a tile of tokens, all columns
     gradients of the weights     dW[columns]      all tokens, a tile of the wide columns
@@ -50,22 +50,22 @@ def tiled_mlp(
 
         partial = _tiled(x, *kept_for(x), tiles, activation, [own_parts(linear) for linear in (down, *wide)])
         return row_sum(down, partial)
-    return _tiled(x, x, _itself, tiles, activation, [(linear.weight, linear.bias) for linear in (down, *wide)])
+    return _tiled(x, x, _identity, tiles, activation, [(linear.weight, linear.bias) for linear in (down, *wide)])
 
 
-def _itself(kept: torch.Tensor) -> torch.Tensor:
+def _identity(kept: torch.Tensor) -> torch.Tensor:
     return kept
 
 
 def _tiled(
     x: torch.Tensor,
     kept: torch.Tensor,
-    again: Callable[[torch.Tensor], torch.Tensor],
+    rebuild: Callable[[torch.Tensor], torch.Tensor],
     tiles: int,
     activation: Activation,
     pairs: Sequence[_Pair],
 ) -> torch.Tensor:
-    """`kept` is saved, and `again` makes `x` of it in backward; `pairs` are weight and bias, of `down` first."""
+    """`kept` is saved, and `rebuild` makes `x` of it in backward; `pairs` are weight and bias, of `down` first."""
     kind, compute = x.device.type, x.dtype
     if torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
@@ -73,7 +73,7 @@ def _tiled(
     cast_ = [None if parameter is None else parameter.to(compute) for pair in pairs for parameter in pair]
     kept = x.to(compute) if kept is x else kept
     flat = _Saved.apply(x.flatten(0, -2).to(compute), kept)  # type: ignore[no-untyped-call]
-    out = _TiledMlp.apply(flat, kept, again, tiles, activation, *cast_)  # type: ignore[no-untyped-call]
+    out = _TiledMlp.apply(flat, kept, rebuild, tiles, activation, *cast_)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", out.unflatten(0, x.shape[:-1]))
 
 
@@ -100,29 +100,29 @@ class _TiledMlp(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         kept: torch.Tensor,
-        again: Callable[[torch.Tensor], torch.Tensor],
+        rebuild: Callable[[torch.Tensor], torch.Tensor],
         tiles: int,
         activation: Activation,
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(kept, *parameters)
-        ctx.again, ctx.tiles, ctx.activation = again, tiles, activation
+        ctx.rebuild, ctx.tiles, ctx.activation = rebuild, tiles, activation
         return _tile_by_tile(x, tiles, activation, parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, *parameters = ctx.saved_tensors
-        x = ctx.again(kept).flatten(0, -2)
+        x = ctx.rebuild(kept).flatten(0, -2)
         down, *wide = _pairs(parameters)
         grads: list[torch.Tensor | None] = [None] * 5
         with torch.autocast(x.device.type, enabled=False):
             if any(ctx.needs_input_grad[5:]):
-                grads += _weights(x, grad, ctx.tiles, ctx.activation, down, wide)
+                grads += _parameter_gradients(x, grad, ctx.tiles, ctx.activation, down, wide)
             else:
                 grads += [None] * len(parameters)
             if ctx.needs_input_grad[0]:
-                grads[0] = _input(x, grad, ctx.tiles, ctx.activation, down, wide)
+                grads[0] = _input_gradient(x, grad, ctx.tiles, ctx.activation, down, wide)
         return tuple(grads)
 
 
@@ -151,7 +151,7 @@ def _tiles(length: int, tiles: int) -> Iterator[slice]:
         yield slice(first, min(first + step, length))
 
 
-def _weights(
+def _parameter_gradients(
     x: torch.Tensor, grad: torch.Tensor, tiles: int, activation: Activation, down: _Pair, wide: Sequence[_Pair]
 ) -> list[torch.Tensor | None]:
     """Gradients of all parameters, a tile of wide columns at a time."""
@@ -160,7 +160,7 @@ def _weights(
     made = [(torch.empty_like(weight), None if bias is None else torch.empty_like(bias)) for weight, bias in wide]
     for columns in _tiles(down[0].shape[1], tiles):
         parts = [(weight[columns], None if bias is None else bias[columns]) for weight, bias in wide]
-        narrow, inner = _through(x, grad @ down[0][:, columns], activation, parts)
+        narrow, inner = _activation_vjp(x, grad @ down[0][:, columns], activation, parts)
         grad_down[:, columns] = grad.T @ narrow
         del narrow
         for (weight, bias), one in zip(made, inner, strict=True):
@@ -170,19 +170,19 @@ def _weights(
     return grads + [part for pair in made for part in pair]
 
 
-def _input(
+def _input_gradient(
     x: torch.Tensor, grad: torch.Tensor, tiles: int, activation: Activation, down: _Pair, wide: Sequence[_Pair]
 ) -> torch.Tensor:
     """Gradient of the input, a tile of tokens at a time."""
     made = torch.empty_like(x)
     for tokens in _tiles(x.shape[0], tiles):
-        _, inner = _through(x[tokens], grad[tokens] @ down[0], activation, wide)
+        _, inner = _activation_vjp(x[tokens], grad[tokens] @ down[0], activation, wide)
         parts = [one @ weight for one, (weight, _) in zip(inner, wide, strict=True)]
         made[tokens] = functools.reduce(torch.add, parts)
     return made
 
 
-def _through(
+def _activation_vjp(
     x: torch.Tensor, grad: torch.Tensor, activation: Activation, wide: Sequence[_Pair]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """(what the activation gives, the gradients of what it is given), `grad` being that of what it gives."""

@@ -60,9 +60,9 @@ class LossGuardConfig:
 
     def __post_init__(self) -> None:
         if not 2 <= self.warmup <= self.window:
-            raise UsageError(f"health: warmup {self.warmup} is not between 2 and the window {self.window}")
+            raise UsageError(f"loss guard: warmup {self.warmup} is not between 2 and the window {self.window}")
         if not self.deviations > 0:
-            raise UsageError(f"health: {self.deviations} deviations is not a positive number")
+            raise UsageError(f"loss guard: {self.deviations} deviations is not a positive number")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Cadence"]
+__all__ = ["CheckpointCadence"]
 
 
-class Cadence:
+class CheckpointCadence:
     """Remains due until it is told that one was begun, so that a checkpoint that has to wait is not lost."""
 
     def __init__(

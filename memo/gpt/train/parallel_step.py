@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from memo.gpt.model.init_weights import seed_of
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.optim.optimizer import empty_state
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
@@ -49,7 +49,7 @@ class RankBatch:
 class RankBatches:
     """A rank's part of every microbatch: some rows, and of these some tokens."""
 
-    def __init__(self, whole: BatchSource, world: World, stage: Stage, device: torch.device) -> None:
+    def __init__(self, whole: BatchSource, world: World, stage: PipelineStage, device: torch.device) -> None:
         self._whole = whole
         self._world = world
         self._own = stage.own
@@ -73,7 +73,7 @@ class ParallelTrainer(Trainer):
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[PipelineStage],
         world: World,
         batches: BatchSource,
         config: TrainConfig,
@@ -188,7 +188,7 @@ class ParallelTrainer(Trainer):
         return any(stage.is_last for stage in self.stages)
 
     @property
-    def _by_index(self) -> dict[int, Stage]:
+    def _by_index(self) -> dict[int, PipelineStage]:
         return dict(zip(self.world.layout.stages_of(self.world.pp), self.stages, strict=True))
 
     def _hidden(self) -> torch.Tensor:
@@ -247,7 +247,7 @@ class ParallelTrainer(Trainer):
 class _TiedEmbedding:
     """The first and the last stage each hold the embedding: equal weights, so the sum of both gradients for both."""
 
-    def __init__(self, stages: Sequence[Stage], world: World) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], world: World) -> None:
         self._copies: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
         self.twice_on_a_rank = False

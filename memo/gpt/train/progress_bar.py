@@ -7,10 +7,10 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["Reporter"]
+__all__ = ["ProgressBar"]
 
 
-class Reporter:
+class ProgressBar:
     """Prints lines; between `with` and its end a terminal also shows how far the run is. `quiet`: nothing at all."""
 
     def __init__(self, *, done: int, steps: int, quiet: bool = False) -> None:
@@ -38,7 +38,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.advance(self._task)
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -17,7 +17,7 @@ import torch
 from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
-from memo.gpt.checkpoint.background import AsyncCheckpointDir
+from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.data.batches import Batches, Split
@@ -26,13 +26,13 @@ from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
-from memo.gpt.train.checkpoint_cadence import Cadence
+from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
-from memo.gpt.train.progress_bar import Reporter
+from memo.gpt.train.progress_bar import ProgressBar
 from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
-from memo.gpt.train.step_metrics import Observer
+from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train.tensorboard import TensorBoard
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.machine import return_freed_memory
@@ -40,7 +40,7 @@ from memo.parallel import Layout
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
-    from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+    from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
     from memo.parallel import World
@@ -92,7 +92,7 @@ class _Run:
         self.tensorboard = None
         if config.tensorboard is not None and leads:
             self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
-        self.cadence = Cadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
+        self.cadence = CheckpointCadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens)
         training = _training(config, device)
@@ -106,8 +106,8 @@ class _Run:
             notes += _plan_differences(config, self.manager.plan)
         if start is not None:
             _load(start, self.trainer, world)
-            self.trainer.health.restore(start.settings.get("health", {}))
-        self.observer = Observer(
+            self.trainer.loss_guard.restore(start.settings.get("health", {}))
+        self.meter = StepMeter(
             shape,
             seq=config.seq,
             device=device,
@@ -118,9 +118,9 @@ class _Run:
             devices=config.layout.ranks,
         )
         steps = config.training.schedule.steps
-        self.reporter = stack.enter_context(Reporter(done=self.done, steps=steps, quiet=not leads))
+        self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
         for line in (*notes, *self._banner(shape, device, tokens, batches)):
-            self.reporter.line(line)
+            self.progress.line(line)
 
     def go(self) -> ExitCode:
         """The loop."""
@@ -137,10 +137,10 @@ class _Run:
             if self.done:
                 self._save(wait=True)
         if self.manager is not None:
-            self.reporter.line(str(self.manager.report()))
+            self.progress.line(str(self.manager.report()))
         if stopped:
             kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
-            self.reporter.line(f"stopped after step {self.done}{kept}")
+            self.progress.line(f"stopped after step {self.done}{kept}")
             return ExitCode.INTERRUPTED
         return ExitCode.OK
 
@@ -159,18 +159,18 @@ class _Run:
         if self.eval_batches is not None and self._due(self.config.eval_every):
             with _planned_step("eval"):
                 eval_loss = self.trainer.evaluate(self.eval_batches)
-        metrics, usage = self.observer.observe(result, eval_loss, skipped_steps=self.trainer.health.skipped)
+        metrics, usage = self.meter.measure(result, eval_loss, skipped_steps=self.trainer.loss_guard.skipped)
         if self.manager is not None:
             self.manager.step_done()
         if self.metrics is not None:
             self.metrics.write(metrics)
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
-        self.reporter.line(metrics.to_line(usage))
+        self.progress.line(metrics.to_line(usage))
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied all the same"
-            self.reporter.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
-        self.reporter.advance()
+            self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        self.progress.advance()
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
@@ -188,15 +188,15 @@ class _Run:
         if self.checkpoints is None:
             return
         self.cadence.begun(self.done)
-        settings = {**self.settings, "health": self.trainer.health.state()}
+        settings = {**self.settings, "health": self.trainer.loss_guard.state()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
             self._tell_failure(self.checkpoints)
 
-    def _tell_failure(self, checkpoints: AsyncCheckpointDir | SharedCheckpointDir) -> None:
+    def _tell_failure(self, checkpoints: BackgroundCheckpointDir | DistributedCheckpointDir) -> None:
         failure = checkpoints.failure()
         if failure is not None:
-            self.reporter.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
+            self.progress.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
     def _banner(
         self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
@@ -210,7 +210,7 @@ class _Run:
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
-            f"rows     {batches.told}",
+            f"rows     {batches.description}",
             f"attention {self._attention(shape, device)}",
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
@@ -331,10 +331,10 @@ def _load(start: Checkpoint, trainer: Trainer, world: World | None) -> None:
     if world is None:
         start.load(trainer.state())
         return
-    from memo.gpt.checkpoint.distributed import load_shared
+    from memo.gpt.checkpoint.distributed import load_distributed
 
     for state in trainer.states():  # type: ignore[attr-defined]
-        load_shared(start, state)
+        load_distributed(start, state)
 
 
 def _ranks(layout: Layout) -> str:
@@ -345,18 +345,18 @@ def _ranks(layout: Layout) -> str:
 
 def _open_checkpoints(
     config: RunConfig, stack: ExitStack, world: World | None
-) -> AsyncCheckpointDir | SharedCheckpointDir | None:
+) -> BackgroundCheckpointDir | DistributedCheckpointDir | None:
     if config.checkpoint_dir is None:
         return None
     if world is not None:
-        from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+        from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
 
-        return stack.enter_context(SharedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
-    return stack.enter_context(AsyncCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+        return stack.enter_context(DistributedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+    return stack.enter_context(BackgroundCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
 
 
 def _starting_point(
-    config: RunConfig, checkpoints: AsyncCheckpointDir | SharedCheckpointDir | None
+    config: RunConfig, checkpoints: BackgroundCheckpointDir | DistributedCheckpointDir | None
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, and what to tell about the choice."""
     if config.resume is None:

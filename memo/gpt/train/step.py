@@ -72,7 +72,7 @@ class Trainer:
         self.config = config
         self.device = device
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
-        self.health = LossGuard(config.health)
+        self.loss_guard = LossGuard(config.loss_guard)
         self._batches = batches
         self.around_forward = around_forward if around_forward is not None else nullcontext()
         """What every forward runs in."""
@@ -93,7 +93,7 @@ class Trainer:
         loss, tokens = accumulated
         norm = self._clip()
         try:
-            verdict = self.health.judge(step, loss, norm)
+            verdict = self.loss_guard.judge(step, loss, norm)
         except TrainingDiverged:
             self._undo(random)
             raise

@@ -17,10 +17,10 @@ from memo.gpt.train_config import Precision
 from memo.machine import peak_rss_bytes, total_bytes
 from memo.manager import Manager
 
-__all__ = ["Observer"]
+__all__ = ["StepMeter"]
 
 
-class Observer:
+class StepMeter:
     """Turns what a step did into its metrics. The manager's counters are cumulative; it keeps the last reading."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Observer:
         self._alpha = alpha
         self._last = _Counters.of(manager)
 
-    def observe(
+    def measure(
         self, result: StepResult, eval_loss: float | None = None, *, skipped_steps: int = 0
     ) -> tuple[StepMetrics, StepUsage]:
         """The step's figures, for the file and for the line."""
