@@ -1,4 +1,4 @@
-"""How to train: the numbers of the step loop, checked. Needs no torch."""
+"""Configuration of the training step: optimizer, schedule, accumulation, precision. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Precision", "TrainConfig"]
 
 
 class Precision(enum.StrEnum):
-    """The type of weights and of arithmetic."""
+    """Number format of weights and arithmetic."""
 
     FP32 = "fp32"
     BF16_AUTOCAST = "bf16-autocast"  # weights in float32, matrix products in bfloat16
@@ -23,18 +23,22 @@ class Precision(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What to train on, and where to write, stand elsewhere."""
+    """Numbers of the step loop. Model, data and outputs are in RunConfig.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
 
     schedule: LrSchedule
     accumulate: int = 1
-    """Microbatches a step; their gradients are averaged."""
+    """Microbatches in a step; their gradients are averaged."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = 1.0
-    """Largest norm of all gradients together; None does not clip."""
+    """Largest norm of all gradients together; None is no clipping."""
     precision: Precision = Precision.FP32
     eval_steps: int = 8
-    """Batches of one evaluation."""
+    """Batches in one evaluation."""
     loss_guard: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate of each step: linear warmup, then a cosine down to a floor."""
+"""Learning-rate schedule: linear warmup, then cosine decay to a floor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import math
 
 from memo.errors import UsageError
 
-__all__ = ["Schedule"]
+__all__ = ["LrSchedule"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """A pure function of the step number, so that a resumed run needs no scheduler state."""
+class LrSchedule:
+    """Learning rate as a pure function of the step number; a resumed run needs no scheduler state.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
 
     peak: float
     """Learning rate at the end of the warmup."""
@@ -34,7 +38,7 @@ class Schedule:
             raise UsageError(f"warmup {self.warmup} is negative")
 
     def at(self, step: int) -> float:
-        """The rate of step `step`, counted from 1."""
+        """Learning rate of step `step`, counted from 1."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
         fraction = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
