@@ -1,8 +1,8 @@
-"""Causal attention through a fused kernel, never through a matrix of scores where that could not fit.
+"""Causal attention by a fused kernel, with fallback to the next kernel when one refuses in forward.
 
-The kernel is chosen in attention_kernel.py; here it is called, and where it refuses in forward the next is. The invariant:
-what runs is quadratic in memory only where every fused kernel refused and the scores fit. Layout at this border is (batch,
-tokens, heads, head size), keys and values with their own number of heads.
+attention_kernel.py chooses the kernel; this module calls it. Invariant: attention is quadratic in memory only where every
+fused kernel refused and the scores fit. Tensors are (batch, tokens, heads, head size); keys and values have their own number
+of heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ __all__ = ["attend", "attend_within"]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v; the result is laid out as `query`.
+    """Causal attention, softmax(q k^T / sqrt(d)) v.
+
+    Args:
+        query: (batch, tokens, heads, head size).
+        key: (batch, tokens, key/value heads, head size).
+        value: as `key`.
+
+    Returns:
+        The attention output, of the shape of `query`.
 
     Raises:
         DeviceOutOfMemory: only the quadratic kernel takes these tensors, and their scores do not fit.
@@ -40,10 +48,16 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 @memoize(token_dim=1)  # type: ignore[untyped-decorator]
 def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: DocumentSpans) -> torch.Tensor:
-    """`attend` within each document: no token sees another document's.
+    """Causal attention within each document; tensors and errors as for `attend`.
 
-    A document is one call of the kernel, except in the flash_attn package, which takes all of them in one. The results are
-    marked to be kept whole by a token-wise recompute: over a part of the tokens the documents would be others.
+    The kernel is called once per document; the flash_attn package takes all documents in one call. Token-wise recompute
+    reuses the result (`memoize`), since a part of the tokens would have other documents.
+
+    Args:
+        query: (batch, tokens, heads, head size).
+        key: (batch, tokens, key/value heads, head size).
+        value: as `key`.
+        spans: the documents of the batch.
     """
     flat = [tensor.flatten(0, 1) for tensor in (query, key, value)]
 
@@ -63,7 +77,7 @@ def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 def _with_fallback(
     run: Callable[[Choice], torch.Tensor], query: torch.Tensor, key: torch.Tensor, *, batch: int, seq: int
 ) -> torch.Tensor:
-    """The result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
+    """Result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
     heads, head_dim = query.shape[2:]
     kind = Kind.of(device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim)
     while True:
@@ -73,7 +87,7 @@ def _with_fallback(
         try:
             return run(choice)
         except (RuntimeError, ImportError) as error:
-            # In backward it is a recompute, which must not go another way than its forward went.
+            # In backward this is a recompute, which must use the kernel of its forward.
             in_backward = torch._C._current_graph_task_id() >= 0
             if choice.kernel is Kernel.MATH or in_backward or not is_refusal(error):
                 raise
@@ -91,7 +105,7 @@ def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: C
 
 
 def _restricted_to(kernel: Kernel, device: torch.device) -> AbstractContextManager[None]:
-    """Lets nothing but `kernel` run; a CPU has one fused kernel, which it takes by itself."""
+    """Context that allows only `kernel`; a CPU has one fused kernel, which torch chooses by itself."""
     if kernel.backend is None or (device.type != "cuda" and kernel is not Kernel.MATH):
         return nullcontext()
     return sdpa_kernel(kernel.backend)

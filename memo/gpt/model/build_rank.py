@@ -1,8 +1,8 @@
-"""Builds a rank's part of a GPT: chosen on the meta device, divided, sharded, and only then given memory and numbers.
+"""Construction of one rank's part of a GPT: split and sharded on the meta device, then allocated and initialised.
 
     meta GPT -> stages -> tensor parallel, context parallel -> fully_shard -> to_empty -> initialise
 
-So no rank ever holds more than its part, and one whole parameter at a time while it is drawn.
+Invariant: a rank never holds more than its part, and one whole parameter at a time during initialisation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,20 @@ def build_stages(
     seed: int,
     autocast: torch.dtype | None = None,
 ) -> list[PipelineStage]:
-    """This rank's stages of the pipeline, in the order of the layers."""
+    """Builds this rank's pipeline stages, with weights.
+
+    Args:
+        shape: the whole model.
+        world: the ranks.
+        seq: tokens of a whole sequence.
+        device: the device of this rank.
+        dtype: data type of the parameters.
+        seed: seed of the initial weights; the same on all ranks.
+        autocast: data type of matrix products under autocast; None without.
+
+    Returns:
+        The stages, in the order of the layers.
+    """
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
         _shard(stage, world)
@@ -55,7 +68,10 @@ def build_stages(
 def divided_stages(
     shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
 ) -> list[PipelineStage]:
-    """The same without memory, and with their parameters not yet sharded over replicas."""
+    """Builds this rank's pipeline stages on the meta device, with parameters not yet sharded over replicas.
+
+    Args as for `build_stages`.
+    """
     layout = world.layout
     whole, rings = SequenceShards.whole(seq), layout.rings(shape)
     attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
@@ -76,7 +92,7 @@ def divided_stages(
 
 
 def _divide_layers(stage: PipelineStage, world: World) -> None:
-    """Tensor and context parallelism of each layer."""
+    """Applies tensor and context parallelism to each layer."""
     layout = world.layout
     sequence = layout.shards_tokens
     for layer in stage.layers.values():
@@ -104,7 +120,7 @@ def _divide_layers(stage: PipelineStage, world: World) -> None:
 
 
 def _divide_ends(stage: PipelineStage, world: World) -> None:
-    """Tensor parallelism of what stands before the layers and after them: no rank has the whole vocabulary."""
+    """Applies tensor parallelism to embedding, last norm and output projection; each rank has a part of the vocabulary."""
     layout = world.layout
     if layout.tp == 1:
         return
@@ -120,16 +136,16 @@ def _divide_ends(stage: PipelineStage, world: World) -> None:
 
 
 def _shard(stage: PipelineStage, world: World) -> None:
-    """Data parallelism: matrices over the ranks that hold the same, positions over all that hold other tokens.
+    """Shards parameters over replicas; the position table over all ranks with different tokens.
 
-    In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each
-    of many microbatches would cost more than it saves.
+    In a pipeline, parameters stay gathered between a microbatch's forward and its backward, since gathering them again for
+    each microbatch would cost more than it saves.
     """
     reshard = world.layout.pp == 1
     if stage.positions is not None and world.token_ranks.size() > world.replicas.size():
         fully_shard(stage.positions, mesh=world.token_ranks, reshard_after_forward=reshard)
-        # Tensor-parallel ranks have the same loss, of other tokens: of these ranks gradients are added, not averaged.
-        # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
+        # Tensor-parallel ranks have the same loss but different tokens, so their gradients are added, not averaged. It is a
+        # sum divided afterwards, since gloo divides by the number of ranks only.
         positions = cast("FSDPModule", stage.positions)
         positions.set_gradient_divide_factor(world.replicas.size())
         positions.set_force_sum_reduction_for_comms(True)

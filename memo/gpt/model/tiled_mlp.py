@@ -1,17 +1,16 @@
-"""An MLP whose wide activations exist a tile at a time, forward and backward; exact, for three more products of matrices.
+"""Tiled MLP: computes its wide activations one tile at a time, in forward and backward. Exact; three more matrix products.
 
-At a million tokens the wide activations of one layer and their gradients are twelve times its input. Here nothing of them
-is saved and never more than a tile of them alive. Backward makes them rebuild, twice, in tiles of two kinds:
+At a million tokens the wide activations of one layer and their gradients are twelve times its input. Here none of them is
+saved and at most one tile of them exists. Backward recomputes them twice, in tiles of two kinds:
 
     forward                      out[tokens]      a tile of tokens, all columns
     gradients of the weights     dW[columns]      all tokens, a tile of the wide columns
     gradient of the input        dx[tokens]       a tile of tokens, all columns
 
-The invariant: no sum is divided. Each element of a result is one element of one matrix product over the whole of what it
-sums, as without tiles. (Tiles of tokens alone would add up the weights' gradients tile by tile.) What is left to differ is
-the order in which a BLAS adds within a product of another shape: in float32 and bfloat16 the tests see the same bits on a
-CPU, in float64 up to 2^-50 of the result's norm. Tiles are multiples of ALIGNED, since for a few rows left over a BLAS
-does choose another order.
+Invariant: no sum is split. Each element of a result is one element of one matrix product over its whole inner dimension, as
+without tiles. (Tiles of tokens alone would sum the weights' gradients tile by tile.) Only the order of additions that a BLAS
+chooses for another shape can differ: in float32 and bfloat16 the tests see equal bits on a CPU, in float64 up to 2^-50 of
+the result's norm. Tiles are multiples of ALIGNED, since a BLAS does choose another order for a few remaining rows.
 """
 
 from __future__ import annotations
@@ -37,13 +36,20 @@ ALIGNED = 128
 def tiled_mlp(
     x: torch.Tensor, *, tiles: int, activation: Activation, wide: Sequence[nn.Linear], down: nn.Linear
 ) -> torch.Tensor:
-    """down(activation(*[linear(x) for linear in wide])), in about `tiles` tiles; `activation` works element by element.
+    """Computes down(activation(*[linear(x) for linear in wide])) in tiles.
 
-    Matrix products run in the autocast dtype where autocast is on. The gradient is once differentiable. Under tensor
-    parallelism the tiles are of this rank's columns, and what is saved is the input's shard.
+    Matrix products run in the autocast dtype where autocast is on. The result is differentiable once. Under tensor
+    parallelism the tiles are of this rank's columns, and only the input's shard is saved.
+
+    Args:
+        x: (..., hidden).
+        tiles: approximate number of tiles, since a tile is a multiple of ALIGNED.
+        activation: element-wise function of one tensor per wide linear.
+        wide: linears from hidden to the wide dimension.
+        down: linear from the wide dimension to hidden.
 
     Raises:
-        UsageError: the weights are divided over ranks by something else than memo's tensor parallelism.
+        UsageError: the weights are sharded by something else than memo's tensor parallelism.
     """
     if hasattr(down.weight, "device_mesh"):  # a DTensor; its module is slow to import
         from memo.parallel import kept_for, own_parts, row_sum
@@ -65,11 +71,11 @@ def _tiled(
     activation: Activation,
     pairs: Sequence[_Pair],
 ) -> torch.Tensor:
-    """`kept` is saved, and `rebuild` makes `x` of it in backward; `pairs` are weight and bias, of `down` first."""
+    """Saves `kept`, from which `rebuild` makes `x` in backward; `pairs` are weight and bias, those of `down` first."""
     kind, compute = x.device.type, x.dtype
     if torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
-    # Casts are outside of the function: their backward is autograd's own.
+    # Casts are outside of the autograd.Function, so autograd has their backward.
     cast_ = [None if parameter is None else parameter.to(compute) for pair in pairs for parameter in pair]
     kept = x.to(compute) if kept is x else kept
     flat = _Saved.apply(x.flatten(0, -2).to(compute), kept)  # type: ignore[no-untyped-call]
@@ -78,8 +84,10 @@ def _tiled(
 
 
 class _Saved(torch.autograd.Function):
-    """`x` itself, with `kept` saved here and now. The MLP saves it when it is done: a recompute that is after it alone would
-    run all of the MLP to get it."""
+    """Identity on `x` that saves `kept` before the MLP runs.
+
+    The MLP itself saves it after it ran, so without this a recompute that needs only `kept` would run the whole MLP.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -93,7 +101,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _TiledMlp(torch.autograd.Function):
-    """Parameters are weight and bias of `down`, then of each wide linear; x is (tokens, hidden), `kept` as it came."""
+    """MLP over x (tokens, hidden); `parameters` are weight and bias of `down`, then of each wide linear."""
 
     @staticmethod
     def forward(
@@ -154,7 +162,7 @@ def _tiles(length: int, tiles: int) -> Iterator[slice]:
 def _parameter_gradients(
     x: torch.Tensor, grad: torch.Tensor, tiles: int, activation: Activation, down: _Pair, wide: Sequence[_Pair]
 ) -> list[torch.Tensor | None]:
-    """Gradients of all parameters, a tile of wide columns at a time."""
+    """Gradients of all parameters, one tile of wide columns at a time."""
     grad_down = torch.empty_like(down[0])
     grads: list[torch.Tensor | None] = [grad_down, None if down[1] is None else grad.sum(0)]
     made = [(torch.empty_like(weight), None if bias is None else torch.empty_like(bias)) for weight, bias in wide]
@@ -173,7 +181,7 @@ def _parameter_gradients(
 def _input_gradient(
     x: torch.Tensor, grad: torch.Tensor, tiles: int, activation: Activation, down: _Pair, wide: Sequence[_Pair]
 ) -> torch.Tensor:
-    """Gradient of the input, a tile of tokens at a time."""
+    """Gradient of the input, one tile of tokens at a time."""
     made = torch.empty_like(x)
     for tokens in _tiles(x.shape[0], tiles):
         _, inner = _activation_vjp(x[tokens], grad[tokens] @ down[0], activation, wide)
@@ -185,8 +193,8 @@ def _input_gradient(
 def _activation_vjp(
     x: torch.Tensor, grad: torch.Tensor, activation: Activation, wide: Sequence[_Pair]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """(what the activation gives, the gradients of what it is given), `grad` being that of what it gives."""
-    given = [F.linear(x, *pair).requires_grad_() for pair in wide]
+    """Output of the activation and the gradients of its inputs, for the gradient `grad` of its output."""
+    inputs = [F.linear(x, *pair).requires_grad_() for pair in wide]
     with torch.enable_grad():
-        result = activation(*given)
-    return result.detach(), torch.autograd.grad(result, given, grad)
+        result = activation(*inputs)
+    return result.detach(), torch.autograd.grad(result, inputs, grad)

@@ -1,7 +1,7 @@
 """Guard against diverging training: detects non-finite losses and loss spikes, and decides whether to skip or stop.
 
-Owns the window of recent losses and the policy. Does not own the update: the trainer asks before each update, so a skipped or
-stopped step leaves the weights of the step before.
+Owns the window of recent losses and the policy. Does not own the update: the trainer asks before each update, so a skipped
+or stopped step leaves the weights of the step before.
 
     not finite   the loss or the gradient norm is NaN or infinite; the update is never made
     spike        the loss is above  median + max(8 sigma, a tenth of the median)  of the recent losses

@@ -95,7 +95,9 @@ class _Run:
         self.tensorboard = None
         if config.tensorboard is not None and leads:
             self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
-        self.cadence = CheckpointCadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
+        self.cadence = CheckpointCadence(
+            steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
+        )
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens)
         training = _training(config, device)
