@@ -1,8 +1,8 @@
 """Arithmetic model of one GPT layer: saved bytes, transient bytes and FLOPs per token.
 
-Owns the figures of one token on one rank, in bytes and FLOPs. Does not own their use: profile_by_arithmetic.py makes a profile
-of them for a layout and a machine. Needs no torch. Tests compare the bytes with those that autograd saves and a recorded step
-holds.
+Owns the figures of one token on one rank, in bytes and FLOPs. Does not own their use: profile_by_arithmetic.py makes a
+profile of them for a layout and a machine. Needs no torch. Tests compare the bytes with those that autograd saves and a
+recorded step holds.
 
     letters, in bytes per token: h, f, q  widths of the residual stream, the MLP and the query/key/value projection, in the
                                  dtype of matrix products;  H  the residual stream in its own dtype
@@ -26,8 +26,8 @@ __all__ = ["Block", "ElementSizes"]
 
 STATISTIC = 4  # bytes of a float32
 ALIGNED = 128  # tiles are multiples of it: memo.gpt.model.tiled_mlp.ALIGNED
-# Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the tile
-# before it. A tile of columns needs one less.
+# Bytes that tiled_mlp holds for a tile of rows in backward, in units of a tile of one wide activation, with those of the
+# tile before it. A tile of columns needs one less.
 PIECES_GELU, PIECES_SWIGLU = 6, 10
 
 
@@ -42,7 +42,7 @@ class ElementSizes:
 
     @classmethod
     def of(cls, precision: Precision) -> ElementSizes:
-        """Element sizes of a precision. torch's autocast casts inputs of matrix products and adds to the stream in float32."""
+        """Element sizes of a precision; torch's autocast casts inputs of matrix products and adds in float32."""
         product = 4 if precision is Precision.FP32 else 2
         return cls(product=product, stream=2 if precision is Precision.BF16 else 4)
 

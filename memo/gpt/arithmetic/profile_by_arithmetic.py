@@ -1,11 +1,11 @@
 """Profile of a GPT by arithmetic, for a machine that need not be there: bytes and FLOPs of the model, rates of the machine.
 
-Owns the profile of a layer (from the figures of block_bytes.py), of the embedding and of the head, for the fused kernels of a
-GPU. Tensor parallelism is Megatron's with sequence parallelism, which divides every saved tensor by tp; context parallelism
-divides tokens. Rates are those of matrix products in the given precision. Needs no torch.
+Owns the profile of a layer (from the figures of block_bytes.py), of the embedding and of the head, for the fused kernels of
+a GPU. Tensor parallelism is Megatron's with sequence parallelism, which divides every saved tensor by tp; context
+parallelism divides tokens. Rates are those of matrix products in the given precision. Needs no torch.
 
-A tiled MLP does the same work in more pieces. Each tile of a pass adds the time of TILE_ROWS more rows, since the last blocks
-of rows leave a GPU partly idle, and the time of its kernel launches.
+A tiled MLP does the same work in more pieces. Each tile of a pass adds the time of TILE_ROWS more rows, since the last
+blocks of rows leave a GPU partly idle, and the time of its kernel launches.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class _Ends:
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
 
-        Tensor-parallel ranks look up all tokens of their group. In backward they hold the gradient of all of them, and a copy
-        masked to their own rows of the vocabulary.
+        Tensor-parallel ranks look up all tokens of their group. In backward they hold the gradient of all of them, and a
+        copy masked to their own rows of the vocabulary.
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream

@@ -16,7 +16,8 @@ from memo.allocator.byteless_tensors import BytelessMode
 from memo.allocator.trace import Allocation, AllocationTrace
 from memo.gpt.arithmetic.block_bytes import ALIGNED, Block, ElementSizes
 from memo.gpt.config import GPTConfig, preset
-from memo.gpt.model.model import GPT, tiled_mlp
+from memo.gpt.model import tiled_mlp
+from memo.gpt.model.model import GPT
 from memo.gpt.train_config import Precision
 from memo.parallel.layout import Layout
 from memo.parallel.solo_rank import simulated_rank
