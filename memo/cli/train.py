@@ -244,7 +244,7 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         "--disk-budget",
         type=_bytes,
         metavar="SIZE",
-        help="limit of the scratch file, reserved at the start (default: the free disk space)",
+        help="size of the scratch file, reserved at the start (default: grows up to the free disk space)",
     )
     group.add_argument(
         "--alpha",
@@ -263,13 +263,15 @@ def _offload_flags(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const="trace.rank0.jsonl",
         metavar="FILE",
-        help="write a trace of every saved tensor, one file per rank (default name trace.rank0.jsonl; a name that ends in "
-        "/ is a directory)",
+        help="write a trace of every saved tensor to FILE, one file per rank; without a value to trace.rank0.jsonl; a name "
+        "that ends in / is a directory (default: no trace)",
     )
 
 
 def _output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--metrics", type=Path, metavar="FILE", help="write the metrics of each step, one JSON per line")
+    group.add_argument(
+        "--metrics", type=Path, metavar="FILE", help="write the metrics of each step, one JSON object per line"
+    )
     group.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the same metrics for TensorBoard")
     group.add_argument(
         "--checkpoint-dir",
@@ -299,7 +301,7 @@ def _output_flags(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const="latest",
         metavar="CHECKPOINT",
-        help="continue from CHECKPOINT, or without a value from the newest one in --checkpoint-dir",
+        help="continue from CHECKPOINT, or without a value from the newest one in --checkpoint-dir (default: a new run)",
     )
 
 

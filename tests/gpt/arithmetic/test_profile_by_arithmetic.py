@@ -86,7 +86,7 @@ def test_the_middle_level_keeps_ten_sixteenths_however_the_ranks_are_arranged(la
 
 
 def test_the_middle_level_repeats_no_collective_of_tensor_parallelism() -> None:
-    """Whatever links are, it takes as long. The last level gathers twice and sums once, of four."""
+    """Level `matmuls` takes the same time at any link rate; level `attention` repeats three of the four collectives."""
     slow, fast = (
         derive_profile(preset("7b"), dataclasses.replace(A800, nvlink_bytes_per_s=rate), PAPER).classes[0]
         for rate in (100e9, 200e9)

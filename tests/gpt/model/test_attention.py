@@ -118,7 +118,7 @@ def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: An
 
 @pytest.fixture
 def _fresh_choices() -> Iterator[None]:
-    """A choice is remembered; tests that change what decides it must not meet, or leave, another's."""
+    """Clears the cached choices before and after a test that changes their conditions."""
     choose.cache_clear()
     yield
     attention_kernel._refused.clear()
@@ -127,7 +127,7 @@ def _fresh_choices() -> Iterator[None]:
 
 @contextmanager
 def _refusing(operator: str, key: str, longest: int) -> Iterator[list[int]]:
-    """Has one of torch's attention operators refuse more than `longest` tokens; the lengths that it was called with."""
+    """Makes one of torch's attention operators refuse more than `longest` tokens; yields the lengths of its calls."""
     original, seen = getattr(torch.ops.aten, operator).default, []
 
     def refuse_longer(keys: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

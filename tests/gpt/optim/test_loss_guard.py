@@ -1,4 +1,4 @@
-"""What is called a spike, what never is, and what becomes of a bad step."""
+"""Loss guard: detection of spikes and non-finite losses, and the policies stop, skip and warn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_jump_is_named_with_its_step_and_its_limit() -> None:
 
 
 def test_one_outlier_does_not_hide_the_next() -> None:
-    """With mean and standard deviation the first, a hundred times larger, would."""
+    """With mean and standard deviation, the first spike, a hundred times larger, would hide the second."""
     guard = after(noisy(500))
     assert guard.judge(501, 300.0, 1.0).alarm is not None
     assert guard.judge(502, 3.0, 1.0).alarm is not None

@@ -1,4 +1,4 @@
-"""When a checkpoint is due."""
+"""Checkpoint cadence: due by steps, by minutes, or by whichever comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's figures mean: utilisation by name, differences of counters, memory of this process alone."""
+"""Metrics of a step: the three utilisations, differences of counters, memory of this process alone."""
 
 from __future__ import annotations
 
