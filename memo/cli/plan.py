@@ -271,7 +271,9 @@ def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
     for name, given in asked.items():
         measured = known.tokens if name == "seq" else getattr(known, name)
         if given != measured:
-            raise UsageError(f"--{name} {given}: the profile is of {measured}; measure another, or name a model")
+            raise UsageError(
+                f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
+            )
 
 
 def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
@@ -280,7 +282,7 @@ def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
     )
     host = int(HOST_SHARE * machine.host_bytes) if args.host is None else parse_bytes(args.host, what="--host")
     if args.wear is not None and not args.wear >= 0:
-        raise UsageError(f"--wear {args.wear} is negative; give terabytes per day")
+        raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
     return Budgets(
         device_bytes=device,
         host_bytes=host,

@@ -80,13 +80,13 @@ class OffloadConfig:
             if given[flag] is not None:
                 planned = flag in ("--plan", "--device-budget")
                 fitting = "auto" if planned else "disk or auto"
-                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload {fitting}")
+                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.plan is not None and self.alpha is not None:
             raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise UsageError(f"alpha {self.alpha} is not between 0 and 1")
+            raise UsageError(f"--alpha {self.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class RunConfig:
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
         if self.seed >= 1 << 63:
-            raise UsageError("--seed is above 2^63 - 1, the largest that random number generators take")
+            raise UsageError("--seed is above 2^63 - 1, the largest seed of a random number generator")
         if not self.checkpoint_minutes >= 0:
             raise UsageError(f"--checkpoint-minutes {self.checkpoint_minutes} is not zero or a positive number")
         for name in ("checkpoint_every", "checkpoint_minutes"):

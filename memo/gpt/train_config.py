@@ -43,10 +43,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
-            raise UsageError(f"accumulate {self.accumulate} is less than 1")
+            raise UsageError(f"--accumulate {self.accumulate} is less than 1")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise UsageError(f"weight-decay {self.weight_decay} is not zero or a positive number")
+            raise UsageError(f"--weight-decay {self.weight_decay} is not zero or a positive number")
         if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"clip {self.clip} is not a positive number, nor 0 for none")
+            raise UsageError(f"--clip {self.clip} is not a positive number; 0 is no clipping")
         if self.eval_steps < 1:
-            raise UsageError(f"eval-steps {self.eval_steps} is less than 1")
+            raise UsageError(f"--eval-steps {self.eval_steps} is less than 1")

@@ -57,7 +57,7 @@ class Layout:
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.gpus % (self.tp * self.cp * self.pp):
-            raise UsageError(f"{self.gpus} GPUs are no multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+            raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
 
     @property
     def rank_tokens(self) -> float:
@@ -93,7 +93,7 @@ def derive_profile(
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
-        raise UsageError(f"{config.layers} layers make no {layout.pp} pipeline stages")
+        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
     signature = Signature(
         model=name,
         batch=layout.batch,

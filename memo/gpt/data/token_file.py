@@ -206,7 +206,7 @@ def _write(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer) -> No
             tokens += len(encoded) + 1
             written += 1
     if not written:
-        raise DataError("the data holds no text")
+        raise DataError("the data holds no text; name other files with --data")
     out.seek(0)
     vocabulary = (tokenizer.vocab_size, tokenizer.end_of_document)
     out.write(HEADER.pack(MAGIC, itemsize, *vocabulary, tokens, written))

@@ -29,13 +29,13 @@ class LrSchedule:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise UsageError(f"steps {self.steps} is less than 1")
+            raise UsageError(f"--steps {self.steps} is less than 1")
         if not (math.isfinite(self.peak) and self.peak > 0):
-            raise UsageError(f"lr {self.peak} is not a positive number")
+            raise UsageError(f"--lr {self.peak} is not a positive number")
         if not 0 <= self.floor <= self.peak:
-            raise UsageError(f"min-lr {self.floor} is not between 0 and lr {self.peak}")
+            raise UsageError(f"--min-lr {self.floor} is not between 0 and --lr {self.peak}")
         if self.warmup < 0:
-            raise UsageError(f"warmup {self.warmup} is negative")
+            raise UsageError(f"--warmup {self.warmup} is negative; 0 is no warmup")
 
     def at(self, step: int) -> float:
         """Learning rate of step `step`, counted from 1."""

@@ -125,7 +125,7 @@ class MetricsFile:
         self.path = path
         self._file: IO[str] | None = None
         if path.is_dir():
-            raise DataError(f"metrics file {path} is a directory")
+            raise DataError(f"metrics file {path} is a directory; name a file")
         parent = path.parent
         if not os.access(path if path.exists() else parent, os.W_OK):
             raise DataError(f"cannot write metrics file {path}: {parent} is missing or not writable")

@@ -453,7 +453,7 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if former.get("model") != settings["model"]:
         was, now = dict(former.get("model") or {}), settings["model"]
         changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
-        raise CheckpointError(f"{start.path} is of another model: {changed}")
+        raise CheckpointError(f"{start.path} is of another model: {changed}; give the same model options")
     return [
         f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
         for key, value in settings.items()

@@ -263,7 +263,7 @@ def test_static_bytes_are_sixteen_a_parameter_over_all_ranks() -> None:
     ("layout", "words"),
     [
         (Layout(tokens=1024, gpus=3, tp=3), "does not divide"),
-        (Layout(tokens=1024, gpus=64, pp=64), "no 64 pipeline stages"),
+        (Layout(tokens=1024, gpus=64, pp=64), "not make 64 pipeline stages"),
     ],
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(layout: Layout, words: str) -> None:
@@ -296,5 +296,5 @@ def test_precision_says_how_many_bytes_the_stream_takes() -> None:
 
 
 def test_gpus_are_a_multiple_of_what_is_asked_of_them() -> None:
-    with pytest.raises(UsageError, match="no multiple"):
+    with pytest.raises(UsageError, match="not a multiple"):
         Layout(tokens=1024, gpus=8, tp=4, cp=4)
