@@ -1,16 +1,16 @@
-"""The same training twice, without memo and with it: what changes is where the activations wait.
+"""Demo: trains the same GPT twice, without memo and with it, and compares losses, memory and speed.
 
     make demo                       # or: python examples/demo.py
 
 Each run is a process of its own, `memo train` with the same model, data and seed:
 
-    memo train ... --offload none   activations stay in the device's memory until backward needs them
-    memo train ... --offload disk   they wait in a scratch file (on a machine with a GPU: in host memory first)
+    memo train ... --offload none   activations stay in device memory until backward needs them
+    memo train ... --offload disk   activations move to a scratch file (with a GPU: to host memory first)
 
-The device is a CUDA GPU if there is one, else the CPU; the text is the source of Python's standard library. On a CPU
-"peak memory" is the peak resident set of the whole process; on a GPU it is torch's max_memory_allocated.
+The device is a CUDA GPU if there is one, else the CPU. The text is the source of Python's standard library. On a CPU,
+"peak memory" is the peak resident set of the process; on a GPU it is torch's max_memory_allocated.
 
-Exit code 0 means what the table says: equal losses to the last bit, and less than half of the peak.
+Exit code 0 means that the losses are equal to the last bit and the peak is below half.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memo.units import format_bytes, format_duration, format_tokens
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What to train on this machine, and where activations may go."""
+    """Training run that suits this machine, and the offload options of its second run."""
 
     device: str
     model: list[str]
@@ -43,36 +43,41 @@ class Setup:
     offload: list[str]
 
     def flags(self) -> list[str]:
+        """Arguments of `memo train` that both runs share."""
         return [*self.model, "--seq", str(self.seq), "--steps", str(self.steps), "--seed", "1", "--device", self.device]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One run: its metrics, a dict a step, and how long the process took."""
+    """Result of one run: the metrics of each step, and the duration of the process."""
 
     steps: list[dict[str, Any]]
     duration_s: float
 
     @property
     def losses(self) -> list[float]:
+        """Loss of each step."""
         return [step["loss"] for step in self.steps]
 
     @property
     def peak_bytes(self) -> int:
+        """Peak device memory, or the peak resident set on a CPU."""
         last = self.steps[-1]
         return int(last["peak_device_bytes"] or last["peak_rss_bytes"])
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all steps but the first, which also warms up."""
+        """Mean over all steps but the first, which also warms up."""
         timed = self.steps[1:] or self.steps
         return len(timed) / sum(1 / step["tokens_per_s"] for step in timed)
 
     def total(self, key: str) -> int:
+        """Sum of one metric over all steps."""
         return sum(step[key] for step in self.steps)
 
 
 def main() -> int:
+    """Runs both trainings, prints the comparison and returns the exit code."""
     console = Console(highlight=False)
     setup = setup_for_gpu() if torch.cuda.is_available() else setup_for_cpu()
     with tempfile.TemporaryDirectory(prefix="memo-demo-") as scratch:
@@ -92,7 +97,7 @@ def main() -> int:
 
 
 def write_report(trace: Path) -> Path:
-    """The second run's timeline as one HTML file in the current directory."""
+    """Writes the second run's timeline as one HTML file into the current directory."""
     report = Path("report.html").resolve()
     command = [sys.executable, "-m", "memo.cli.main", "trace", "html", str(trace), "-o", str(report), "-f"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -100,31 +105,31 @@ def write_report(trace: Path) -> Path:
 
 
 def setup_for_cpu() -> Setup:
-    """Many thin layers: activations are most of the memory at 8k tokens, and two cores do a step in seconds.
+    """Setup for a CPU: many thin layers, so that activations are most of the memory and a step takes seconds.
 
-    Two heads of 64, since torch's attention on a CPU runs backward on as many cores as there are heads.
+    Two heads of 64, since torch's attention on a CPU uses as many cores in backward as there are heads.
     """
     model = ["--model", "tiny", "--layers", "24", "--hidden", "128", "--heads", "2"]
     return Setup(device="cpu", model=model, seq=8192, steps=3, offload=["--offload", "disk"])
 
 
 def setup_for_gpu() -> Setup:
-    """The longest sequence whose activations fit with room to spare, so that the run without memo succeeds too.
+    """Setup for a GPU: the longest sequence with which the run without memo fits, too.
 
-    The 125m model saves about 0.4 MiB a token under bfloat16 autocast. Host memory takes that first, disk the rest.
+    The 125m model saves about 0.4 MiB per token under bfloat16 autocast. Activations go to host memory first, then to disk.
     """
     free, _ = torch.cuda.mem_get_info()
     seq = next((seq for seq in (65536, 32768, 16384, 8192) if seq << 20 < free), 4096)
     free_host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     host_budget = min(seq << 19, free_host // 2)
-    # The same bits twice need deterministic kernels; that is a matter of the GPU, not of memo.
+    # Equal bits in two runs need deterministic GPU kernels, with or without memo.
     model = ["--model", "125m", "--precision", "bf16-autocast", "--deterministic"]
     offload = ["--offload", "disk", "--host-budget", str(host_budget)]
     return Setup(device="cuda", model=model, seq=seq, steps=8, offload=offload)
 
 
 def train(setup: Setup, offload: list[str], metrics: Path) -> Outcome:
-    """One run of `memo train`; its lines and its progress bar go to this terminal."""
+    """Runs `memo train` once; its output goes to this terminal."""
     command = [sys.executable, "-m", "memo.cli.main", "train", *setup.flags(), *offload, "--metrics", str(metrics)]
     begin = time.perf_counter()
     code = subprocess.run(command, check=False).returncode
@@ -135,6 +140,7 @@ def train(setup: Setup, offload: list[str], metrics: Path) -> Outcome:
 
 
 def table(setup: Setup, without: Outcome, with_memo: Outcome, ratio: float) -> Table:
+    """Table that compares the two runs."""
     result = Table(title=f"{' '.join(setup.model)} at {format_tokens(setup.seq)} tokens on {setup.device}")
     result.add_column("")
     result.add_column("without memo", justify="right")

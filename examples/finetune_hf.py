@@ -1,16 +1,16 @@
-"""Finetunes an unmodified Hugging Face causal language model on your text, at a length whose activations do not fit.
+r"""Finetunes an unmodified Hugging Face causal language model on your text, at a length whose activations do not fit.
 
     a small Llama made from a config, on a CPU     python examples/finetune_hf.py --data notes/ --seq 8k --alpha 0.25
-    a model of yours, on one GPU                   python examples/finetune_hf.py --model ./llama --data books/ \\
+    a model of yours, on one GPU                   python examples/finetune_hf.py --model ./llama --data books/ \
                                                        --seq 256k --host 64GiB --steps 200 --output ./llama-books
-    over the GPUs of one machine, or two           torchrun --standalone --nproc-per-node 8 examples/finetune_hf.py \\
+    over the GPUs of one machine, or two           torchrun --standalone --nproc-per-node 8 examples/finetune_hf.py \
     processes on a CPU (--nproc-per-node 2)            --model ./llama --data books/ --seq 1m --tp 8
 
-Two lines are memo's: `memo.offload(model)`, and `with manager:` around the forward. A third thing matters at this length
-and is nobody's fault: the logits. A quarter of a million tokens times 128,000 words in float32 are 128 GiB, so
-`memo.loss_without_logits(model)` has the model's own loss computed a chunk of logits at a time. With `--tp` one line more,
-`memo.parallelize(model, mesh)`, divides the model over the processes; losses are those of one. `--without-memo` trains
-without offloading: `python -m benchmarks.finetune_hf` runs both under a limit of memory that only one of them survives.
+memo needs two lines: `memo.offload(model)`, and `with manager:` around the forward. At this length the logits matter, too:
+a quarter of a million tokens times 128,000 words in float32 are 128 GiB. `memo.loss_without_logits(model)` computes the
+model's loss from one chunk of logits at a time. With `--tp`, `memo.parallelize(model, mesh)` divides the model over the
+processes; the losses stay those of one process. `--without-memo` trains without offloading: `python -m
+benchmarks.finetune_hf` runs both under a memory limit that only the run with memo survives.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ import memo
 from memo.errors import MemoError
 from memo.gpt.data.batches import Batches
 from memo.gpt.data.token_file import TokenFile, open_tokens
-from memo.machine.process_memory import peak_rss_bytes, return_freed_memory
+from memo.machine import peak_rss_bytes, return_freed_memory
 from memo.units import format_bytes, parse_tokens
 
 
 def main() -> int:
+    """Trains, prints a line per step and returns the exit code."""
     args = arguments()
     device, first = join_others(args.tp)
     if device.type == "cpu":
@@ -79,21 +80,28 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
+    """Parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, help="a local folder of a causal model (default: a small Llama, untrained)"
+        "--model", type=Path, help="local folder of a causal language model (default: a small untrained Llama)"
     )
     parser.add_argument("--data", nargs="+", help="text files, folders, .jsonl (default: Python's standard library)")
-    parser.add_argument("--seq", default="4k", help="tokens of a sequence (default 4k)")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tp", type=int, default=1, help="processes that share the model, as torchrun starts them")
-    parser.add_argument("--alpha", type=float, help="fraction of the tokens moved, not recomputed")
-    parser.add_argument("--host", default="auto", help="host memory for activations, such as 64GiB")
-    parser.add_argument("--disk", help="a folder for a scratch file (on a CPU: the system's temporary one)")
-    parser.add_argument("--output", type=Path, help="save the model here")
-    parser.add_argument("--without-memo", action="store_true", help="the same training with activations in memory")
+    parser.add_argument("--seq", default="4k", help="sequence length in tokens (default 4k)")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps (default 3)")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate (default 1e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="processes that divide the model, started by torchrun (default 1)"
+    )
+    parser.add_argument(
+        "--alpha", type=float, help="fraction of the tokens to move; the rest is recomputed (default: planned)"
+    )
+    parser.add_argument("--host", default="auto", help="host memory for activations, such as 64GiB (default auto)")
+    parser.add_argument(
+        "--disk", help="folder of the scratch file (default: none on a GPU, the system's temporary one on a CPU)"
+    )
+    parser.add_argument("--output", type=Path, help="save the model to this folder (default: do not save)")
+    parser.add_argument("--without-memo", action="store_true", help="train without offloading")
     args = parser.parse_args()
     if args.model is not None and not args.model.is_dir():
         parser.error(f"--model {args.model}: no such folder")
@@ -101,7 +109,7 @@ def arguments() -> argparse.Namespace:
 
 
 def join_others(tp: int) -> tuple[torch.device, bool]:
-    """The device of this process, and whether it is the one that speaks."""
+    """Joins the processes of torchrun; returns this one's device, and True if it is the first, which prints."""
     if tp != int(os.environ.get("WORLD_SIZE", "1")):
         sys.exit(f"finetune_hf: --tp {tp} is for {tp} processes; start it with torchrun --nproc-per-node {tp}")
     device = torch.device("cpu")
@@ -114,7 +122,7 @@ def join_others(tp: int) -> tuple[torch.device, bool]:
 
 
 def open_model(path: Path | None, tokens: TokenFile) -> PreTrainedModel:
-    """The user's model as it is, or a Llama of 8 layers with a word for each byte."""
+    """The user's model unchanged, or an untrained Llama of 8 layers whose tokens are bytes."""
     if path is not None:
         return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     shape = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 2}
@@ -122,13 +130,13 @@ def open_model(path: Path | None, tokens: TokenFile) -> PreTrainedModel:
 
 
 def tokenizer_of(model: Path | None) -> str | None:
-    """The model's own where it has one; else a token is a byte."""
+    """The model's tokenizer.json; None, for one token per byte, where it has none."""
     file = None if model is None else model / "tokenizer.json"
     return str(file) if file is not None and file.exists() else None
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """The whole model, whatever it is divided over: gathered in the first process, which alone writes."""
+    """Gathers the whole model in the first process, which writes it."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not dist.is_initialized() or dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)
@@ -136,6 +144,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def peak(device: torch.device) -> int:
+    """Peak device memory in bytes, or the peak resident set on a CPU."""
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_rss_bytes()
 
 

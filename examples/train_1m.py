@@ -1,22 +1,22 @@
-"""Trains on documents of a million tokens: the same script on a laptop, on one GPU and on many, by flags alone.
+r"""Trains on documents of a million tokens: the same script on a laptop, on one GPU and on many, by flags alone.
 
     CPU laptop      python examples/train_1m.py --preset laptop
 
-    one H200        python examples/train_1m.py --preset 350m --data books/ --steps 1000 \\
+    one H200        python examples/train_1m.py --preset 350m --data books/ --steps 1000 \
                         --checkpoint-dir run --checkpoint-minutes 30 --metrics run.jsonl
 
-    eight GPUs      torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --data books/ --steps 1000 \\
+    eight GPUs      torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --data books/ --steps 1000 \
                         --checkpoint-dir /shared/run --checkpoint-minutes 30
 
     in stages       torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --tp 4 --pp 2 --accumulate 8 ...
 
-    four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
+    four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \
                         examples/train_1m.py --preset 7b --dp 4 --batch 4 --data books/ --steps 1000 ...
 
-It prints what each layer will keep, move and recompute, and the peaks this leads to; then a line a step. A row of a batch is
-the first million tokens of a book, or the next of the same one; what is shorter is left out. Without --data the books are
-packages of Python's standard library. For short texts: --documents packed --mask-documents. Any flag of `memo train` may
-follow and has the last word; after a stop, --resume goes on.
+It prints the plan (what each layer keeps, moves and recomputes, and the predicted peaks), then one line per step. A row of a
+batch is a million tokens of one book; shorter books are skipped. Without --data the books are packages of Python's standard
+library. For short texts use --documents packed --mask-documents. Any flag of `memo train` may follow and overrides the
+preset; after an interrupt, --resume continues.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ import torch
 from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
 from memo.errors import MemoError
-from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
-from memo.gpt.config import preset
-from memo.gpt.train_config import Precision
-from memo.mip.activation.files import plan_to_json, read_hardware
-from memo.mip.activation.mlp_tiles import TILES, solve_tiles
-from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
-from memo.mip.address.files import write_file
-from memo.mip.inputs.hardware import Hardware, hardware_of
-from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.simulate.proof import prove
-from memo.record.recording import gpt_step, record_step
+from memo.gpt import Precision, preset
+from memo.gpt.arithmetic import Layout, derive_profile
+from memo.mip.activation import (
+    TILES,
+    ActivationProblem,
+    Budgets,
+    Pipeline,
+    plan_to_json,
+    read_hardware,
+    solve_tiles,
+)
+from memo.mip.address import write_file
+from memo.mip.inputs import Hardware, PipelineSchedule, hardware_of
+from memo.mip.simulate import prove
+from memo.record import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens
 
-LAPTOP_ALPHA = 0.25  # of the tokens, whose activations go to disk; those of the rest are computed again
+LAPTOP_ALPHA = 0.25  # fraction of the tokens whose activations go to disk; the rest is recomputed
 
-LEADS = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
-# Heads of 128 are what the GPUs' attention kernels are fastest at; rotary positions cost no memory at any length.
+LEADS = os.environ.get("RANK", "0") == "0"  # the first of torchrun's processes
+# Heads of 128 are the fastest for the attention kernels of GPUs; rotary positions need no memory at any length.
 PRESETS = {
     "laptop": ["--model", "tiny", "--seq", "32k", "--steps", "3", "--device", "cpu"],
     "350m": ["--model", "350m", "--variant", "llama", "--heads", "8", "--seq", "1m"],
@@ -58,10 +62,11 @@ PRESETS = {
 
 
 def main() -> int:
+    """Plans, trains and returns the exit code."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--preset", choices=PRESETS, required=True)
-    parser.add_argument("--gpu", metavar="FILE", help="a machine's description, to plan for instead of this GPU")
-    parser.add_argument("--plan-file", metavar="FILE", help="keep the plan here, for memo show and memo simulate")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="model, sequence length and parallelism")
+    parser.add_argument("--gpu", metavar="FILE", help="plan for this description of a machine (default: this GPU)")
+    parser.add_argument("--plan-file", metavar="FILE", help="save the plan to FILE, for memo show and memo simulate")
     known, flags = parser.parse_known_args()
     flags = [*PRESETS[known.preset], "--documents", "whole", *flags]
     with tempfile.TemporaryDirectory(prefix="memo-plan-") as folder:
@@ -76,7 +81,7 @@ def main() -> int:
 
 
 def read(flags: list[str]) -> Namespace:
-    """What the flags of `memo train` say about size; the last of each counts, as it does there."""
+    """Sizes in the flags of `memo train`; the last of each flag counts, as it does there."""
     sizes = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model", "variant", "seq", "device-budget", "host-budget", "alpha", "offload", "device"):
         sizes.add_argument(f"--{name}")
@@ -93,12 +98,12 @@ def read(flags: list[str]) -> Namespace:
     asked.layout = Layout(tokens=tokens, batch=rows, gpus=ranks, **ways)
     asked.on_gpu = asked.device != "cpu" and torch.cuda.is_available()
     asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
-    asked.says_where = asked.alpha is not None or asked.offload is not None  # its activations go
+    asked.says_where = asked.alpha is not None or asked.offload is not None
     return asked
 
 
 def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
-    """Solves for the shortest step within the machine's memory, stage by stage; the flags that carry the plan out."""
+    """Solves for the shortest step within the machine's memory; returns the flags that run the plan."""
     machine = this_gpu() if description is None else read_hardware(description)
     device = int(0.95 * machine.device_bytes) if asked.device_budget is None else parse_bytes(asked.device_budget)
     host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
@@ -122,14 +127,14 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
 
 
 def this_gpu() -> Hardware:
-    """The preset by its name, an H100's rates where there is none, with the memories that are really here."""
+    """Description of this GPU: rates of the preset of its name, else of an H100, with the memory of this machine."""
     known = hardware_of(torch.cuda.get_device_name())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return dataclasses.replace(known, device_bytes=torch.cuda.get_device_properties(0).total_memory, host_bytes=memory)
 
 
 def to_disk(asked: Namespace) -> list[str]:
-    """Where host memory is the device there is one choice, the disk: plays a step without memory to foretell the peak."""
+    """Flags for a CPU, whose activations move to disk; simulates a step without bytes to predict the peak."""
     batch, tokens = asked.layout.batch, asked.layout.tokens
     step = functools.partial(gpt_step, asked.config, batch=batch, tokens=tokens, precision=asked.precision)
     plain, ours = (record_step(step, alpha=alpha, exact=True) for alpha in (None, LAPTOP_ALPHA))

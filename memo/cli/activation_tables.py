@@ -1,4 +1,4 @@
-"""Words and tables about activation plans, shared by `memo plan`, `memo show` and `memo check`."""
+"""Text tables of activation plans, shared by `memo plan`, `memo show` and `memo check`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 
 
 def activation_table(plan: ActivationPlan) -> str:
-    """Tiers, the step's time, what becomes of each run of like layers, and why it is not faster."""
+    """Tables of the tiers, the step's time and the treatment of the layers, and the constraints that bind."""
     parts = [_headline(plan), _tiers(plan), _times(plan), _layers(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
 def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
-    """What `--json` prints: seconds and bytes; of host and disk those of one rank."""
+    """Object that `--json` prints, in seconds and bytes; host and disk bytes are those of one rank."""
     problem = plan.problem
     length = crossover_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     return {
@@ -51,7 +51,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
 
 
 def utilisation(plan: ActivationPlan) -> dict[str, float]:
-    """Tokens per second of one replica, and the three named fractions of the machine's peak."""
+    """Tokens per second of one replica, and mfu_causal, mfu_full and hfu as fractions of the machine's peak."""
     problem, profile = plan.problem, plan.problem.profile
     signature = profile.signature
     tokens = signature.batch * signature.tokens * problem.pipeline.microbatches
@@ -59,26 +59,26 @@ def utilisation(plan: ActivationPlan) -> dict[str, float]:
     ranks = signature.tp * signature.cp * problem.pipeline.stages
     peak = ranks * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
-    again = sum(known.recompute_flops * own.fraction(known.level) for layer, own in layers for known in layer.levels)
-    again *= signature.tp * signature.cp * problem.pipeline.microbatches
+    repeated = sum(known.recompute_flops * own.fraction(known.level) for layer, own in layers for known in layer.levels)
+    repeated *= signature.tp * signature.cp * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
         "tokens_per_s": rate,
         "mfu_causal": causal,
         "mfu_full": profile.model_flops_full_per_token * rate / peak,
-        "hfu": causal + (again / plan.step_s / peak if plan.step_s else 0.0),
+        "hfu": causal + (repeated / plan.step_s / peak if plan.step_s else 0.0),
     }
 
 
 def _headline(plan: ActivationPlan) -> str:
     signature, pipeline = plan.problem.profile.signature, plan.problem.pipeline
-    ways = [
+    sizes = [
         ("tp", signature.tp),
         ("cp", signature.cp),
         ("pp", pipeline.stages),
         ("microbatches", pipeline.microbatches),
     ]
-    named = "".join(f", {name} {size}" for name, size in ways if size > 1)
+    named = "".join(f", {name} {size}" for name, size in sizes if size > 1)
     tiles = plan.problem.profile.mlp_tiles
     named += f" ({pipeline.schedule})" if pipeline.chunks > 1 else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
@@ -164,7 +164,7 @@ def _reasons(plan: ActivationPlan) -> str:
 
 
 def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:
-    """First and last of each run of layers that are treated alike."""
+    """Runs of neighbouring layers with equal plans: number of the first, of the last, and their plan."""
     runs, first = [], 0
     for layer, members in itertools.groupby(plan.layers):
         last = first + sum(1 for _ in members) - 1

@@ -1,6 +1,6 @@
-"""Words and tables about address plans, shared by `memo pack`, `memo check` and `memo show`.
+"""Text tables of address plans, shared by `memo pack`, `memo check` and `memo show`.
 
-Names come from files: whatever a terminal could take for a command is escaped.
+Names come from files, so control characters are escaped before they reach the terminal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["arena_table", "plan_summary", "printable", "table"]
 
 
 def printable(name: str, *, width: int = 60) -> str:
-    """The name with control and other unprintable characters escaped, cut to the width."""
+    """Name with control and other unprintable characters escaped, cut to `width` characters."""
     shown = repr(name)[1:-1]
     return shown if len(shown) <= width else shown[: width - 3] + "..."
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first flush left, the others flush right."""
+    """Text table: the first column flush left, the others flush right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -34,7 +34,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def arena_table(plan: Plan) -> str:
-    """One line an arena, then the buffers that weigh most."""
+    """Table with one line per arena, then the five buffers of the largest bytes x lifetime."""
     rows = []
     for arena in plan.arenas:
         capacity = plan.problem.capacities.get(arena.name)
@@ -58,7 +58,7 @@ def arena_table(plan: Plan) -> str:
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes."""
+    """Object that `--json` prints; sizes in bytes."""
     return {
         "status": plan.status.value,
         "buffers": len(plan.problem.buffers),

@@ -1,4 +1,4 @@
-"""`memo check`: says whether a plan keeps every rule, by a checker that shares no code with the planner."""
+"""`memo check`: checks a plan against every rule, with a checker that shares no code with the planner."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memo.mip.simulate import prove
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo check`."""
-    parser.add_argument("plan", help="a plan in JSON; - is standard input")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """Adds the arguments of `memo check`."""
+    parser.add_argument("plan", help="address plan or activation plan in JSON; - is standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit code 5 with the rule and the buffers when the plan is invalid."""
+    """Checks the plan; an invalid one ends with exit code 5 and the broken rule."""
     plan = read_either_plan(args.plan)
     if isinstance(plan, ActivationPlan):
         return _check_activations(plan, args)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _check_activations(plan: ActivationPlan, args: argparse.Namespace) -> ExitCode:
-    """By the independent checker, and by playing the step."""
+    """Checks an activation plan by its rules and by a simulated step."""
     violation = check_plan(plan)
     rule, message = (None, None) if violation is None else (violation.rule.value, violation.message)
     if rule is None:

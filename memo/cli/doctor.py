@@ -1,4 +1,4 @@
-"""`memo doctor`: what this machine can do, measured in under half a minute."""
+"""`memo doctor`: measures the GPU links, host memory and disks of this machine in under half a minute."""
 
 from __future__ import annotations
 
@@ -21,29 +21,36 @@ if TYPE_CHECKING:
 
 __all__ = ["configure", "run"]
 
-_MEASURING_S = 20.0  # all measurements together, unless --seconds says otherwise
-_LONGEST_S = 1.0
+_MEASURING_S = 20.0  # all measurements together, unless --seconds is given
+_LONGEST_S = 1.0  # one measurement
 _WIDEST = 2000  # characters of one cell: paths and reasons are shown whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `memo doctor`."""
     parser.add_argument(
         "--disk-dir",
         action="append",
         metavar="DIR",
-        help="directory for scratch; repeat for several (default: the current one)",
+        help="scratch directory whose disk is measured; repeat the option for several disks (default: the current "
+        "directory)",
     )
     parser.add_argument(
-        "--seconds", metavar="TIME", help="length of each measurement (default: 1s, less for many disks)"
+        "--seconds",
+        metavar="TIME",
+        help="duration of each measurement, such as 500ms (default 1s; less for many disks)",
     )
-    parser.add_argument("--json", action="store_true", help="one object, every key with its unit")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with the unit in each key, instead of a table"
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
+    """Measures and prints; exit code 1 when a disk cannot be used."""
     from memo.machine import examine
 
     if "" in (args.disk_dir or []):
-        raise UsageError("--disk-dir: an empty name is no directory; leave it out for the current one")
+        raise UsageError("--disk-dir: an empty name is no directory; leave the option out for the current directory")
     directories = [Path(name) for name in args.disk_dir or ["."]]
     if args.seconds is None:
         seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))

@@ -1,13 +1,18 @@
-"""The `memo` command: finds the subcommand, runs it, turns errors into one line and an exit code.
+"""The `memo` command: runs a subcommand, and turns errors into one line on standard error and an exit code.
 
 Subcommand modules are imported only when their name is given, so `memo --help` and the commands that need no torch stay
 quick and run without it. A subcommand module has `configure(parser)` and `run(args) -> ExitCode | int`.
+
+Standard streams may be closed, full, read by nobody, or limited to few characters. Invariant: whatever happens to standard
+output, a command ends with an exit code and at most one line on standard error, never in a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 import time
@@ -15,46 +20,45 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memo import __version__
-from memo.cli import streams
 from memo.errors import ExitCode, MemoError, UsageError
 
 __all__ = ["main"]
 
-# name -> (module, one line of help). The order is the order of a person's day.
+# name -> (module, one line of help), in the order in which they are used.
 COMMANDS = {
-    "train": ("memo.cli.train", "train the GPT on text, its activations in memory, on host or on disk"),
-    "record": ("memo.cli.record", "what one training step allocates, without a GPU and without its memory"),
-    "pack": ("memo.cli.pack", "place buffers with lifetimes in the smallest arena"),
+    "train": ("memo.cli.train", "train a GPT on text, with activations on the GPU, in host memory or on disk"),
+    "record": ("memo.cli.record", "record the memory allocations of one training step, without a GPU"),
+    "pack": ("memo.cli.pack", "assign addresses to buffers with lifetimes, in the smallest arena"),
     "check": ("memo.cli.check", "check a plan against every rule"),
     "show": ("memo.cli.show", "show a plan as a table"),
-    "profile": ("memo.cli.profile", "measure what each layer saves, computes and repeats"),
-    "plan": ("memo.cli.plan", "decide what is kept, moved and recomputed, before anything runs"),
-    "simulate": ("memo.cli.simulate", "play a step under an activation plan, with no GPU"),
-    "trace": ("memo.cli.trace", "statistics and pictures of a trace"),
-    "doctor": ("memo.cli.doctor", "what this machine can do: GPU links, host memory, disks"),
+    "profile": ("memo.cli.profile", "measure the saved bytes and the compute time of each layer"),
+    "plan": ("memo.cli.plan", "plan which activations are kept, moved and recomputed, without a GPU"),
+    "simulate": ("memo.cli.simulate", "simulate one training step under an activation plan, without a GPU"),
+    "trace": ("memo.cli.trace", "report, draw and compare traces of training runs"),
+    "doctor": ("memo.cli.doctor", "measure this machine's GPU links, host memory and disks"),
 }
+_ABOUT = "Activation memory manager for training transformers: keeps, moves or recomputes activations by a plan."
+
+# A later rank waits so long for the first rank of its node to report an error that both found.
+_FIRST_RANK_S = 20.0
 
 
-# How long a rank leaves the first one alone to say what both found: a process starts within seconds of another.
-_PATIENCE_S = 20.0
+def _wait_for_first_rank() -> None:
+    """Lets the first rank of the node report a usage error alone.
 
-
-def _leave_it_to_the_first_rank() -> None:
-    """Of ranks that were started with the same arguments the first of each node says what is wrong with them.
-
-    The launcher ends the others as soon as it has. One that it leaves alive has arguments of its own, and speaks. Ranks
-    that have met already do not wait: the others learn of an error by the end of its process.
+    The launcher ends the other ranks as soon as the first one exits. A rank that is still alive after the wait has an error
+    of its own, and reports it. Ranks of a process group do not wait: the group ends with the first process that fails.
     """
     distributed = sys.modules.get("torch.distributed")
     if os.environ.get("LOCAL_RANK", "0") != "0" and not (distributed and distributed.is_initialized()):
-        time.sleep(_PATIENCE_S)
+        time.sleep(_FIRST_RANK_S)
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line on stderr for a usage error, not the whole usage text."""
+    """Reports a usage error in one line on stderr, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        _leave_it_to_the_first_rank()
+        _wait_for_first_rank()
         self.exit(ExitCode.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -65,34 +69,35 @@ def _overview() -> str:
         [
             "usage: memo COMMAND ...",
             "",
-            __doc_line__,
+            _ABOUT,
             "",
             "commands:",
             *lines,
             "",
-            "memo COMMAND --help tells more.",
+            "memo COMMAND --help shows the options of a command.",
         ]
     )
 
 
-__doc_line__ = "Activation memory for training transformers: keep, swap, recompute, planned."
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code. Never lets a MemoError or a Ctrl-C become a traceback."""
+    """Runs one subcommand and returns its exit code.
+
+    Args:
+        argv: the command line without the program's name; None takes it from `sys.argv`, and prepares standard streams.
+    """
     if argv is None:
-        streams.prepare()
+        _prepare_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     who = f"memo {args[0]}" if args and args[0] in COMMANDS else "memo"
     try:
         code = _run(args)
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # rich's way with a pipe that nobody reads
+    except SystemExit as stop:  # rich exits so when nobody reads the pipe
         return ExitCode.OK if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
     except MemoError as error:
         if isinstance(error, UsageError):
-            _leave_it_to_the_first_rank()
+            _wait_for_first_rank()
         message = " ".join(str(error).split())
         print(f"{who}: {message}", file=sys.stderr)
         return error.exit_code
@@ -100,18 +105,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:  # `memo ... | head`
-        streams.abandon_stdout()
+        _discard_stdout()
         return ExitCode.OK
     except OSError as error:
-        if not streams.is_full(error):
+        if error.errno not in _DISK_FULL:
             raise
-        streams.abandon_stdout()
+        _discard_stdout()
         print(f"{who}: cannot write: {error.strerror}", file=sys.stderr)
         return ExitCode.FAILURE
 
 
 def _run(args: Sequence[str]) -> int:
-    """The subcommand's exit code, or that of the overview."""
+    """Runs the subcommand, or prints the overview or the version."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_overview())
         return ExitCode.OK if args else ExitCode.USAGE
@@ -120,15 +125,36 @@ def _run(args: Sequence[str]) -> int:
         print(f"memo {__version__}")
         return ExitCode.OK
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}; one of {', '.join(COMMANDS)}")
+        raise UsageError(f"unknown command {name!r}; choose one of {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[name][0])
-    parser = _Parser(prog=f"memo {name}", description=COMMANDS[name][1])
+    about = COMMANDS[name][1]
+    parser = _Parser(prog=f"memo {name}", description=f"{about[0].upper()}{about[1:]}.")
     module.configure(parser)
     try:
         parsed = parser.parse_args(args[1:])
     except SystemExit as stop:  # --help and usage errors
         return int(stop.code or 0)
     return int(module.run(parsed))
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, or no larger file allowed
+
+
+def _prepare_streams() -> None:
+    """Opens closed standard streams on /dev/null, and writes characters that a terminal lacks as question marks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # `memo ... >&-`: the next file to be opened would get its number
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115  # until the process ends
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_stdout() -> None:
+    """Sends buffered output to /dev/null, so that the interpreter does not fail on it at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that a command writes: whole or not at all, and never over an existing one without `-f`."""
+"""Output files of a command: written completely or not at all, and never over an existing file without `-f`."""
 
 from __future__ import annotations
 
@@ -13,47 +13,54 @@ from memo.errors import OutputExists, TraceError, UsageError
 from memo.trace import printable
 from memo.units import format_bytes
 
-__all__ = ["file_name", "file_path", "refuse_existing", "replacing", "say_written", "shown"]
+__all__ = ["atomic_write", "display_name", "file_name", "file_path", "print_written", "refuse_existing"]
 
 
 def file_name(text: str) -> str:
-    """For argparse: a file to write. A shell's empty variable names none, and `-` is not standard output."""
+    """Argument type of a file to write; refuses the empty name and `-`, which is not standard output here."""
     if text in ("", "-"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return text
 
 
 def file_path(text: str) -> Path:
-    """`file_name` as a path."""
+    """Argument type of a file to write, as a Path; see `file_name`."""
     return Path(file_name(text))
 
 
-def shown(path: str | Path) -> str:
-    """The file's name as a terminal can be given it."""
+def display_name(path: str | Path) -> str:
+    """File name without control characters, cut to 200 characters."""
     return printable(str(path), limit=200)
 
 
 def refuse_existing(*paths: str | Path | None, force: bool) -> None:
-    """Before the work whose result these files are to hold; None is a file that is not asked for.
+    """Checks output files before the work starts.
+
+    Args:
+        paths: the files; None is an output that was not requested.
+        force: existing files may be overwritten.
 
     Raises:
-        OutputExists: one exists, and `force` is not given. UsageError: one is a directory.
+        OutputExists: a file exists and `force` is False.
+        UsageError: a path is a directory.
     """
     for path in paths:
         if path is None:
             continue
         if os.path.isdir(path):
-            raise UsageError(f"{shown(path)} is a directory; name a file")
+            raise UsageError(f"{display_name(path)} is a directory; name a file")
         if os.path.lexists(path) and not force:
-            raise OutputExists(f"{shown(path)} exists; give -f to overwrite it")
+            raise OutputExists(f"{display_name(path)} exists; give -f to overwrite it")
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, force: bool) -> Iterator[Path]:
-    """A sibling to write to, which takes the place of `path` when all went well.
+def atomic_write(path: Path, *, force: bool) -> Iterator[Path]:
+    """Yields a temporary sibling file, which replaces `path` when the block ends without an error.
 
     Raises:
-        OutputExists, UsageError: as `refuse_existing`. TraceError: the place cannot be written.
+        OutputExists: `path` exists and `force` is False.
+        UsageError: `path` is a directory.
+        TraceError: the file cannot be written; `path` is unchanged.
     """
     refuse_existing(path, force=force)
     try:
@@ -67,12 +74,12 @@ def replacing(path: Path, *, force: bool) -> Iterator[Path]:
         finally:
             sibling.unlink(missing_ok=True)
     except OSError as error:
-        raise TraceError(f"cannot write {shown(path)}: {error.strerror}") from None
+        raise TraceError(f"cannot write {display_name(path)}: {error.strerror}") from None
 
 
-def say_written(path: Path) -> None:
-    """One line: the file and its size."""
-    print(f"Wrote {shown(path)} ({format_bytes(path.stat().st_size)})")
+def print_written(path: Path) -> None:
+    """Prints the file's name and size."""
+    print(f"Wrote {display_name(path)} ({format_bytes(path.stat().st_size)})")
 
 
 def _umask() -> int:

@@ -1,8 +1,8 @@
-"""`memo pack`: places buffers with lifetimes in the smallest arena.
+"""`memo pack`: assigns addresses to buffers with lifetimes, in the smallest arena.
 
-Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed, and says what
-PyTorch's caching allocator would reserve for the same requests. Progress goes to stderr when that is a terminal. The limits
-of FAULTS row 18 are `memo.mip.address.files`'s.
+Reads a CSV (id,lower,upper,size) or a JSON problem, writes a plan that the independent checker has passed, and reports how
+much PyTorch's caching allocator would reserve for the same requests. Progress goes to stderr when that is a terminal. Limits
+on the size of input files are those of `memo.mip.address` (FAULTS row 18).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
 from memo.cli.address_tables import arena_table, plan_summary, table
-from memo.cli.output_files import file_name, refuse_existing, shown
+from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
 from memo.mip.address import (
@@ -37,42 +37,62 @@ from memo.units import format_bytes, parse_bytes, parse_duration_s
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo pack`."""
+    """Adds the arguments of `memo pack`."""
     parser.add_argument(
         "problem",
         nargs="?",
         default=STDIN,
-        help="buffers: CSV with the columns id,lower,upper,size, or JSON; - or nothing is standard input",
+        help="buffers with lifetimes: CSV with the columns id,lower,upper,size, or JSON (default: standard input, also -)",
     )
     parser.add_argument(
         "--capacity",
         action="append",
         default=[],
         metavar="[ARENA=]SIZE",
-        help="the arena must not be larger, e.g. 80GiB; say which one where there are several (repeatable)",
+        help="largest allowed arena size, such as 80GiB; name the arena where there are several, and repeat the option "
+        "(default: the problem's, else no limit)",
     )
-    parser.add_argument("--align", metavar="SIZE", help="every offset is a multiple of this, e.g. 512")
-    parser.add_argument("--time-limit", default="60s", metavar="DURATION", help="default 60s")
-    parser.add_argument("--gap", default="0%", metavar="PERCENT", help="good enough above the lower bound, e.g. 1%%")
-    parser.add_argument("--method", choices=[str(method) for method in Method], default="auto", help="default auto")
-    parser.add_argument("--seed", type=int, default=0, help="of the orders that the search tries")
     parser.add_argument(
-        "-o", "--output", type=file_name, metavar="FILE", help="write the plan: JSON, or CSV if it ends in .csv"
+        "--align", metavar="SIZE", help="every offset is a multiple of SIZE bytes, such as 512 (default: the problem's)"
+    )
+    parser.add_argument(
+        "--time-limit", default="60s", metavar="DURATION", help="time for the search, such as 500ms or 5m (default 60s)"
+    )
+    parser.add_argument(
+        "--gap",
+        default="0%",
+        metavar="PERCENT",
+        help="stop when an arena is within PERCENT of the lower bound, such as 1%% (default 0%%)",
+    )
+    parser.add_argument(
+        "--method",
+        choices=[str(method) for method in Method],
+        default="auto",
+        help="solver: search (branch and bound), mip (mixed-integer program by HiGHS), mip-cbc (the same by CBC), or auto "
+        "(search, and mixed-integer programs for buffers in groups) (default auto)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed of the search; same seed, same plan (default 0)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=file_name, metavar="FILE", help="write the plan: CSV if FILE ends in .csv, else JSON"
     )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--plot", type=file_name, metavar="FILE", help="draw the layout: .png or .html")
+    parser.add_argument(
+        "--plot", type=file_name, metavar="FILE", help="draw the address layout; FILE ends in .png or .html"
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Solves, checks, writes, reports."""
+    """Solves the problem, checks and writes the plan, and prints it."""
     time_limit_s = parse_duration_s(args.time_limit, what="--time-limit")
     gap = _parse_gap(args.gap)
     refuse_existing(args.output, args.plot, force=args.force)
     if args.plot and not args.plot.endswith((".png", ".html")):
         raise UsageError(f"--plot {args.plot!r}: the name must end in .png or .html")
     if args.problem == STDIN and sys.stdin.isatty():
-        raise UsageError("name a file with buffers, or pipe one in: memo record ... | memo pack")
+        raise UsageError("no input; name a file with buffers, or pipe one in: memo record ... | memo pack")
     given, notes = read_annotated(args.problem)
     problem = _with_options(given, args)
     caching = _caching(given, notes)
@@ -95,19 +115,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.plot:
         write_picture(args.plot, plan, overwrite=args.force)
     if args.json:
-        told = [_told(use) for use in caching]
-        print(json.dumps({**plan_summary(plan), "caching": told, "output": args.output, "plot": args.plot}))
+        figures = [_caching_figures(use) for use in caching]
+        print(json.dumps({**plan_summary(plan), "caching": figures, "output": args.output, "plot": args.plot}))
         return ExitCode.OK
     print(arena_table(plan))
     if caching:
         print(f"\n{_caching_table(plan, caching)}")
     for path in filter(None, (args.output, args.plot)):
-        print(f"Wrote {shown(path)}")
+        print(f"Wrote {display_name(path)}")
     return ExitCode.OK
 
 
 def _caching(problem: Problem, notes: Sequence[Notes]) -> list[CachingUse]:
-    """What PyTorch would reserve for the device's buffers, if there are any."""
+    """Simulated memory use of PyTorch's caching allocator for the device's buffers; empty without device buffers."""
     kept = [(buffer, note) for buffer, note in zip(problem.buffers, notes, strict=True) if buffer.arena == DEVICE]
     if not kept:
         return []
@@ -115,9 +135,9 @@ def _caching(problem: Problem, notes: Sequence[Notes]) -> list[CachingUse]:
     return [simulate_caching(trace, segments) for segments in Segments]
 
 
-def _told(use: CachingUse) -> dict[str, Any]:
+def _caching_figures(use: CachingUse) -> dict[str, Any]:
     figures = dataclasses.asdict(use)
-    del figures["addresses"]  # a plan's file has those that count
+    del figures["addresses"]  # one for each buffer: too many to print
     return {**figures, "segments": use.segments.value}
 
 
@@ -145,7 +165,7 @@ def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
         arena, named, size = text.rpartition("=")
         if not named:
             if len(problem.arenas) > 1:
-                raise UsageError(f"--capacity {text}: say of which arena, {' or '.join(map(repr, problem.arenas))}")
+                raise UsageError(f"--capacity {text}: name the arena, {' or '.join(map(repr, problem.arenas))}")
             arena = next(iter(problem.arenas), "device")
         elif arena not in problem.arenas:
             raise UsageError(f"--capacity {text}: no buffer is in arena {arena!r}")
@@ -159,12 +179,12 @@ def _parse_gap(text: str) -> float:
     except ValueError:
         gap = -1.0
     if not 0 <= gap < 100:
-        raise UsageError(f"--gap: cannot read {text!r}; write for instance 1%")
+        raise UsageError(f"--gap: cannot read {text!r}; write a percentage such as 1%")
     return gap
 
 
 class _ProgressLine:
-    """One line on a terminal's stderr, rewritten in place."""
+    """Progress of the search: one line on a terminal's stderr, rewritten in place."""
 
     def __init__(self) -> None:
         self._shown = False

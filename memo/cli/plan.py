@@ -1,7 +1,7 @@
-"""`memo plan`: what of each layer's activations is kept, moved and recomputed, before anything runs.
+"""`memo plan`: plans which activations of each layer are kept, moved and recomputed, without a GPU.
 
-From a named model on a named GPU, or from a profile that `memo profile` measured, to a plan that the independent checker
-and the simulator have passed. The tables are `memo.cli.activation_tables`'s, the sweeps `memo.cli.plan_sweep`'s.
+The input is a named model on a named GPU, or a profile measured by `memo profile`. A plan is written only after the
+independent checker and the simulator have passed it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING
 
 from memo.cli.activation_tables import activation_summary, activation_table
-from memo.cli.output_files import file_name, refuse_existing, shown
+from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile
@@ -43,63 +43,86 @@ example:
 """
 
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
-"""Of a machine's memories, where no budget is given: the rest is the CUDA context's, the program's and the page cache's."""
+"""Fractions of device and host memory that are the default budgets; the CUDA context, the program and the page cache need
+the rest."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo plan`."""
+    """Adds the arguments of `memo plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    what.add_argument("--variant", choices=("gpt", "llama"), default="gpt", help="the manner of the layers")
-    what.add_argument("--seq", metavar="TOKENS", help="of a sequence, such as 128k or 1m")
+    what = parser.add_argument_group("model: either --model and --seq, or --profile")
+    what.add_argument("--model", metavar="NAME", help=f"model size: {', '.join(MODELS)}")
+    what.add_argument(
+        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
+    )
+    what.add_argument("--seq", metavar="TOKENS", help="sequence length in tokens, such as 128k or 1m")
     what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a microbatch (default 1)")
     what.add_argument(
         "--precision",
         choices=[str(p) for p in Precision],
         default=str(Precision.BF16),
-        help="of a named model (default bf16; memo train's on a GPU is bf16-autocast)",
+        help="number format of a named model (default bf16; note that memo train uses bf16-autocast on a GPU)",
     )
     what.add_argument(
         "--mlp-tiles",
         metavar="N",
         default="auto",
-        help="compute the MLPs of a named model in N tiles (default auto: as many as give the shortest step)",
+        help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
     what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
-    what.add_argument("--profile", metavar="FILE", help="of memo profile, instead of a model and a length")
-    where = parser.add_argument_group("on what")
-    where.add_argument("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a description")
-    where.add_argument("--gpus", type=int, default=1, metavar="N", help="in all (default 1)")
+    what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
+    where = parser.add_argument_group("machine")
+    where.add_argument(
+        "--gpu",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"GPU: {', '.join(PRESETS)}, or a JSON description of a machine",
+    )
+    where.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs in all (default 1)")
     for name, words in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        where.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{words} parallelism (default 1)")
+        where.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"ranks of {words} parallelism (default 1)"
+        )
     where.add_argument(
         "--schedule",
         choices=[str(s) for s in PipelineSchedule],
         default=str(PipelineSchedule.ONE_F_ONE_B),
-        help="of the pipeline, as memo train's (default 1f1b)",
+        help="with --pp: pipeline schedule (default 1f1b)",
     )
     where.add_argument(
-        "--doctor", metavar="FILE", help="what memo doctor --json measured there, instead of the preset's rates"
+        "--doctor",
+        metavar="FILE",
+        help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
     )
-    within = parser.add_argument_group("within")
-    within.add_argument("--device", metavar="SIZE", help="of a GPU (default: 95 %% of its memory)")
-    within.add_argument("--host", metavar="SIZE", help="of a node, its ranks together (default: 80 %%; 0 is none)")
-    within.add_argument("--nvme", default="0", metavar="SIZE", help="of a node's disks (default: none)")
-    within.add_argument("--wear", type=float, metavar="TB", help="terabytes that may be written to them a day")
-    out = parser.add_argument_group("what comes out")
-    out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan")
+    within = parser.add_argument_group("budgets")
+    within.add_argument("--device", metavar="SIZE", help="memory of one GPU, such as 80GiB (default: 95 %% of it)")
+    within.add_argument(
+        "--host", metavar="SIZE", help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it)"
+    )
+    within.add_argument("--nvme", default="0", metavar="SIZE", help="disk space of one node; 0 is none (default 0)")
+    within.add_argument(
+        "--wear",
+        type=float,
+        metavar="TB",
+        help="terabytes per day that may be written to the disks (default: no limit)",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to FILE as JSON")
     out.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     out.add_argument(
-        "--sweep", choices=("seq", "device"), help="how the plan moves with the length or the device budget"
+        "--sweep",
+        choices=("seq", "device"),
+        help="plan for a range of sequence lengths up to --seq, or of device budgets, and print one line for each",
     )
-    out.add_argument("--plot", type=file_name, metavar="FILE", help="draw the sweep: .png, .svg or .pdf")
+    out.add_argument(
+        "--plot", type=file_name, metavar="FILE", help="with --sweep: draw it; FILE ends in .png, .svg or .pdf"
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Plans, has the plan checked and simulated, writes, reports."""
+    """Plans, checks and simulates, writes the plan and prints it."""
     request = Request.of(args)
     refuse_existing(args.output, args.plot, force=args.force)
     if args.sweep is not None:
@@ -108,7 +131,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         return run_sweep(request, args)
     if args.plot is not None:
         raise UsageError(
-            "--plot draws a sweep; give --sweep seq or --sweep device, or see memo simulate for a timeline"
+            "--plot draws a sweep only; add --sweep seq or --sweep device, or use memo simulate for a timeline"
         )
     plan = request.plan()
     simulation = prove(plan)
@@ -123,13 +146,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     off = abs(simulation.step_s / plan.step_s - 1) if plan.step_s else 0.0
     print(f"checked, and simulated event by event: {off:.2%} off the prediction")
     if args.output:
-        print(f"Wrote {shown(args.output)}")
+        print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked, with files read and sizes understood; a sweep varies it."""
+    """Parsed command line, with files read and sizes converted to bytes and tokens; a sweep varies it."""
 
     config: GPTConfig | None
     """None where a profile is given."""
@@ -146,10 +169,11 @@ class Request:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Request:
-        """From the command line.
+        """Parses the arguments and reads the files.
 
         Raises:
-            UsageError, PlanError: an argument or a file that cannot be understood.
+            UsageError: an argument is invalid or contradicts another.
+            PlanError: a file cannot be read.
         """
         machine = (
             read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
@@ -176,11 +200,15 @@ class Request:
         )
 
     def plan(self) -> ActivationPlan:
-        """The shortest step. Raises Infeasible, as the planner."""
+        """Plan with the shortest step.
+
+        Raises:
+            Infeasible: no plan fits the budgets.
+        """
         return solve_tiles(self.problem, self.tiles)
 
     def problem(self, tiles: int = 1) -> ActivationProblem:
-        """What the planner is asked, with MLPs in so many tiles where the profile is not given."""
+        """Planning problem; `tiles` is the number of MLP tiles of a named model."""
         profile = self.profile
         if profile is None:
             assert self.config is not None
@@ -191,7 +219,7 @@ class Request:
         )
 
     def _pipeline(self) -> Pipeline:
-        """Ranks of one stage are neighbours: a node holds several stages only where it has more ranks than a stage."""
+        """Pipeline of the layout. A node holds several stages only where it has more ranks than a stage."""
         together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
         return Pipeline(
             stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together, schedule=self.schedule
@@ -212,9 +240,9 @@ def _tiles(text: str, profile: Profile | None) -> tuple[int, ...]:
     if text == "auto":
         return TILES if profile is None else (profile.mlp_tiles,)
     if profile is not None:
-        raise UsageError("--mlp-tiles is for a named model; a profile is of the tiles that it was measured with")
+        raise UsageError("--mlp-tiles applies to a named model only; a profile has the tiles it was measured with")
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--mlp-tiles {text}: it is auto, or a whole number of at least 1")
+        raise UsageError(f"--mlp-tiles {text}: give auto, or a whole number of at least 1")
     return (int(text),)
 
 
@@ -236,14 +264,16 @@ def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:
 
 
 def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
-    """What a flag says of a profile's step is true, or it would go unheard."""
+    """Refuses flags that contradict the measured step, which would have no effect."""
     asked = {name: getattr(args, name) for name in ("batch", "tp", "cp", "pp") if getattr(args, name) != 1}
     if args.seq is not None:
         asked["seq"] = parse_tokens(args.seq, what="--seq")
     for name, given in asked.items():
         measured = known.tokens if name == "seq" else getattr(known, name)
         if given != measured:
-            raise UsageError(f"--{name} {given}: the profile is of {measured}; measure another, or name a model")
+            raise UsageError(
+                f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
+            )
 
 
 def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
@@ -252,7 +282,7 @@ def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
     )
     host = int(HOST_SHARE * machine.host_bytes) if args.host is None else parse_bytes(args.host, what="--host")
     if args.wear is not None and not args.wear >= 0:
-        raise UsageError(f"--wear {args.wear}: it is a number of terabytes a day")
+        raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
     return Budgets(
         device_bytes=device,
         host_bytes=host,

@@ -1,4 +1,4 @@
-"""`memo plan --sweep`: how step time, levels, tiers and peaks move with the sequence length or with the device's budget."""
+"""`memo plan --sweep`: plans over a range of sequence lengths or device budgets, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from memo.cli.activation_tables import utilisation
 from memo.cli.address_tables import table
-from memo.cli.output_files import replacing, say_written
+from memo.cli.output_files import atomic_write, print_written
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import ActivationPlan, LayerPlan, crossover_tokens, device_positions, predict
 from memo.mip.simulate import prove
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fit", "Point", "Shares", "run_sweep"]
 
+SweepAxis = Literal["seq", "device"]
+
 SHORTEST_TOKENS = 8 << 10
 DEVICE_POINTS = 12
 PLOTS = (".png", ".svg", ".pdf")
@@ -29,20 +31,22 @@ PLOTS = (".png", ".svg", ".pdf")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Means over a plan's layers, weighted by what each saves at most."""
+    """Mean shares over a plan's layers, weighted by the bytes that each layer saves at most."""
 
     alpha: float
-    """Of the tokens, at level `all`: the paper's letter. The next two are the other levels."""
+    """Share of the tokens at level `all`, the paper's alpha."""
     matmuls: float
+    """Share of the tokens at level `matmuls`."""
     attention: float
+    """Share of the tokens at level `attention`."""
     kept: float
-    """Of all bytes that autograd saves; what kept, host and disk lack of 1 is recomputed."""
+    """Share of the saved bytes that stays on the device. The rest of kept, host and disk to 1 is recomputed."""
     host: float
     disk: float
 
     @classmethod
     def of(cls, plan: ActivationPlan) -> Shares:
-        """A plan's."""
+        """Shares of a plan."""
         layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
         whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
         token_wise = float(sum(layer.levels[0].saved_bytes for layer, _ in layers)) or 1.0
@@ -65,14 +69,14 @@ class Shares:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What a plan comes to."""
+    """Predicted figures of one plan."""
 
     declined: bool
     step_s: float
     tokens_per_s: float
     mfu_causal: float
     added: float
-    """Recompute and stalls, as a share of the computation."""
+    """Time of recompute and stalls, as a share of the compute time."""
     peak_device_bytes: int
     peak_host_bytes: int
     peak_disk_bytes: int
@@ -81,7 +85,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One question of a sweep, and its answer."""
+    """One problem of a sweep and its result: a fit, or the reason why nothing fits."""
 
     tokens: int
     device_budget_bytes: int
@@ -90,7 +94,7 @@ class Point:
 
     @classmethod
     def of(cls, request: Request) -> Point:
-        """Plans, checks and simulates."""
+        """Plans, checks and simulates one request."""
         tokens, device = request.layout.tokens, request.budgets.device_bytes
         try:
             plan = request.plan()
@@ -114,16 +118,16 @@ class Point:
 
 
 def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
-    """Prints the table; exit code 3 where nothing fits at all."""
+    """Runs the sweep and prints its table; exit code 3 where no point fits."""
     if args.plot is not None and not args.plot.endswith(PLOTS):
         raise UsageError(f"--plot {args.plot!r}: the name must end in {', '.join(PLOTS)}")
     if args.output is not None:
-        raise UsageError("-o writes one plan; a sweep makes many")
+        raise UsageError("-o writes one plan, and a sweep makes many; leave out -o or --sweep")
     requests = _lengths(request) if args.sweep == "seq" else _devices(request)
     points = [Point.of(one) for one in requests]
     length = crossover_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
-        with replacing(Path(args.plot), force=args.force) as sibling:
+        with atomic_write(Path(args.plot), force=args.force) as sibling:
             _draw(points, sibling, by=args.sweep, crossover=length)
     if args.json:
         found = [dataclasses.asdict(point) for point in points]
@@ -133,21 +137,21 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         if length is not None:
             print(f"\nfull swap hides behind compute from {length:,} tokens")
         if args.plot is not None:
-            say_written(Path(args.plot))
+            print_written(Path(args.plot))
     return ExitCode.INFEASIBLE if all(point.infeasible for point in points) else ExitCode.OK
 
 
 def _lengths(request: Request) -> list[Request]:
-    """Doubled from 8k up to the length that was asked."""
+    """Requests with the sequence length doubled from 8k up to the one of the request."""
     if request.config is None:
-        raise UsageError("--sweep seq needs --model: a measured profile is of one length")
+        raise UsageError("--sweep seq needs --model; a measured profile has one sequence length")
     longest = request.layout.tokens
     lengths = [SHORTEST_TOKENS << power for power in range(40) if SHORTEST_TOKENS << power < longest] + [longest]
     return [dataclasses.replace(request, layout=dataclasses.replace(request.layout, tokens=n)) for n in lengths]
 
 
 def _devices(request: Request) -> list[Request]:
-    """From little more than the two rounding buffers to what keeps everything, or to what the GPU has."""
+    """Requests with device budgets from the smallest useful one to one that keeps everything, or to the GPU's memory."""
     problem = request.problem()
     stages = range(problem.pipeline.stages)
     least = max(place.resident_bytes for stage in stages for place in device_positions(problem, stage))
@@ -159,7 +163,7 @@ def _devices(request: Request) -> list[Request]:
     return [dataclasses.replace(request, budgets=dataclasses.replace(request.budgets, device_bytes=n)) for n in sizes]
 
 
-def _table(points: Sequence[Point], *, by: str) -> str:
+def _table(points: Sequence[Point], *, by: SweepAxis) -> str:
     header = (
         by,
         "step",
@@ -177,7 +181,7 @@ def _table(points: Sequence[Point], *, by: str) -> str:
     return table(header, [_row(point, by=by) for point in points])
 
 
-def _row(point: Point, *, by: str) -> tuple[str, ...]:
+def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
     name = format_tokens(point.tokens) if by == "seq" else format_bytes(point.device_budget_bytes)
     fit = point.fit
     if fit is None:
@@ -195,8 +199,8 @@ def _row(point: Point, *, by: str) -> tuple[str, ...]:
     )
 
 
-def _draw(points: Sequence[Point], path: Path, *, by: str, crossover: int | None) -> None:
-    """Step time's additions above, what becomes of the bytes below."""
+def _draw(points: Sequence[Point], path: Path, *, by: SweepAxis, crossover: int | None) -> None:
+    """Draws utilisation and added time above, the shares of the bytes below."""
     try:
         from matplotlib import rcParams
         from matplotlib.figure import Figure

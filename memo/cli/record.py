@@ -1,14 +1,13 @@
-"""`memo record`: what one training step allocates, found out without a GPU and without its memory.
+"""`memo record`: records the allocations of one training step on tensors without bytes, so no GPU is needed.
 
-The trace goes to a file, or to standard output where that is a pipe: `memo record ... | memo pack`. The work, and torch with
-it, is in memo.record.recording.
+The trace goes to a file, or to standard output where that is a pipe: `memo record ... | memo pack`. The recording, and torch
+with it, is in memo.record.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import json
 import sys
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from memo.allocator import AllocationTrace, trace_to_csv, trace_to_json
 from memo.cli.address_tables import table
-from memo.cli.output_files import file_name, refuse_existing, shown
+from memo.cli.output_files import display_name, file_name, refuse_existing
+from memo.cli.step_source import OWN_MODEL, add_step_options, is_preset, preset_config, step_builder
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS, GPTConfig, Precision, preset
+from memo.gpt import Precision
 from memo.mip.address import write_file
 from memo.parallel import Layout
 from memo.units import format_bytes, format_tokens, parse_tokens
@@ -28,66 +28,60 @@ if TYPE_CHECKING:
 
     from memo.record import Recording, Step
 
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   memo record --model 7b --seq 1m --alpha 0.25 -o trace.csv && memo pack trace.csv
   memo record --model mymodel:build --seq 32k --checkpoint | memo pack
   memo record --model 7b --seq 1m --tp 8 --alpha 1 | memo pack
 
-A model of your own is a function in a module that can be imported from here. It is called with the keywords batch and
-tokens, and returns (model, loss): a module on the CPU, and a callable that runs one forward and returns the loss.
-"""
+{OWN_MODEL}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo record`."""
+    """Adds the arguments of `memo record`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
+    add_step_options(parser, precisions=[str(precision) for precision in Precision], default="bf16")
     parser.add_argument(
-        "--model",
-        default="tiny",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}, or module:function (default tiny)",
-    )
-    parser.add_argument("--variant", choices=("gpt", "llama"), default="gpt", help="the manner of the layers")
-    parser.add_argument("--layers", type=int, metavar="N", help="instead of the preset's")
-    parser.add_argument("--seq", default="1k", metavar="TOKENS", help="such as 32k or 1m (default 1k)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="of a rank that shares matrices with others (default 1)"
+        "--tp", type=int, default=1, metavar="N", help="record one rank of N-way tensor parallelism (default 1)"
     )
     parser.add_argument(
-        "--cp", type=int, default=1, metavar="N", help="of a rank that shares the tokens of a sequence (default 1)"
+        "--cp", type=int, default=1, metavar="N", help="record one rank of N-way context parallelism (default 1)"
     )
     parser.add_argument(
         "--no-sequence-parallel",
         action="store_true",
-        help="with --tp: every rank holds all tokens between the matrices",
-    )
-    parser.add_argument(
-        "--precision", choices=[str(p) for p in Precision], default="bf16", help="of a named model (default bf16)"
+        help="with --tp: every rank keeps all tokens between the matrix products (default: a share of them)",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
-        "--alpha", type=float, metavar="F", help="offloaded: the fraction of tokens moved, not recomputed; 1 moves all"
+        "--alpha",
+        type=float,
+        metavar="F",
+        help="offload activations: move the fraction F of the tokens, from 0 to 1, and recompute the rest "
+        "(default: no offloading)",
     )
-    way.add_argument("--checkpoint", action="store_true", help="every layer is recomputed whole in backward")
-    parser.add_argument("--optimizer", action="store_true", help="with AdamW's step and the gradients' release")
-    parser.add_argument("--exact", action="store_true", help="sizes as asked for, not in CUDA's multiples of 512 bytes")
-    parser.add_argument("--real", action="store_true", help="with real tensors, where a step needs their contents")
+    way.add_argument("--checkpoint", action="store_true", help="recompute every layer in backward")
     parser.add_argument(
-        "-o", "--output", type=file_name, metavar="FILE", help="the trace: CSV, or JSON if it ends in .json"
+        "--optimizer", action="store_true", help="include the AdamW update and the release of the gradients"
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="record requested sizes instead of CUDA's multiples of 512 bytes"
+    )
+    parser.add_argument("--real", action="store_true", help="use real tensors, for a step that reads their contents")
+    parser.add_argument(
+        "-o", "--output", type=file_name, metavar="FILE", help="write the trace: JSON if FILE ends in .json, else CSV"
     )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Records, writes, reports."""
+    """Records the step, writes the trace and prints a summary."""
     if args.batch < 1:
         raise UsageError("--batch must be at least 1")
     if args.alpha is not None and not 0 <= args.alpha <= 1:
-        raise UsageError(f"--alpha {args.alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)")
+        raise UsageError(f"--alpha {args.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
     refuse_existing(args.output, force=args.force)
     tokens = parse_tokens(args.seq, what="--seq")
     recording = _record(args, tokens)
@@ -102,7 +96,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if piped:
         sys.stdout.write(trace_to_csv(recording.trace))
     if args.output:
-        print(f"Wrote {shown(args.output)}")
+        print(f"Wrote {display_name(args.output)}")
     return ExitCode.OK
 
 
@@ -111,7 +105,7 @@ def _record(args: argparse.Namespace, tokens: int) -> Recording:
     gc.disable()  # importing torch makes a million objects and no garbage: a quarter of this command's time
     try:
         with contextlib.ExitStack() as stack:
-            build = _step_maker(args, tokens, stack)
+            build = _builder(args, tokens, stack)
             from memo.record import record_step
 
             return record_step(
@@ -127,41 +121,26 @@ def _record(args: argparse.Namespace, tokens: int) -> Recording:
             gc.enable()
 
 
-def _step_maker(args: argparse.Namespace, tokens: int, stack: contextlib.ExitStack) -> Callable[[], Step]:
-    """`stack` ends what the step needs around it."""
+def _builder(args: argparse.Namespace, tokens: int, stack: contextlib.ExitStack) -> Callable[[], Step]:
+    """Builder of the step of one rank; `stack` closes the simulated process group."""
     layout = Layout(tp=args.tp, cp=args.cp, sequence_parallel=not args.no_sequence_parallel)
-    if ":" in args.model:
-        if args.layers is not None or args.variant != "gpt" or layout.ranks > 1:
-            raise UsageError("--layers, --variant, --tp and --cp are for the named models")
-        from memo.record import load_step
-
-        return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
-    config = preset(args.model, variant=args.variant, layers=args.layers)
-    if config.positions == "learned" and tokens > config.max_seq:
-        config = preset(args.model, variant=args.variant, layers=args.layers, max_seq=tokens)
-    size: dict[str, Any] = {"batch": args.batch, "tokens": tokens, "precision": Precision(args.precision)}
-    if layout.ranks > 1:
-        return _rank_step_maker(config, layout, args.real, size, stack)
-    from memo.record import gpt_step
-
-    return functools.partial(gpt_step, config, **size)
-
-
-def _rank_step_maker(
-    config: GPTConfig, layout: Layout, real: bool, size: dict[str, Any], stack: contextlib.ExitStack
-) -> Callable[[], Step]:
-    """One rank's part, played: the others do not exist."""
-    layout.check(config, seq=size["tokens"], batch=size["batch"], microbatches=1)
-    if real:
-        raise UsageError("--real computes with numbers, of which the other ranks of --tp and --cp would give none")
+    if layout.ranks == 1:
+        return step_builder(args, tokens)
+    if not is_preset(args):
+        raise UsageError("--tp and --cp apply to named models only; leave them out")
+    config = preset_config(args, tokens)
+    layout.check(config, seq=tokens, batch=args.batch, microbatches=1)
+    if args.real:
+        raise UsageError("--real needs values from the other ranks of --tp and --cp, which are not run; leave it out")
     from memo.parallel import simulated_rank
     from memo.record import rank_step
 
-    return rank_step(config, stack.enter_context(simulated_rank(layout)), **size)
+    world = stack.enter_context(simulated_rank(layout))
+    return rank_step(config, world, batch=args.batch, tokens=tokens, precision=Precision(args.precision))
 
 
 def _summary(args: argparse.Namespace, tokens: int, recording: Recording) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes."""
+    """Object that `--json` prints; sizes in bytes."""
     trace = recording.trace
     return {
         "model": args.model,

@@ -1,4 +1,4 @@
-"""`memo show`: a plan of addresses as a table, its arenas first, then where every buffer lies; or one of activations."""
+"""`memo show`: prints an address plan (its arenas, then the offset of each buffer) or an activation plan as tables."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from memo.mip.address import check
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo show`."""
-    parser.add_argument("plan", help="a plan in JSON; - is standard input")
+    """Adds the arguments of `memo show`."""
+    parser.add_argument("plan", help="address plan or activation plan in JSON; - is standard input")
     parser.add_argument(
         "--buffers",
         type=int,
         default=20,
         metavar="N",
-        help="of an address plan, list the first N by offset (default 20; 0 for none)",
+        help="for an address plan: list the N buffers with the lowest offsets; 0 is none (default 20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Shows invalid plans, too, and says that they are."""
+    """Prints the plan, also an invalid one, which is marked."""
     if args.buffers < 0:
         raise UsageError(f"--buffers {args.buffers} is negative; 0 lists none")
     plan = read_either_plan(args.plan)

@@ -1,7 +1,7 @@
-"""`memo simulate`: plays one training step under a plan, without a GPU, and shows where its time and bytes go.
+"""`memo simulate`: simulates one training step under an activation plan, without a GPU, and reports its time and bytes.
 
-The step is simulated on the machine and the profile that the plan was made for, or on others to see what becomes of the
-plan there. The trace is in the format of a real run, written by the same writer: one file for each pipeline stage.
+The machine and the profile are the plan's, unless others are given. The trace has the format of a real run and is written by
+the same writer, one file per pipeline stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output_files import file_path, replacing, say_written
+from memo.cli.output_files import atomic_write, file_path, print_written
 from memo.cli.simulation_tables import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
@@ -25,27 +25,29 @@ __all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `memo simulate`."""
-    parser.add_argument("plan", help="an activation plan in JSON, as `memo plan` writes it")
+    """Adds the arguments of `memo simulate`."""
+    parser.add_argument("plan", help="activation plan in JSON, written by memo plan")
     parser.add_argument(
-        "--profile", metavar="FILE", help="another profile than the plan's own, as `memo profile` writes it"
+        "--profile", metavar="FILE", help="simulate this profile, written by memo profile (default: the plan's)"
     )
     parser.add_argument(
-        "--hardware", metavar="NAME|FILE", help=f"another machine's links: {', '.join(PRESETS)}, or a JSON file"
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"simulate this machine: {', '.join(PRESETS)}, or a JSON description (default: the plan's)",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=file_path,
         metavar="FILE",
-        help="write the timeline; of several stages, into this directory",
+        help="write the trace to FILE; for a plan of several pipeline stages FILE is an existing directory",
     )
     parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit code 5, and the timeline all the same, when the step breaks a budget."""
+    """Simulates, writes the traces and prints; exit code 5 when the step exceeds a budget."""
     plan = read_activation_plan(args.plan)
     problem = _problem(plan, args)
     simulation = simulate(plan, problem)
@@ -56,14 +58,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     else:
         print_simulation(plan, problem, simulation)
         for path in written:
-            say_written(path)
+            print_written(path)
         if written:
             print(f"Open the timeline: memo trace html {' '.join(map(str, written))} -o report.html")
     return ExitCode.PLAN_INVALID if simulation.overflows else ExitCode.OK
 
 
 def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProblem:
-    """The plan's own problem, with what the arguments put in the place of its parts."""
+    """The plan's problem, with the profile and the hardware of the arguments."""
     problem = plan.problem
     if args.profile is not None:
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))
@@ -82,12 +84,12 @@ def _write(
     count = len(simulation.stages)
     if count > 1 and not output.is_dir():
         raise UsageError(
-            f"-o {str(output)!r}: the plan has {count} stages, each with a trace; name an existing directory"
+            f"-o {str(output)!r}: the plan has {count} stages, each with its own trace; name an existing directory"
         )
     paths = [output / f"trace.rank{rank}.jsonl" if output.is_dir() else output for rank in range(count)]
     for rank, path in enumerate(paths):
         events = stage_events(simulation.stages[rank], end_s=simulation.step_s)
-        with replacing(path, force=force) as sibling:
+        with atomic_write(path, force=force) as sibling:
             recorder = TraceRecorder(
                 sibling, rank=rank, world_size=count, meta=_meta(plan, problem, simulation, rank), capacity=len(events)
             )
@@ -98,7 +100,7 @@ def _write(
 
 
 def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, stage: int) -> dict[str, Any]:
-    signature, foretold = problem.profile.signature, plan.stages[stage]
+    signature, prediction = problem.profile.signature, plan.stages[stage]
     simulated = simulation.stages[stage]
     rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
     return {
@@ -114,6 +116,8 @@ def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulati
             "nvme-write": rates.disk_write_bytes_per_s,
             "nvme-read": rates.disk_read_bytes_per_s,
         },
-        # Of the device the plan foretells all bytes, the trace's states only those of saved tensors: not comparable.
-        "plan": {"predicted_peak_nbytes": {Tier.HOST: foretold.peak_host_bytes, Tier.DISK: foretold.peak_disk_bytes}},
+        # The plan predicts all bytes of the device, the trace has only those of saved tensors: not comparable.
+        "plan": {
+            "predicted_peak_nbytes": {Tier.HOST: prediction.peak_host_bytes, Tier.DISK: prediction.peak_disk_bytes}
+        },
     }

@@ -1,4 +1,4 @@
-"""What `memo simulate` says of a step: times beside the plan's prediction, stalls by cause, peaks beside budgets."""
+"""Text tables of a simulated step: times beside the plan's prediction, stalls by cause, peaks beside budgets."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from memo.units import format_bytes, format_tokens
 __all__ = ["AGREEMENT_PERCENT", "print_simulation", "simulation_summary"]
 
 AGREEMENT_PERCENT = 2.0
-"""How far a plan's predicted step time may be from the simulated one."""
+"""Largest deviation between the predicted and the simulated step time that is not reported as a fault."""
 DAY_S = 86_400
 _COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 
 
 def print_simulation(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation) -> None:
-    """For people. Of several stages, the slowest is shown; what breaks a budget is shown of all."""
+    """Prints the tables of the slowest stage, and a line for each exceeded budget of any stage."""
     number = simulation.slowest
-    stage, foretold = simulation.stages[number], plan.stages[number]
+    stage, prediction = simulation.stages[number], plan.stages[number]
     print(_headline(problem, simulation, number))
-    print(f"\n{_times(plan, problem, simulation, stage, foretold)}")
+    print(f"\n{_times(plan, problem, simulation, stage, prediction)}")
     if stage.waits:
         print(f"\n{_stalls(simulation, stage)}")
-    print(f"\n{_peaks(stage, foretold)}")
+    print(f"\n{_peaks(stage, prediction)}")
     print(f"\n{_agreement(plan, problem, simulation)}")
     for broken, peak in simulation.overflows:
         print(f"DOES NOT FIT: {_overflow(simulation, broken, peak)}")
 
 
 def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation) -> dict[str, Any]:
-    """What `--json` prints: seconds and bytes, the latter of one rank."""
+    """Object that `--json` prints, in seconds and bytes; bytes are those of one rank."""
     return {
         "model": problem.profile.signature.model,
         "hardware": problem.hardware.name,
@@ -45,15 +45,15 @@ def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulat
         "fits": not simulation.overflows,
         "slowest_stage": simulation.slowest,
         "stages": [
-            _stage_summary(problem, simulation, stage, foretold)
-            for stage, foretold in zip(simulation.stages, plan.stages, strict=True)
+            _stage_summary(problem, simulation, stage, prediction)
+            for stage, prediction in zip(simulation.stages, plan.stages, strict=True)
         ],
     }
 
 
 def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -> str:
     signature = problem.profile.signature
-    ways = "".join(f", {name} {size}" for name, size in _ways(problem) if size > 1)
+    ways = "".join(f", {name} {size}" for name, size in _sizes(problem) if size > 1)
     stage = f"; stage {number}, the slowest, is shown" if len(simulation.stages) > 1 else ""
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens on "
@@ -61,7 +61,7 @@ def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -
     )
 
 
-def _ways(problem: ActivationProblem) -> list[tuple[str, int]]:
+def _sizes(problem: ActivationProblem) -> list[tuple[str, int]]:
     signature, pipeline = problem.profile.signature, problem.pipeline
     return [
         ("tp", signature.tp),
@@ -76,14 +76,14 @@ def _times(
     problem: ActivationProblem,
     simulation: Simulation,
     stage: StageSimulation,
-    foretold: StagePrediction,
+    prediction: StagePrediction,
 ) -> str:
-    """Compute, recompute and stalls of the stage add up with its idle time to the step."""
+    """Table of times; compute, recompute, stalls and idle time of the stage add up to the step."""
     count = problem.pipeline.microbatches
     rows = [
-        ("compute", stage.compute_s, foretold.compute_s * count + problem.profile.optimizer_s),
-        ("recompute", stage.recompute_s, foretold.recompute_s * count),
-        ("stalls", stage.stall_s, foretold.stall_s * count),
+        ("compute", stage.compute_s, prediction.compute_s * count + problem.profile.optimizer_s),
+        ("recompute", stage.recompute_s, prediction.recompute_s * count),
+        ("stalls", stage.stall_s, prediction.stall_s * count),
     ]
     if len(simulation.stages) > 1:
         rows.append(
@@ -115,8 +115,8 @@ def _by_layer(waits: tuple[Wait, ...], cause: StallCause, lane: Lane) -> dict[st
     return found
 
 
-def _peaks(stage: StageSimulation, foretold: StagePrediction) -> str:
-    predicted = _predicted_peaks(foretold)
+def _peaks(stage: StageSimulation, prediction: StagePrediction) -> str:
+    predicted = _predicted_peaks(prediction)
     rows = [
         (
             peak.tier.value,
@@ -132,11 +132,11 @@ def _peaks(stage: StageSimulation, foretold: StagePrediction) -> str:
     return table(("peak of a rank", "simulated", "predicted", "budget", "used", "at"), rows)
 
 
-def _predicted_peaks(foretold: StagePrediction) -> dict[Tier, int]:
+def _predicted_peaks(prediction: StagePrediction) -> dict[Tier, int]:
     return {
-        Tier.DEVICE: foretold.peak_device_bytes,
-        Tier.HOST: foretold.peak_host_bytes,
-        Tier.DISK: foretold.peak_disk_bytes,
+        Tier.DEVICE: prediction.peak_device_bytes,
+        Tier.HOST: prediction.peak_host_bytes,
+        Tier.DISK: prediction.peak_disk_bytes,
     }
 
 
@@ -144,7 +144,7 @@ def _agreement(plan: ActivationPlan, problem: ActivationProblem, simulation: Sim
     off = _off_percent(plan, simulation)
     if problem is not plan.problem:
         own = plan.problem.hardware.name
-        return f"On what the plan was made for ({printable(own)}) it foretold {_time(plan.step_s)}: {off:+.1f} %."
+        return f"The plan was made for {printable(own)} and predicts {_time(plan.step_s)} there: {off:+.1f} % here."
     verdict = "they agree" if abs(off) <= AGREEMENT_PERCENT else f"MORE THAN {AGREEMENT_PERCENT:g} %: do not rely on it"
     return f"The simulated step is {off:+.2f} % off the plan's prediction: {verdict}."
 
@@ -162,7 +162,7 @@ def _off_percent(plan: ActivationPlan, simulation: Simulation) -> float:
 
 
 def _time(seconds: float) -> str:
-    """In seconds however many: prediction and simulation stand side by side."""
+    """Duration; long ones in seconds, so that prediction and simulation can be compared."""
     return f"{seconds:,.1f} s" if seconds >= 100 else duration(seconds * 1e9)
 
 
@@ -177,9 +177,9 @@ def _share(part: float, whole: float | None) -> float | None:
 
 
 def _stage_summary(
-    problem: ActivationProblem, simulation: Simulation, stage: StageSimulation, foretold: StagePrediction
+    problem: ActivationProblem, simulation: Simulation, stage: StageSimulation, prediction: StagePrediction
 ) -> dict[str, Any]:
-    predicted = _predicted_peaks(foretold)
+    predicted = _predicted_peaks(prediction)
     written = stage.moved_nbytes(Lane.DISK_WRITE)
     ranks = problem.budgets.ranks_per_node // problem.pipeline.stages_per_node
     return {

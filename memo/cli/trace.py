@@ -1,7 +1,4 @@
-"""`memo trace stats|html|diff|chrome|png`: what a run's trace says, on the terminal and as files.
-
-`memo.cli.output_files` writes the files.
-"""
+"""`memo trace stats|html|diff|chrome|png`: reports a run's trace on the terminal or as a file."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memo.cli.output_files import file_path, refuse_existing, replacing, say_written
+from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.trace_tables import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
 from memo.trace import Report, Trace, compare_reports, diff_to_json, printable, read_traces, report_on
@@ -22,41 +19,54 @@ __all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommands of `memo trace` with their arguments."""
     commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome|png", required=True)
-    stats = _command(commands, "stats", "figures and verdict of a run", _stats)
-    _choice(stats)
-    stats.add_argument("--json", action="store_true", help="one object, every rank and step")
-    html = _command(commands, "html", "one self-contained page with every byte and millisecond", _html)
-    html.add_argument("--plan", type=Path, metavar="FILE", help="an address plan to show as a packing picture")
-    _output(html)
-    chrome = _command(commands, "chrome", "Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
-    _output(chrome)
-    png = _command(commands, "png", "the picture of one step (.png, .pdf or .svg)", _png)
-    _choice(png)
-    _output(png)
-    two = commands.add_parser("diff", help="two runs side by side", description="Two runs side by side.")
-    two.add_argument("a", help="trace file of the first run")
-    two.add_argument("b", help="trace file of the second run")
-    two.add_argument("--json", action="store_true", help="one object, every figure")
-    _only(two)
-    two.set_defaults(act=_diff)
+    stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
+    _add_selection(stats)
+    stats.add_argument(
+        "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
+    )
+    html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
+    html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
+    _add_output(html, "write the page to FILE")
+    chrome = _command(commands, "chrome", "write Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
+    _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
+    png = _command(commands, "png", "draw one step", _png)
+    _add_selection(png)
+    _add_output(png, "write the picture to FILE, which ends in .png, .pdf or .svg")
+    text = "compare two runs side by side"
+    diff = commands.add_parser("diff", help=text, description=_sentence(text))
+    diff.add_argument("a", help="trace file of the first run")
+    diff.add_argument("b", help="trace file of the second run")
+    diff.add_argument("--json", action="store_true", help="print one JSON object with every figure instead of a table")
+    _add_steps(diff)
+    diff.set_defaults(act=_diff)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand and returns its exit code."""
     act: Callable[[argparse.Namespace], int] = args.act
     return act(args)
 
 
 def _command(commands: Any, name: str, text: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("traces", nargs="+", metavar="trace.rank*.jsonl", help="one file a rank, of one run; .gz too")
-    _only(parser)
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=_sentence(text))
+    parser.add_argument(
+        "traces", nargs="+", metavar="trace.rank*.jsonl", help="trace files of one run, one per rank; also .gz"
+    )
+    _add_steps(parser)
     parser.set_defaults(act=act)
     return parser
 
 
-def _only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", metavar="FIRST-LAST", help="read these steps alone, both included; `7` for one")
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps", metavar="FIRST-LAST", help="read only these steps, such as 10-12 or 7 (default: all steps)"
+    )
 
 
 def _steps(args: argparse.Namespace) -> range | None:
@@ -64,7 +74,7 @@ def _steps(args: argparse.Namespace) -> range | None:
         return None
     found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", args.steps, re.ASCII)
     if found is None:
-        raise UsageError(f"--steps {printable(args.steps)}: write for instance 10-12")
+        raise UsageError(f"--steps {printable(args.steps)}: not a range of steps; write for instance 10-12 or 7")
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
         raise UsageError(f"--steps {args.steps}: the last step is before the first")
@@ -74,23 +84,27 @@ def _steps(args: argparse.Namespace) -> range | None:
 def _read(args: argparse.Namespace) -> list[Trace]:
     traces = read_traces(args.traces, steps=_steps(args))
     if args.steps is not None and not any(trace.events for trace in traces):
-        raise UsageError(f"--steps {args.steps}: the trace has no event of these steps")
+        raise UsageError(f"--steps {args.steps}: the trace has no event of these steps; choose others")
     return traces
 
 
-def _choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rank", type=int, help="default: the rank whose median step is slowest")
-    parser.add_argument("--step", help="a step's number, or `all`; default: that rank's median step")
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rank", type=int, metavar="N", help="rank to show (default: the rank with the slowest median step)"
+    )
+    parser.add_argument(
+        "--step", metavar="N", help="number of the step to show, or all (default: the rank's median step)"
+    )
 
 
-def _output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=file_path, required=True, metavar="FILE")
+def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("-o", "--output", type=file_path, required=True, metavar="FILE", help=text)
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
 def _stats(args: argparse.Namespace) -> int:
     report = report_on(_read(args))
-    rank, step = _chosen(report, args)
+    rank, step = _selected(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
         return ExitCode.OK
@@ -107,12 +121,12 @@ def _html(args: argparse.Namespace) -> int:
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
-    with replacing(args.output, force=args.force) as target:
+    with atomic_write(args.output, force=args.force) as target:
         target.write_text(render_page(data, title=title), encoding="utf-8")
     for rank in data["ranks"]:
         if rank["thinned"]:
             print(rank["thinned"])
-    say_written(args.output)
+    print_written(args.output)
     return ExitCode.OK
 
 
@@ -129,9 +143,9 @@ def _chrome(args: argparse.Namespace) -> int:
     refuse_existing(args.output, force=args.force)
     text = json.dumps(chrome_trace(_read(args)), allow_nan=False, separators=(",", ":")).encode("ascii")
     packed = args.output.suffix == ".gz"
-    with replacing(args.output, force=args.force) as target:
+    with atomic_write(args.output, force=args.force) as target:
         target.write_bytes(gzip.compress(text, mtime=0) if packed else text)
-    say_written(args.output)
+    print_written(args.output)
     return ExitCode.OK
 
 
@@ -139,13 +153,13 @@ def _png(args: argparse.Namespace) -> int:
     from memo.trace import draw
 
     if args.output.suffix not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"-o {printable(str(args.output))}: pictures end in .png, .pdf or .svg")
+        raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
     refuse_existing(args.output, force=args.force)
     report = report_on(_read(args))
-    rank, step = _chosen(report, args)
-    with replacing(args.output, force=args.force) as target:
+    rank, step = _selected(report, args)
+    with atomic_write(args.output, force=args.force) as target:
         draw(report, target, rank=rank, step=step)
-    say_written(args.output)
+    print_written(args.output)
     return ExitCode.OK
 
 
@@ -159,15 +173,15 @@ def _diff(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _chosen(report: Report, args: argparse.Namespace) -> tuple[int, int | None]:
-    """The rank and step that the arguments name, or those that stand for the run."""
+def _selected(report: Report, args: argparse.Namespace) -> tuple[int, int | None]:
+    """Rank and step of the arguments, by default those that represent the run; None is all steps."""
     rank = report.rank if args.rank is None else args.rank
     one = report.of_rank(rank)
     if args.step == "all":
         return rank, None
     if args.step is not None:
         if not args.step.isdecimal():
-            raise UsageError(f"--step {printable(args.step)}: a step's number, or `all`")
+            raise UsageError(f"--step {printable(args.step)}: not a step; give a number, or all")
         return rank, one.step(int(args.step)).step
     known = [step.step for step in one.stats.steps]
     return rank, report.step if report.step in known else None

@@ -1,6 +1,6 @@
-"""The figures of a step, and two runs side by side, as tables on the terminal.
+"""Terminal tables of a step's figures and of the comparison of two runs.
 
-No name in them can command the terminal: foreign text is printable and free of markup before it reaches rich.
+Names from trace files are stripped of control characters and markup before they reach the terminal.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def _console() -> Console:
 
 
 def _text(name: str) -> str:
-    """A foreign name, with neither control characters nor markup."""
+    """Name from a file, without control characters and markup."""
     return escape(printable(name))
 
 
 def print_stats(one: RankReport, step: StepStats) -> None:
-    """The verdict, then every figure of one rank and step."""
+    """Prints the verdict, then every figure of one rank and step."""
     console = _console()
     for sentence in one.verdicts[step.step]:
         console.print(Text(sentence.text))
@@ -122,7 +122,7 @@ def _layers(step: StepStats) -> Table:
 
 
 def print_diff(a: str, b: str, rows: Sequence[Row]) -> None:
-    """Both runs' figures beside each other."""
+    """Prints the figures of two runs side by side."""
     table = Table(title="a: " + _text(a) + "\nb: " + _text(b), title_justify="left", box=None, pad_edge=False)
     for name in ("", "a", "b", "change", ""):
         table.add_column(name, justify="left" if not name else "right")

@@ -1,8 +1,7 @@
-"""The shape of a GPT: one validated dataclass, and the named sizes people ask for.
+"""Shape of a GPT: a validated dataclass, and presets of the published sizes.
 
-Owns every number that decides a model's parameters and FLOPs, and nothing of torch, so that the command line and the
-planners can read it without importing torch. A GPTConfig that exists is consistent: heads divide the width, key/value
-heads divide the heads.
+Owns every number that decides a model's parameters and FLOPs. Does not import torch, so the command line and the planners
+can use it alone. Invariant: a GPTConfig is consistent; heads divide the width, key/value heads divide the heads.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ SWIGLU_MULTIPLE = 256
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """A decoder-only transformer. Raises UsageError when the numbers do not fit together."""
+    """Shape of a decoder-only transformer.
+
+    Raises:
+        UsageError: the numbers do not fit together.
+    """
 
     vocab_size: int
     """Rows of the token embedding."""
@@ -36,28 +39,28 @@ class GPTConfig:
     layers: int
     """Number of blocks."""
     heads: int
-    """Query heads; each is hidden / heads wide."""
+    """Number of query heads; each has width hidden / heads."""
     kv_heads: int
-    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    """Number of key and value heads; fewer than `heads` is grouped-query attention."""
     ffn: int
     """Inner width of the MLP."""
     max_seq: int
-    """Rows of the learned position table; rotary models take any length and keep this as a note."""
+    """Rows of the learned position table. Rotary models take any length and ignore it."""
     norm: Norm = "layernorm"
     mlp: Mlp = "gelu"
     positions: Positions = "learned"
     dropout: float = 0.0
-    """On the embedding and on what each block adds; attention itself has none, since its fused kernels have none."""
+    """Dropout probability on the embedding and on each block's outputs; none inside attention, as in its fused kernels."""
     tie_embeddings: bool = True
-    """The output projection is the token embedding."""
+    """Use the token embedding as the output projection."""
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     mlp_tiles: int = 1
-    """Tiles in which each MLP is computed; above 1 it saves its input alone, and makes its wide activations again."""
+    """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
     end_of_document: int | None = None
-    """The token that ends a document: attention stays within documents and positions begin anew. None: neither does."""
+    """Token that ends a document; attention does not cross it and positions restart after it. None for no boundaries."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "max_seq", "mlp_tiles"):
@@ -67,7 +70,7 @@ class GPTConfig:
         for name, kinds in (("norm", Norm), ("mlp", Mlp), ("positions", Positions)):
             value, allowed = getattr(self, name), get_args(kinds)
             if value not in allowed:
-                raise UsageError(f"model: {name} is {value!r}; one of {', '.join(allowed)}")
+                raise UsageError(f"model: {name} is {value!r}; choose one of {', '.join(allowed)}")
         if self.hidden % self.heads:
             raise UsageError(f"model: {self.heads} heads do not divide a hidden size of {self.hidden}")
         if self.heads % self.kv_heads:
@@ -77,22 +80,25 @@ class GPTConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"model: dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.end_of_document is not None and not 0 <= self.end_of_document < self.vocab_size:
-            raise UsageError(f"model: end_of_document {self.end_of_document} is no token of {self.vocab_size}")
+            raise UsageError(
+                f"model: end_of_document {self.end_of_document} is not a token; give a number below {self.vocab_size}"
+            )
         if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
 
     @property
     def head_dim(self) -> int:
+        """Width of one attention head."""
         return self.hidden // self.heads
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def qkv_width(self) -> int:
-        """Columns that the fused query/key/value projection makes per token."""
+        """Output width of the fused query/key/value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
@@ -130,18 +136,24 @@ def preset(
     max_seq: int | None = None,
     **overrides: Any,
 ) -> GPTConfig:
-    """The named size, as a GPT or in the manner of Llama, with fields of GPTConfig replaced.
+    """Shape of a named size, with fields replaced.
 
-    `variant="llama"` means RMSNorm, rotary positions, SwiGLU, no biases, and four query heads to a key/value head.
-    Where `heads` or `hidden` is replaced, `kv_heads` and `ffn` follow in proportion unless they are given too.
+    Args:
+        name: a key of PRESETS.
+        variant: "gpt" for the GPT-2 architecture; "llama" for RMSNorm, rotary positions, SwiGLU, no biases, and four query
+            heads per key/value head.
+        vocab_size: replaces the preset's; None keeps it.
+        max_seq: replaces the preset's; None keeps it.
+        **overrides: other fields of GPTConfig; None keeps the preset's. Where `heads` or `hidden` is replaced, `kv_heads`
+            and `ffn` follow in proportion unless they are given too.
 
     Raises:
         UsageError: unknown preset, variant or field, or numbers that do not fit together.
     """
     if name not in PRESETS:
-        raise UsageError(f"unknown model {name!r}; one of {', '.join(PRESETS)}")
+        raise UsageError(f"unknown model {name!r}; choose one of {', '.join(PRESETS)}")
     if variant not in get_args(Variant):
-        raise UsageError(f"unknown variant {variant!r}; one of {', '.join(get_args(Variant))}")
+        raise UsageError(f"unknown variant {variant!r}; choose one of {', '.join(get_args(Variant))}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(GPTConfig)}
     if unknown:
         raise UsageError(f"model: no field named {', '.join(sorted(unknown))}")
@@ -152,11 +164,11 @@ def preset(
     for field, value in (("heads", heads), ("hidden", hidden)):
         if not isinstance(value, int):
             raise UsageError(f"model: {field} is {value!r}; it must be a whole number of at least 1")
-    derived = _llama_manner(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}
+    derived = _llama_fields(hidden, heads) if variant == "llama" else {"kv_heads": heads, "ffn": 4 * hidden}
     return dataclasses.replace(base, **(derived | changes))
 
 
-def _llama_manner(hidden: int, heads: int) -> dict[str, Any]:
+def _llama_fields(hidden: int, heads: int) -> dict[str, Any]:
     two_thirds = -(-8 * hidden // (3 * SWIGLU_MULTIPLE)) * SWIGLU_MULTIPLE
     return {
         "norm": "rmsnorm",

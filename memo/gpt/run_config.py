@@ -1,4 +1,4 @@
-"""What a person asks of a training run: one frozen dataclass, checked as a whole. Needs no torch."""
+"""Configuration of a training run: model, data, training, offloading, outputs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Documents", "OffloadConfig", "OffloadMode", "RunConfig"]
 
 
 class OffloadMode(enum.StrEnum):
-    """Where activations go between forward and backward."""
+    """Place of activations between forward and backward."""
 
     NONE = "none"
     HOST = "host"
@@ -26,33 +26,39 @@ class OffloadMode(enum.StrEnum):
 
 
 class Documents(enum.StrEnum):
-    """What a row of a batch is."""
+    """Content of a row of a batch."""
 
     PACKED = "packed"
-    """A window of the text anywhere, across ends of documents."""
+    """A window anywhere in the text, which may cross document ends."""
     WHOLE = "whole"
-    """Tokens of one document, from its beginning on; shorter documents are left out."""
+    """Tokens of one document, from its beginning on; documents shorter than a row are skipped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """The tiers, and what they may take."""
+    """Tiers and budgets of activation offloading.
+
+    Raises:
+        UsageError: options contradict each other or the mode.
+    """
 
     mode: OffloadMode = OffloadMode.NONE
     plan: Path | None = None
-    """With mode auto, an activation plan's file; None makes one from measured steps."""
+    """File of an activation plan, with mode auto; None plans from measured steps."""
     device_budget: int | None = None
-    """Bytes of the device that training may take in all; None is all there is."""
+    """Device memory for the whole training, in bytes; None is all there is."""
     host_budget: int | None = None
-    """Bytes; with mode disk, host memory is filled first when this is given."""
+    """Host memory for activations, in bytes; with mode disk, it is filled before the disk."""
     disk_dir: Path | None = None
-    """None is the system's temporary directory."""
+    """Directory of the scratch file; None is the system's temporary directory."""
     disk_budget: int | None = None
+    """Size of the scratch file, in bytes."""
     alpha: float | None = None
+    """Fraction of tokens whose activations move; the rest is recomputed."""
     exact: bool = False
-    """Layers whose recompute rounds in another way move whole."""
+    """Move all tensors of layers whose recompute rounds differently."""
     trace: str | Path | None = None
-    """A file; or, with a slash at its end, a directory."""
+    """Trace file; a name that ends in a slash is a directory."""
 
     def __post_init__(self) -> None:
         given = {
@@ -74,36 +80,40 @@ class OffloadConfig:
             if given[flag] is not None:
                 planned = flag in ("--plan", "--device-budget")
                 fitting = "auto" if planned else "disk or auto"
-                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; add --offload {fitting}")
+                raise UsageError(f"{flag} has no meaning with --offload {self.mode}; use --offload {fitting}")
         if self.mode is OffloadMode.HOST and self.host_budget == 0:
             raise UsageError("--host-budget 0 leaves --offload host no memory; give some, or use --offload disk")
         if self.plan is not None and self.alpha is not None:
-            raise UsageError("--plan says what --alpha says; give one of them")
+            raise UsageError("--plan and --alpha both set the fraction of tokens that move; give one of them")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
-            raise UsageError(f"alpha {self.alpha} is not between 0 and 1")
+            raise UsageError(f"--alpha {self.alpha} is not between 0 (recompute all tokens) and 1 (move all tokens)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run of `memo train`."""
+    """One run of `memo train`.
+
+    Raises:
+        UsageError: options contradict each other, or a number is out of range.
+    """
 
     model: str
     variant: Variant
     seq: int
     batch: int
     training: TrainConfig
-    """Its precision is replaced by `precision`, once the device is known."""
+    """Its precision is replaced by `precision` once the device is known."""
     layers: int | None = None
-    """These four replace the preset's."""
+    """Replaces the preset's number; likewise `hidden`, `heads` and `dropout`."""
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
     mlp_tiles: int = 1
     documents: Documents = Documents.PACKED
     mask_documents: bool = False
-    """Attention stays within documents, whose positions begin anew."""
+    """Attention does not cross document ends, and positions restart in each document."""
     data: Sequence[str] | None = None
-    """None is the source of Python's standard library."""
+    """Files, directories and globs; None is the source of Python's standard library."""
     field: str = "text"
     tokenizer: str | None = None
     seed: int = 0
@@ -114,26 +124,26 @@ class RunConfig:
     """Steps between evaluations; 0 is never."""
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 is only at the end and when stopped."""
+    """Steps between checkpoints; 0 is never. There is always one at the end and after an interrupt."""
     checkpoint_minutes: float = 0.0
-    """Minutes between checkpoints, as well; 0 is never."""
+    """Minutes between checkpoints; 0 is never."""
     checkpoint_keep: int = 2
     resume: Path | Literal["latest"] | None = None
     metrics: Path | None = None
     tensorboard: Path | None = None
-    """A directory for TensorBoard's event files."""
+    """Directory of TensorBoard's event files."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_flops: float | None = None
-    """Per second, of the device; None looks the device up."""
+    """Peak FLOPs per second of the device; None looks the device up by name."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     planned_allocator: bool = False
-    """Steps get their device memory at planned addresses of one arena."""
+    """Allocate device memory at planned addresses of one arena."""
     layout: Layout = dataclasses.field(default_factory=Layout)
-    """How many ranks share the model, and how."""
+    """Ranks of data, tensor, pipeline and context parallelism."""
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
-            raise UsageError(f"unknown model {self.model!r}; one of {', '.join(PRESETS)}")
+            raise UsageError(f"unknown model {self.model!r}; choose one of {', '.join(PRESETS)}")
         for name in ("batch", "checkpoint_keep", "mlp_tiles"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1")
@@ -141,7 +151,7 @@ class RunConfig:
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
         if self.seed >= 1 << 63:
-            raise UsageError("--seed is above 2^63 - 1, the largest that random number generators take")
+            raise UsageError("--seed is above 2^63 - 1, the largest seed of a random number generator")
         if not self.checkpoint_minutes >= 0:
             raise UsageError(f"--checkpoint-minutes {self.checkpoint_minutes} is not zero or a positive number")
         for name in ("checkpoint_every", "checkpoint_minutes"):
@@ -150,7 +160,7 @@ class RunConfig:
         if self.resume == "latest" and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, or the path of a checkpoint")
         if self.planned_allocator and self.device == "cpu":
-            raise UsageError("--planned-allocator plans a GPU's memory; it has no meaning with --device cpu")
+            raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
         if self.peak_flops is not None and not self.peak_flops > 0:

@@ -1,4 +1,4 @@
-"""How to train: the numbers of the step loop, checked. Needs no torch."""
+"""Configuration of the training step: optimizer, schedule, accumulation, precision. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import math
 
 from memo.errors import UsageError
 from memo.gpt.optim.loss_guard import LossGuardConfig
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 
 __all__ = ["Precision", "TrainConfig"]
 
 
 class Precision(enum.StrEnum):
-    """The type of weights and of arithmetic."""
+    """Number format of weights and arithmetic."""
 
     FP32 = "fp32"
     BF16_AUTOCAST = "bf16-autocast"  # weights in float32, matrix products in bfloat16
@@ -23,26 +23,30 @@ class Precision(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What to train on, and where to write, stand elsewhere."""
+    """Numbers of the step loop. Model, data and outputs are in RunConfig.
 
-    schedule: Schedule
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    schedule: LrSchedule
     accumulate: int = 1
-    """Microbatches a step; their gradients are averaged."""
+    """Microbatches in a step; their gradients are averaged."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = 1.0
-    """Largest norm of all gradients together; None does not clip."""
+    """Largest norm of all gradients together; None is no clipping."""
     precision: Precision = Precision.FP32
     eval_steps: int = 8
-    """Batches of one evaluation."""
-    health: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
+    """Batches in one evaluation."""
+    loss_guard: LossGuardConfig = dataclasses.field(default_factory=LossGuardConfig)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
-            raise UsageError(f"accumulate {self.accumulate} is less than 1")
+            raise UsageError(f"--accumulate {self.accumulate} is less than 1")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise UsageError(f"weight-decay {self.weight_decay} is not zero or a positive number")
+            raise UsageError(f"--weight-decay {self.weight_decay} is not zero or a positive number")
         if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"clip {self.clip} is not a positive number, nor 0 for none")
+            raise UsageError(f"--clip {self.clip} is not a positive number; 0 is no clipping")
         if self.eval_steps < 1:
-            raise UsageError(f"eval-steps {self.eval_steps} is less than 1")
+            raise UsageError(f"--eval-steps {self.eval_steps} is less than 1")

@@ -160,7 +160,7 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     memory.restart()
     assert memory.peak_bytes() == memory.now_bytes() == 0
     assert resources._device_bytes(device) == 1 << 30
-    assert attention_kernel._free_bytes(device) == (1 << 20) + memory_stats(device).reserved_bytes
+    assert attention_kernel._memory_limit(device) == (1 << 20) + memory_stats(device).reserved_bytes
 
 
 def test_without_the_planned_allocator_the_figures_are_torchs(machine: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_an_empty_name_and_a_dash_are_no_files(
 ) -> None:
     before = sorted(here.iterdir())
     assert main([*command, "-o", name]) == ExitCode.USAGE
-    assert f"{name!r} is no name of a file" in capsys.readouterr().err
+    assert f"{name!r} is not a file name" in capsys.readouterr().err
     assert sorted(here.iterdir()) == before
 
 

@@ -241,7 +241,7 @@ def test_kill_9_leaves_nothing_in_the_scratch_directory_and_training_resumes(
 USAGE = [
     (["--steps", "-1"], "steps -1 is less than 1"),
     (["--seed", "9" * 30], "--seed is above"),
-    (["--clip", "-1"], "nor 0 for none"),
+    (["--clip", "-1"], "0 is no clipping"),
     (["--offload", "host", "--host-budget", "0"], "--host-budget 0 leaves --offload host no memory"),
     (["--model", "9b"], "one of tiny, 125m"),
     (["--offload", "disk", "--host-budget", "8 gigs"], "write for instance 8GiB"),
@@ -257,7 +257,7 @@ USAGE = [
     (["--alpha", "2", "--offload", "disk"], "alpha 2.0"),
     (["--exact"], "--exact has no meaning with --offload none"),
     (["--plan", "p.json", "--offload", "disk"], "--plan has no meaning with --offload disk"),
-    (["--device-budget", "1GiB"], "--device-budget has no meaning with --offload none; add --offload auto"),
+    (["--device-budget", "1GiB"], "--device-budget has no meaning with --offload none; use --offload auto"),
     (["--plan", "p.json", "--alpha", "0.5", "--offload", "auto"], "give one of them"),
     (["--documents", "books"], "none of packed, whole"),
     (["--documents", "whole", "--mask-documents"], "a row is of one document"),

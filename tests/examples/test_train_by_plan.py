@@ -35,14 +35,14 @@ TWO_CORES = Hardware(
 
 
 def saved_bytes(plan: ActivationPlan) -> list[float]:
-    """Of each layer, at the levels of the plan."""
+    """Saved bytes of each layer at the levels of the plan."""
     return [
         own.saved_bytes(known) for own, known in zip(plan.layers, plan.problem.profile.layer_profiles(), strict=True)
     ]
 
 
 def moved_bytes(trace: Path, step: int) -> list[int]:
-    """To the host in one step, by layer."""
+    """Bytes moved to the host in one step, by layer."""
     events = [event for event in map(json.loads, trace.read_text().splitlines()) if event.get("step") == step]
     layer = {event["id"]: event["module"] for event in events if event["k"] == "state" and event["to"] == "live"}
     moved: Counter[int] = Counter()

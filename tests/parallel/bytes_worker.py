@@ -20,7 +20,7 @@ from launching import SCHEDULES
 import memo
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.layout import Layout, PipelineSchedule
 from memo.parallel.pipeline_order import PipelineOrder
@@ -37,7 +37,7 @@ SMALLEST = UNIT // 2 + 1
 class Held:
     """Bytes of the storages that autograd holds for layers, each counted once while any of its handles lives."""
 
-    def __init__(self, stages: list[Stage]) -> None:
+    def __init__(self, stages: list[PipelineStage]) -> None:
         self.now = self.most = 0
         self._inside = False
         self._handles: collections.Counter[torch.UntypedStorage] = collections.Counter()

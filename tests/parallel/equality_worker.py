@@ -17,7 +17,7 @@ from memo.gpt.config import GPTConfig, preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.gpt.train.step import Trainer
 from memo.gpt.train_config import TrainConfig
@@ -48,7 +48,7 @@ class Drawn:
 
 def training(microbatches: int) -> TrainConfig:
     return TrainConfig(
-        schedule=Schedule(peak=1e-3, floor=1e-4, warmup=0, steps=10), accumulate=microbatches, clip=0.5, eval_steps=3
+        schedule=LrSchedule(peak=1e-3, floor=1e-4, warmup=0, steps=10), accumulate=microbatches, clip=0.5, eval_steps=3
     )
 
 

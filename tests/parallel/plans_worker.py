@@ -22,7 +22,7 @@ import memo
 import memo.manager.manager
 from memo.autoplan.device_budget import DeviceBudget
 from memo.gpt.model.build_rank import build_stages
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.manager.manager import Manager
 from memo.mip.activation.plan import ActivationPlan
@@ -42,13 +42,13 @@ def only_saved_tensors(device: torch.device, budget: int | None) -> DeviceBudget
     return DeviceBudget(total_bytes=budget, peak_bytes=lambda: 0, restart=lambda: None)
 
 
-def divided(world: World) -> tuple[list[Stage], ParallelTrainer]:
+def divided(world: World) -> tuple[list[PipelineStage], ParallelTrainer]:
     stages = build_stages(shape(), world, seq=SEQ, device=CPU, dtype=torch.float32, seed=SEED)
     return stages, ParallelTrainer(stages, world, Drawn(), training(MICROBATCHES), device=CPU, rows=ROWS)
 
 
 def managed(
-    stages: list[Stage], trainer: ParallelTrainer, world: World, *, told: bool = True, **how: object
+    stages: list[PipelineStage], trainer: ParallelTrainer, world: World, *, told: bool = True, **how: object
 ) -> Manager:
     """As `memo train` opens it."""
     manager = memo.offload(

@@ -1,4 +1,4 @@
-"""A GPT's FLOPs, bytes and profile by arithmetic, without a GPU."""
+"""Arithmetic model of a GPT: FLOPs, bytes and profile, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How many parameters a GPT has, how many FLOPs a token costs, and what fraction of a machine that is.
+"""Parameter count of a GPT, FLOPs per token, and utilisation of a machine.
 
-Every figure has a name and one formula, in the letters N (weights that multiply a token), L (layers), h (width of all
-query heads), s (sequence length). Needs no torch.
+Formulas use the letters N (weights that multiply a token), L (layers), h (width of all query heads), s (sequence length).
+Needs no torch.
 
     mfu_causal   (6N +  6 L h s) tokens/s / peak     attention counted as the causal half it is
     mfu_full     (6N + 12 L h s) tokens/s / peak     attention counted as the full square
-    hfu          mfu_causal, plus the FLOPs that were really done a second time
+    hfu          mfu_causal, plus the FLOPs of recompute
 
 6N: two FLOPs forward and four backward per weight and token (Kaplan et al. 2020, "Scaling Laws for Neural Language
 Models", section 2.1). 12 L h s: the two products with the s x s scores, 4 h s forward and twice that backward
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """All parameters; equals the sum over model.parameters()."""
+    """Number of parameters; equals the sum over model.parameters()."""
     embedding = config.vocab_size * config.hidden
     positions = config.max_seq * config.hidden if config.positions == "learned" else 0
     head = 0 if config.tie_embeddings else embedding
@@ -38,42 +38,48 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def layer_parameter_count(config: GPTConfig) -> int:
-    """Parameters of one block."""
+    """Number of parameters of one layer."""
     biases = config.qkv_width + config.hidden + _mlp_matrices_up(config) * config.ffn + config.hidden
     return _layer_weights(config) + (biases if config.bias else 0) + 2 * _norm_parameters(config)
 
 
 def matmul_parameter_count(config: GPTConfig) -> int:
-    """N: the weights that multiply every token: those of the blocks' matrices and of the output projection.
+    """Number N of weights that multiply every token: the layers' matrices and the output projection.
 
-    Left out are the embeddings, which are looked up, and norms and biases, which are below a thousandth.
+    Embeddings are not counted, since they are looked up, nor are norms and biases, which are below a thousandth.
     """
     return config.layers * _layer_weights(config) + config.vocab_size * config.hidden
 
 
 def flops_per_token(config: GPTConfig, seq: int, *, causal: bool = True) -> float:
-    """6N + 6 L h s (causal) or 6N + 12 L h s: model FLOPs per token, forward and backward, in a sequence of `seq`."""
+    """Model FLOPs per token, forward and backward, in a sequence of `seq` tokens: 6N + 6 L h s, or 6N + 12 L h s.
+
+    Args:
+        config: the model.
+        seq: sequence length s.
+        causal: count the causal half of attention (6 L h s), or the full square (12 L h s).
+    """
     attention = (6 if causal else 12) * config.layers * config.hidden * seq
     return float(6 * matmul_parameter_count(config) + attention)
 
 
 def recompute_flops_per_token(config: GPTConfig, fraction: float = 1.0) -> float:
-    """FLOPs per token of redoing every layer's token-wise part for `fraction` of the tokens.
+    """FLOPs per token of recomputing `fraction` of the tokens in every layer.
 
-    Two FLOPs per weight of the layer, without its last projection, which no saved tensor depends on, and without
-    attention, whose output is kept (docs/design.md, "Token-wise recompute").
+    Two FLOPs per weight of the layer, without its last projection, on which no saved tensor depends, and without attention,
+    whose output is kept (docs/design.md, "Token-wise recompute").
     """
     redone = _layer_weights(config) - config.ffn * config.hidden
     return 2.0 * config.layers * redone * fraction
 
 
 def mfu_causal(config: GPTConfig, *, seq: int, tokens_per_s: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation with (6N + 6 L h s) per token; 1.0 is the peak."""
+    """Model FLOPs utilisation with 6N + 6 L h s FLOPs per token; 1.0 is the peak."""
     return flops_per_token(config, seq) * tokens_per_s / peak_flops
 
 
 def mfu_full(config: GPTConfig, *, seq: int, tokens_per_s: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation with (6N + 12 L h s) per token, as PaLM and many published tables count."""
+    """Model FLOPs utilisation with 6N + 12 L h s FLOPs per token, as in PaLM and many published tables."""
     return flops_per_token(config, seq, causal=False) * tokens_per_s / peak_flops
 
 
@@ -85,7 +91,7 @@ def hfu(
     peak_flops: float,
     recomputed_flops_per_token: float = 0.0,
 ) -> float:
-    """Hardware FLOPs utilisation: mfu_causal plus the FLOPs per token that the caller measured as redone."""
+    """Hardware FLOPs utilisation: as mfu_causal, with the recomputed FLOPs per token added."""
     return (flops_per_token(config, seq) + recomputed_flops_per_token) * tokens_per_s / peak_flops
 
 

@@ -1,10 +1,10 @@
-"""Peak FLOPs per second of GPUs that memo knows by name: dense bfloat16 on tensor cores, from the makers' data sheets."""
+"""Peak FLOPs per second of GPUs by name: dense bfloat16 on tensor cores, from the data sheets."""
 
 from __future__ import annotations
 
 __all__ = ["peak_flops"]
 
-# First match wins, so a longer name stands before the shorter one it contains.
+# First match wins, so a longer name comes before a shorter one that it contains.
 _BF16_DENSE = (
     ("B200", 2250e12),
     ("GH200", 989e12),
@@ -24,5 +24,5 @@ _BF16_DENSE = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The bfloat16 peak of the device torch calls by this name; None when it is not in the table."""
+    """Dense bfloat16 peak in FLOPs per second of the device with torch's name for it; None when it is not known."""
     return next((flops for name, flops in _BF16_DENSE if name in device_name), None)

@@ -1,12 +1,11 @@
-"""The profile of a GPT on a machine that is not at hand: bytes and FLOPs by arithmetic, seconds from a description.
+"""Profile of a GPT by arithmetic, for a machine that need not be there: bytes and FLOPs of the model, rates of the machine.
 
-Owns what a layout and a machine make of one block's figures (memo.gpt.arithmetic.block_bytes), and of what stands
-before and behind the layers, for the fused kernels of a GPU. Tensor parallelism is Megatron's with sequence
-parallelism: every saved tensor is divided by tp; context parallelism divides tokens. Rates are of products in the
-precision that is asked for. Needs no torch.
+Owns the profile of a layer (from the figures of block_bytes.py), of the embedding and of the head, for the fused kernels of
+a GPU. Tensor parallelism is Megatron's with sequence parallelism, which divides every saved tensor by tp; context
+parallelism divides tokens. Rates are those of matrix products in the given precision. Needs no torch.
 
-A tiled MLP is the same work in more pieces: each of a pass's tiles takes as long as TILE_ROWS more rows would, the part of
-a GPU's blocks of rows that its last ones leave idle, and as its launches.
+A tiled MLP does the same work in more pieces. Each tile of a pass adds the time of TILE_ROWS more rows, since the last
+blocks of rows leave a GPU partly idle, and the time of its kernel launches.
 """
 
 from __future__ import annotations
@@ -23,43 +22,51 @@ from memo.swap import comparing_nbytes
 
 __all__ = ["Layout", "derive_profile"]
 
-STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments of Adam
+STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments of Adam
 LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
-LOGIT_BYTES = 2 * 4  # one and its gradient in float32
+LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
-TILE_ROWS = 128  # of the blocks in which a GPU computes a product
-LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the host's time for one
+TILE_ROWS = 128  # rows of a block in a GPU's matrix product
+LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What runs on how many GPUs."""
+    """Size of a step and its parallelism.
+
+    Raises:
+        UsageError: a size is below 1, or tp x cp x pp does not divide the GPUs.
+    """
 
     tokens: int
-    """Of a sequence."""
+    """Sequence length."""
     batch: int = 1
     """Sequences in a microbatch."""
     gpus: int = 1
+    """Number of GPUs in all."""
     tp: int = 1
+    """Ranks of tensor parallelism."""
     cp: int = 1
+    """Ranks of context parallelism."""
     pp: int = 1
+    """Pipeline stages."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch", "gpus", "tp", "cp", "pp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.gpus % (self.tp * self.cp * self.pp):
-            raise UsageError(f"{self.gpus} GPUs are no multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
+            raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
 
     @property
     def rank_tokens(self) -> float:
-        """Of a microbatch, that one rank has of tensors that are divided among tp and cp."""
+        """Tokens of a microbatch on one rank, in tensors divided by tp and cp."""
         return self.tokens * self.batch / (self.tp * self.cp)
 
     @property
     def replicas(self) -> int:
-        """Data parallelism: whatever GPUs are left."""
+        """Ranks of data parallelism: the GPUs left by tp, cp and pp."""
         return self.gpus // (self.tp * self.cp * self.pp)
 
 
@@ -71,7 +78,14 @@ def derive_profile(
     precision: Precision = Precision.BF16,
     name: str = "gpt",
 ) -> Profile:
-    """One rank's microbatch under this layout, its MLP in as many tiles as `config` says.
+    """Derives the profile of one rank's microbatch.
+
+    Args:
+        config: the model, with the number of MLP tiles.
+        machine: rates and memories of the machine.
+        layout: size of the step and its parallelism.
+        precision: number format of weights and arithmetic.
+        name: name of the model in the profile.
 
     Raises:
         UsageError: the layout does not divide the model.
@@ -79,7 +93,7 @@ def derive_profile(
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
-        raise UsageError(f"{config.layers} layers make no {layout.pp} pipeline stages")
+        raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
     signature = Signature(
         model=name,
         batch=layout.batch,
@@ -100,7 +114,7 @@ def derive_profile(
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
-        # Adam reads weight, gradient and moments and writes all but the gradient.
+        # Adam reads weight, gradient and two moments, and writes all but the gradient: 7 float32 per parameter.
         optimizer_s=7 * 4 * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
         model_flops_causal_per_token=flops_per_token(config, layout.tokens),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
@@ -116,7 +130,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
     tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
     parameters = layer_parameter_count(config)
     gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
-    # Autocast's copies stay from their first use until backward has used them.
+    # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
     return LayerProfile(
         name="block",
@@ -127,7 +141,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
                 saved_bytes=round(block.all * tokens),
                 beside_bytes=round(block.in_pieces * tokens),
             ),
-            # What ranks sum is saved; what they gather is read by products alone, whose results are saved.
+            # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
             LevelProfile(
                 level=Level.SAVE_MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
@@ -139,7 +153,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
                 saved_bytes=0,
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s
-                + 3 / 4 * tensor_s  # all but the sum behind the last projection
+                + 3 / 4 * tensor_s  # all but the sum after the last projection
                 + block.exchanges_again * context_s,
                 recompute_flops=block.projections_again * tokens,
             ),
@@ -153,7 +167,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         backward_s=(2 * block.projections + block.retiled) * products_s
         + ATTENTION_BACKWARD * attention_s
         + 2 * block.elementwise * memory_s
-        + 1.5 * tensor_s  # the two gathers once more, for the weights' gradients
+        + 1.5 * tensor_s  # the two gathers again, for the weights' gradients
         + context_s
         + 2 * _tiling_s(config, block, machine),
         forward_flops=(block.projections + block.attention) * tokens,
@@ -162,7 +176,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         attention_s=attention_s,
         forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens)
         + comparing_nbytes(round(block.largest * tokens)),
-        # And the gradient of the layer's weights, in the type of the products.
+        # With the gradient of the layer's weights, in the dtype of the products.
         backward_transient_bytes=round(2 * gathered_weights + copied_weights + block.backward_transient * tokens),
         between_bytes=round(block.between * tokens),
         static_bytes=round(STATE_BYTES * parameters / _shards(layout) + copied_weights),
@@ -172,7 +186,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
 
 
 def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
-    """What one pass over an MLP takes longer in tiles than whole."""
+    """Seconds that tiles add to one pass over an MLP."""
     if config.mlp_tiles == 1:
         return 0.0
     rows_s = TILE_ROWS * block.mlp / (machine.peak_flops * machine.matmul_efficiency)
@@ -180,22 +194,22 @@ def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
 
 
 def _shards(layout: Layout) -> int:
-    """Ranks that share one stage's parameters and their state: fully sharded over replicas and context, too."""
+    """Number of ranks that one stage's parameters and optimizer state are sharded over."""
     return layout.gpus // layout.pp
 
 
 def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Two gathers and two sums of tensor parallelism, in one forward."""
+    """Seconds of tensor parallelism's two gathers and two sums in one forward."""
     return 4 * (layout.tp - 1) / layout.tp / layout.cp * _hidden_s(config, machine, layout, sizes)
 
 
 def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Four all-to-alls of context parallelism, in one forward."""
+    """Seconds of context parallelism's four all-to-alls in one forward."""
     return 4 * (layout.cp - 1) / layout.cp / (layout.cp * layout.tp) * _hidden_s(config, machine, layout, sizes)
 
 
 def _hidden_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """All tokens over one rank's links, as products have them; 0 where nobody is at their other ends."""
+    """Seconds to send the hidden states of all tokens over one rank's links; 0 with one rank."""
     if layout.tp * layout.cp == 1:
         return 0.0
     return config.hidden * sizes.product * layout.tokens * layout.batch / machine.nvlink_bytes_per_s
@@ -203,16 +217,18 @@ def _hidden_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Eleme
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ends:
+    """Profiles of the model's ends: embedding and head."""
+
     config: GPTConfig
     machine: Hardware
     layout: Layout
     sizes: ElementSizes
 
     def embedding(self) -> EndProfile:
-        """A row read for each token and added to in backward; the rotary tables, in float32, stay for all layers.
+        """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
 
-        Ranks that share the vocabulary look up all tokens of their group; in backward they have the gradient of all of
-        them, and once more without those of other ranks' rows.
+        Tensor-parallel ranks look up all tokens of their group. In backward they hold the gradient of all of them, and a
+        copy masked to their own rows of the vocabulary.
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
@@ -226,19 +242,19 @@ class _Ends:
         )
 
     def head(self) -> EndProfile:
-        """Norm, projection and loss, whose gradients memo.loss.chunked_cross_entropy makes in forward, a chunk at a time."""
+        """Head: norm, projection and loss, whose gradients the chunked loss computes in forward."""
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         flops = 2.0 * config.vocab_size * config.hidden * tokens
         row = config.hidden * self.sizes.stream * tokens
         weights = 0 if config.tie_embeddings else config.vocab_size * config.hidden
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
-        # The matrix's gradient in float32, and its copy in the type of products.
+        # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
         return EndProfile(
             forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency) + 4 * row / machine.hbm_bytes_per_s,
             backward_s=6 * row / machine.hbm_bytes_per_s,
             forward_flops=3 * flops,
-            saved_bytes=round(3 * row),  # the norm's input and output, and the gradient of that
+            saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
             transient_bytes=round(logits + row + matrix),
             static_bytes=round(STATE_BYTES * weights / _shards(self.layout)),
         )

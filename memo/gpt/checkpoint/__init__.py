@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, in the background, by many ranks."""
+"""Checkpoints of a run: written completely or not at all, in the background, by one or many ranks."""

@@ -1,15 +1,15 @@
-"""Checkpoints of a run: one directory, one subdirectory a step, each of them whole or not there.
+r"""Checkpoint directory of a run: one subdirectory per step, each complete or absent.
 
     DIR/step-00000200/meta.json        format, step, settings of the run, sizes of the other files
-                      .metadata        \\ torch.distributed.checkpoint: weights, optimizer state,
+                      .metadata        \ torch.distributed.checkpoint: weights, optimizer state,
                       __0_0.distcp     / random generators
     DIR/.step-00000300.partial/        being written
 
-A checkpoint is written under its partial name, forced to disk, and only then renamed; so a name without a dot is always
-a complete checkpoint, whatever killed the writer. The directory is locked while a run writes to it; the lock is the
-kernel's, on the directory itself, and goes with the process.
+Invariant: a name without a leading dot is a complete checkpoint, whatever killed the writer. Files are written under the
+partial name, synced to disk, and only then renamed. The directory is locked while a run writes to it; the lock is the
+kernel's, on the directory itself, and ends with the process.
 
-torch.distributed.checkpoint pickles its own metadata: a checkpoint is trusted input, as a program is.
+torch.distributed.checkpoint pickles its own metadata, so load checkpoints only from sources that are trusted like programs.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """Complete checkpoint on disk."""
 
     path: Path
     step: int
-    """Steps done."""
+    """Number of steps done."""
     settings: dict[str, Any]
-    """What the run was told, as JSON."""
+    """Settings of the run, as JSON values."""
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint:
-        """Reads `meta.json` and holds the files against it.
+        """Reads `meta.json` and checks that the files have the sizes it lists.
 
         Raises:
-            CheckpointError: not a checkpoint, of another version, or files missing or cut short.
+            CheckpointError: not a checkpoint, of another version, or files missing or truncated.
         """
         try:
             meta = json.loads((path / _META).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ class Checkpoint:
         return cls(path=path, step=step, settings=settings)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fills the tensors of `state` in place, and the random generators, where it has them: many ranks save none.
+        """Loads the tensors of `state` in place, and the RNG state where the checkpoint has it; many ranks save none.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
@@ -95,7 +95,15 @@ class Checkpoint:
 
 
 class CheckpointDir:
-    """The checkpoints of one run, oldest to newest. Holds the directory's lock until `close`."""
+    """Checkpoints of one run. Holds the directory's lock until `close`.
+
+    Args:
+        path: the directory; created if it does not exist.
+        keep: number of newest checkpoints to keep.
+
+    Raises:
+        CheckpointError: the directory cannot be used, or another run writes to it.
+    """
 
     def __init__(self, path: Path, *, keep: int) -> None:
         self.path = path
@@ -113,7 +121,7 @@ class CheckpointDir:
             raise
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and why newer ones were passed over."""
+        """Newest complete checkpoint, and the reasons why newer ones were skipped."""
         skipped: list[str] = []
         for path in reversed(self._paths()):
             try:
@@ -123,16 +131,19 @@ class CheckpointDir:
         return None, skipped
 
     def is_empty(self) -> bool:
-        """True when there is no checkpoint, whole or damaged."""
+        """True when there is no checkpoint, complete or damaged."""
         return not self._paths()
 
     def save(self, step: int, state: dict[str, Any], settings: dict[str, Any]) -> Checkpoint:
         """Writes the checkpoint of `step`, then removes the oldest beyond `keep`.
 
-        The random generators are saved as they are now, unless `state` has them under "random".
+        Args:
+            step: steps done.
+            state: tensors in nested dicts; the current RNG state is added unless `state` has the key "random".
+            settings: JSON values to store beside the tensors.
 
         Raises:
-            CheckpointError: it could not be written; the partial directory is gone and older checkpoints are untouched.
+            CheckpointError: it could not be written; the partial directory is removed, older checkpoints are untouched.
         """
         partial = self.begin(step)
         if partial is not None:
@@ -150,25 +161,28 @@ class CheckpointDir:
         return Checkpoint(path=self._target(step), step=step, settings=settings)
 
     def begin(self, step: int) -> Path | None:
-        """Where to write the files of `step`; None when its checkpoint is there already, and whole."""
+        """Directory to write the files of `step` to; None when its checkpoint exists and is complete."""
         target = self._target(step)
         if target.exists():
             try:
-                Checkpoint.at(target)  # resumed and stopped again without a step between
+                Checkpoint.at(target)  # resumed and stopped again without a step in between
                 return None
             except CheckpointError:
-                shutil.rmtree(target, ignore_errors=True)  # damaged: it was passed over, and is now made anew
+                shutil.rmtree(target, ignore_errors=True)  # damaged, so it is written again
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
         return partial
 
     def publish(self, step: int, settings: dict[str, Any], failure: str | None = None) -> None:
-        """Makes a checkpoint of the files that stand where `begin` said, then removes the oldest beyond `keep`.
+        """Turns the files in the directory of `begin` into a checkpoint, then removes the oldest beyond `keep`.
 
-        `failure` is why they are not all there.
+        Args:
+            step: steps done.
+            settings: JSON values to store beside the tensors.
+            failure: reason why the files are not complete; None if they are.
 
         Raises:
-            CheckpointError: the failure, or one of its own; the files are gone and older checkpoints are untouched.
+            CheckpointError: `failure`, or an error of this call; the files are removed, older checkpoints are untouched.
         """
         target, partial = self._target(step), self._partial(step)
         try:
@@ -186,7 +200,7 @@ class CheckpointDir:
             shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
-        """Gives the lock back; a directory that this run made and wrote nothing to is removed. Idempotent."""
+        """Releases the lock, and removes the directory if this run created it and it is empty. Idempotent."""
         if self._lock < 0:
             return
         if self._made:
@@ -211,9 +225,9 @@ class CheckpointDir:
                 raise CheckpointError(
                     f"another run is writing to {self.path}; choose another --checkpoint-dir"
                 ) from error
-            # A file system without locks (some network mounts): go on without.
+            # A file system without locks (some network mounts): continue without one.
         for path in self.path.iterdir():
-            if _PARTIAL.fullmatch(path.name):  # the writer was killed; the lock says that it is gone
+            if _PARTIAL.fullmatch(path.name):  # its writer was killed, since this run has the lock
                 shutil.rmtree(path, ignore_errors=True)
 
     def _target(self, step: int) -> Path:
@@ -228,13 +242,13 @@ class CheckpointDir:
 
 
 def _write(partial: Path, state: dict[str, Any]) -> None:
-    """The tensors under the partial name, forced to disk."""
+    """Writes the tensors under the partial name and syncs them to disk."""
     _single_process()
     dcp_save(state, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
 
 
 def _seal(partial: Path, step: int, settings: dict[str, Any]) -> None:
-    """Adds what says that the files are all there, forced to disk."""
+    """Adds meta.json, which lists the complete files, and syncs it to disk."""
     meta = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -254,15 +268,15 @@ def _seal(partial: Path, step: int, settings: dict[str, Any]) -> None:
 
 
 def _single_process() -> None:
-    """No warning of torch.distributed that there is one process: that is what is meant.
+    """Silences torch.distributed's warning about a single process, which is intended.
 
-    Not undone: to put the filters back is no safe thing to do in a thread.
+    The filter is not removed again, since warning filters cannot be restored safely from a thread.
     """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def cause_of(error: BaseException) -> str:
-    """One line on why torch.distributed.checkpoint failed."""
+    """One line with the reason why torch.distributed.checkpoint failed."""
     return _first_failure(error) if isinstance(error, CheckpointException) else _cause(error)
 
 
@@ -272,7 +286,7 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """One line. torch's writer answers a full disk with a complaint of its own, raised while it handled the real one."""
+    """One line with the errno of the first OSError in the chain, since torch's writer raises another error over it."""
     origin: BaseException | None = error
     while origin is not None:
         if isinstance(origin, OSError) and origin.errno is not None:

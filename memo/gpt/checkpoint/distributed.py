@@ -1,12 +1,12 @@
-"""Checkpoints that all ranks write together, while they train on.
+"""Distributed checkpoints: all ranks write their parts together, in the background of training.
 
-The directory, its lock and its names are the first rank's, by CheckpointDir; the others do as it says. Every rank writes its
-own part of each tensor, so a checkpoint knows names and places in the whole, and no layout: it is read at any other.
+The first rank owns the directory, its lock and its names, by CheckpointDir; the other ranks follow it. Every rank writes its
+own part of each tensor with its offset in the whole, so a checkpoint is independent of the layout and loads at any other.
 
     save     parts are copied to host memory        training goes on     a thread of each rank writes its file
     publish  all parts are on disk: the first rank adds meta.json and renames the directory, which makes it a checkpoint
 
-The directory must be one that all nodes see.
+The directory must be on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from memo.errors import CheckpointError, MemoError
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir, cause_of
 
-__all__ = ["SharedCheckpointDir", "load_shared"]
+__all__ = ["DistributedCheckpointDir", "load_distributed"]
 
 _T = TypeVar("_T")
 
 
-def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Fills the tensors of `state` in place, each rank its part. A collective call.
+def load_distributed(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """Loads the tensors of `state` in place, each rank its part. A collective call.
 
-    Random generators are not restored: a rank's are seeded anew at each step.
+    The RNG state is not restored, since every rank seeds it again at each step.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape; `state` may then be partly filled.
@@ -44,39 +44,53 @@ def load_shared(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         raise CheckpointError(f"cannot load {checkpoint.path}: {cause_of(error)}") from None
 
 
-class SharedCheckpointDir:
-    """As CheckpointDir, for all ranks; every method but `failure` and `close` is a collective call."""
+class DistributedCheckpointDir:
+    """CheckpointDir for all ranks. Every method but `failure` and `close` is a collective call.
+
+    Args:
+        path: directory of the run's checkpoints, shared by all nodes.
+        keep: number of newest checkpoints to keep.
+
+    Raises:
+        CheckpointError: as CheckpointDir, on every rank.
+    """
 
     def __init__(self, path: Path, *, keep: int) -> None:
         self.path = path
         self._lead = dist.get_rank() == 0
-        # The writers agree on what each writes, from threads of their own: not over the group that trains.
+        # The writing threads communicate while training goes on, so they need a group of their own.
         self._group = dist.new_group(backend="gloo")
-        # And what the ranks tell each other while the writers are at work must not come between theirs.
-        self._talk = dist.new_group(backend="gloo")
+        # The ranks also exchange messages while the threads write, which need another one.
+        self._control_group = dist.new_group(backend="gloo")
         self._directory: CheckpointDir | None = None
         self._writing: tuple[Future[Any], int, dict[str, Any]] | None = None
         self._failure: CheckpointError | None = None
         self._on_lead(lambda: self._open(path, keep))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and why newer ones were passed over."""
+        """Newest complete checkpoint, and the reasons why newer ones were skipped."""
         return self._on_lead(lambda: self._lead_directory.latest())
 
     def is_empty(self) -> bool:
-        """True when there is no checkpoint, whole or damaged."""
+        """True when there is no checkpoint, complete or damaged."""
         return self._on_lead(lambda: self._lead_directory.is_empty())
 
     def save(self, step: int, state: dict[str, Any], settings: dict[str, Any], *, wait: bool = True) -> None:
-        """Begins to write the checkpoint of `step`, and finishes it when `wait`.
+        """Begins the checkpoint of `step`, after waiting for the one before it.
+
+        Args:
+            step: steps done.
+            state: this rank's tensors in nested dicts; may be changed after the call.
+            settings: JSON values to store beside the tensors.
+            wait: return only when the checkpoint is on disk.
 
         Raises:
-            CheckpointError: with `wait`, it could not be written; older ones are untouched.
+            CheckpointError: with `wait`, it could not be written; older checkpoints are untouched.
         """
         self._settle()
         partial = self._on_lead(lambda: self._lead_directory.begin(step))
         if partial is None:
-            return  # it is there already
+            return  # it exists
         writer = FileSystemWriter(partial, sync_files=True)
         future = async_save(state, storage_writer=writer, process_group=self._group)
         self._writing = (cast("Future[Any]", future), step, settings)
@@ -84,19 +98,23 @@ class SharedCheckpointDir:
             self.finish()
 
     def ready(self, wanted: bool) -> bool:
-        """Whether one that is wanted can begin now, as the first rank sees it: its clock and its disk decide for all."""
+        """True if a checkpoint is wanted and can begin now; the first rank's clock and disk decide for all."""
         idle, begin = self._on_lead(lambda: (self._is_written(), wanted and self._is_written()))
         if idle:
             self._settle()
         return begin
 
     def failure(self) -> CheckpointError | None:
-        """Why a checkpoint in the background was not written; each failure is told once. No collective call."""
+        """Error of a background checkpoint, returned once; None without one. Not a collective call."""
         failure, self._failure = self._failure, None
         return failure
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, and publishes it."""
+        """Waits for the checkpoint that is being written, and publishes it.
+
+        Raises:
+            CheckpointError: it could not be written; older checkpoints are untouched.
+        """
         if self._writing is None:
             return
         (future, step, settings), self._writing = self._writing, None
@@ -111,11 +129,11 @@ class SharedCheckpointDir:
         self._on_lead(lambda: self._lead_directory.publish(step, settings, first))
 
     def close(self) -> None:
-        """Gives the lock back; what is still being written is left unfinished, and removed by the next run."""
+        """Releases the lock. The next run removes a checkpoint that is still being written."""
         if self._directory is not None:
             self._directory.close()
 
-    def __enter__(self) -> SharedCheckpointDir:
+    def __enter__(self) -> DistributedCheckpointDir:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -125,7 +143,7 @@ class SharedCheckpointDir:
         return self._writing is None or self._writing[0].done()
 
     def _settle(self) -> None:
-        """Publishes the one before; what became of it is for `failure` to tell."""
+        """Publishes the checkpoint before; its error is kept for `failure`."""
         try:
             self.finish()
         except CheckpointError as error:
@@ -140,14 +158,14 @@ class SharedCheckpointDir:
         self._directory = CheckpointDir(path, keep=keep)
 
     def _on_lead(self, act: Callable[[], _T]) -> _T:
-        """What the first rank's `act` gives, on every rank; its error too."""
+        """Result or error of the first rank's `act`, on every rank."""
         answer: list[Any] = [None, None]
         if self._lead:
             try:
                 answer[0] = act()
             except MemoError as error:
                 answer[1] = error
-        dist.broadcast_object_list(answer, src=0, group=self._talk)
+        dist.broadcast_object_list(answer, src=0, group=self._control_group)
         if answer[1] is not None:
             raise answer[1]
         return cast("_T", answer[0])

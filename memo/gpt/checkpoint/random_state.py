@@ -1,4 +1,4 @@
-"""The random generators that a step draws from: read them, and put them back."""
+"""RNG state of torch's CPU and GPU generators: read and restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["random_state", "set_random_state"]
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Copies; of the GPU in use too, once one is."""
+    """Copies of the RNG states of the CPU and, once CUDA is initialised, of the current GPU."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -16,7 +16,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """As `random_state` found them."""
+    """Restores the result of `random_state`."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

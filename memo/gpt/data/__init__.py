@@ -1,1 +1,1 @@
-"""Token files, documents and the batches made of them."""
+"""Training data: documents, tokenizers, token files and batches."""

@@ -1,8 +1,8 @@
-"""Batches as a pure function of (seed, step, microbatch): nothing to save, nothing to restore.
+"""Batches of token windows, as a pure function of (seed, step, microbatch), without state to save.
 
-Each row is a window of the tokens at a hashed position, so a run that resumes at step n sees what an uninterrupted one
-saw, on any machine and with any version of any library. Windows run across ends of documents; document_batches.py has
-rows within one document. The last part of the tokens is for evaluation and shares none with training.
+Each row is a window of the tokens at a hashed position, so a resumed run sees the batches of an uninterrupted one, on any
+machine and with any library version. Windows may cross document ends; document_batches.py has rows within one document. The
+last part of the tokens is for evaluation only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,19 @@ Split = Literal["train", "eval"]
 
 
 class Batches:
-    """Windows of `seq` tokens and the tokens that follow each.
+    """Batches of windows of `seq` tokens.
 
-    Raises UsageError for numbers that mean nothing, DataError when a window is longer than the data.
+    Args:
+        tokens: the training set.
+        batch: rows in a microbatch.
+        seq: tokens in a row.
+        seed: seed of the windows' positions.
+        split: the part of the tokens to draw from.
+        eval_fraction: share of the tokens that evaluation gets, at the end.
+
+    Raises:
+        UsageError: a number is out of range.
+        DataError: a window is longer than the data.
     """
 
     def __init__(
@@ -50,15 +60,14 @@ class Batches:
         first, last = (0, boundary) if split == "train" else (boundary, len(tokens))
         self.batch, self.seq, self.seed, self.split = batch, seq, seed, split
         self._tokens = tokens.tokens[first:last]
-        self.told = f"{format_tokens(seq)} tokens anywhere in the text, across ends of documents"
-        """What a row is, in one line."""
+        self.description = f"{format_tokens(seq)} tokens anywhere in the text, across ends of documents"
+        """One line about the rows, for the terminal."""
 
     def __len__(self) -> int:
-        """Tokens of this split."""
         return len(self._tokens)
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets) of that step, int64, each (batch, seq) and contiguous."""
+        """Tokens and targets of a microbatch, each int64, (batch, seq), contiguous."""
         return windows(self._tokens, [self._start(step, microbatch, row) for row in range(self.batch)], self.seq)
 
     def _start(self, step: int, microbatch: int, row: int) -> int:
@@ -70,7 +79,11 @@ class Batches:
 def windows(
     tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32], starts: Sequence[int], seq: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, targets): `seq` tokens from each start on, and those that follow them, as int64."""
+    """Windows of `seq` tokens from each start, and the tokens that follow each token.
+
+    Returns:
+        Tokens and targets, each int64, (len(starts), seq), contiguous.
+    """
     rows = np.empty((len(starts), seq + 1), dtype=np.int64)
     for row, start in enumerate(starts):
         rows[row] = tokens[start : start + seq + 1]
@@ -78,14 +91,14 @@ def windows(
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-def check_numbers(batch: int, seq: int, split: str, eval_fraction: float) -> None:
-    """Raises UsageError for what means nothing."""
+def check_numbers(batch: int, seq: int, split: Split, eval_fraction: float) -> None:
+    """Raises UsageError for a number out of range or an unknown split."""
     if batch < 1:
         raise UsageError(f"batch is {batch}; it must be at least 1")
     if seq < 1:
         raise UsageError(f"sequence length is {seq}; it must be at least 1")
-    if split not in ("train", "eval"):
-        raise UsageError(f"split is {split!r}; one of train, eval")
+    if split not in get_args(Split):
+        raise UsageError(f"split is {split!r}; choose one of {', '.join(get_args(Split))}")
     if not 0.0 <= eval_fraction <= 0.5:
         raise UsageError(f"eval fraction is {eval_fraction}; it must be between 0 and 0.5")
     if split == "eval" and not eval_fraction:

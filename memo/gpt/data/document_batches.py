@@ -1,12 +1,12 @@
-"""Batches whose rows lie within one document each: what `memo train --documents whole` trains on.
+"""Batches whose rows lie within one document each, for `memo train --documents whole`.
 
-Owns which rows there are and their order. A document is cut into rows of `seq` tokens from its start on; a row's targets
-go one token further, the last row's to the end of the document. What is left at a document's end is too short for a row,
-as are documents shorter than `seq`: both are left out, and counted. Every row comes once in an epoch, in an order that
-is a function of the seed and the epoch alone, so nothing is saved and nothing restored. Evaluation has documents of its own.
+Owns the choice of the rows and their order. A document is cut into rows of `seq` tokens from its start; a row's targets
+reach one token further, the last row's to the end of the document. Documents shorter than `seq`, and the rest at a
+document's end, are skipped and counted. Every row comes once per epoch, in an order that is a function of the seed and the
+epoch, so there is no state to save. Evaluation has documents of its own.
 
     seq 4      a a a a a a a a a a .   b b b .   c c c c .
-    rows       |------||------|                  |------|        of two documents; `b` and two tokens of `a` are left out
+    rows       |------||------|                  |------|        of two documents; `b` and two tokens of `a` are skipped
 """
 
 from __future__ import annotations
@@ -27,15 +27,24 @@ from memo.units import format_tokens
 __all__ = ["DocumentBatches"]
 
 _FIRST_STEP: dict[Split, int] = {"train": 1, "eval": 0}
-"""Training counts its steps from one, evaluation from zero; an epoch begins with the first."""
+"""First step of each split, with which its first epoch begins."""
 
 
 class DocumentBatches:
-    """Rows of `seq` tokens of one document each, and the tokens that follow each.
+    """Batches of rows of `seq` tokens, each from one document.
 
-    `accumulate` is the number of microbatches that a step takes, so that no row comes twice in an epoch.
+    Args:
+        tokens: the training set.
+        batch: rows in a microbatch.
+        seq: tokens in a row.
+        seed: seed of the rows' order.
+        accumulate: microbatches in a step, so that no row comes twice in an epoch.
+        split: the part of the documents to draw from.
+        eval_fraction: share of the rows that evaluation gets.
 
-    Raises UsageError for numbers that mean nothing, DataError when no document is long enough.
+    Raises:
+        UsageError: a number is out of range.
+        DataError: no document is long enough.
     """
 
     def __init__(
@@ -58,28 +67,27 @@ class DocumentBatches:
         chosen = documents.split(split, eval_fraction)
         self._starts = documents.row_starts(chosen)
         self._order: tuple[int, list[int]] | None = None
-        """Of the epoch that was asked for last."""
-        self.told = documents.told(chosen)
-        """What a row is and what of the data they are, in one line."""
+        """Number and row order of the last used epoch."""
+        self.description = documents.description(chosen)
+        """One line about the rows and their share of the data, for the terminal."""
 
     def __len__(self) -> int:
-        """Rows of this split: those of one epoch."""
         return len(self._starts)
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets) of that step, int64, each (batch, seq) and contiguous."""
+        """Tokens and targets of a microbatch, each int64, (batch, seq), contiguous."""
         first = ((step - _FIRST_STEP[self.split]) * self.accumulate + microbatch) * self.batch
         return windows(self._tokens, [self._start(first + row) for row in range(self.batch)], self.seq)
 
     def _start(self, number: int) -> int:
-        """Where the row lies that comes after `number` others."""
+        """First token of the row that comes after `number` others."""
         epoch, position = divmod(number, len(self))
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._shuffled(epoch))
         return int(self._starts[self._order[1][position]])
 
     def _shuffled(self, epoch: int) -> list[int]:
-        """By a hash of each row's number, which is the same with any version of any library."""
+        """Order of an epoch's rows by a hash of each row's number, the same with any library version."""
 
         def drawn(row: int) -> bytes:
             return hashlib.blake2b(f"{self.seed}/{self.split}/{epoch}/{row}".encode(), digest_size=16).digest()
@@ -89,7 +97,7 @@ class DocumentBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Documents:
-    """Where each document begins, how many tokens it has beside its end, and how many rows that makes."""
+    """Documents of a training set: first token, length without the end token, and number of rows."""
 
     seq: int
     starts: npt.NDArray[np.int64]
@@ -106,10 +114,10 @@ class _Documents:
         return self.lengths // self.seq
 
     def split(self, split: Split, eval_fraction: float) -> npt.NDArray[np.int64]:
-        """The documents of one split, ascending.
+        """Numbers of the documents of one split, ascending.
 
-        Evaluation gets the documents of fewest rows, the last of them first, until they are `eval_fraction` of all rows;
-        a training set of one document keeps it.
+        Evaluation gets the documents with the fewest rows, the last of them first, until they have `eval_fraction` of all
+        rows. A single document belongs to training.
 
         Raises:
             DataError: no document is long enough, or the only one is training's.
@@ -139,7 +147,7 @@ class _Documents:
         starts: npt.NDArray[np.int64] = np.repeat(self.starts[chosen], rows) + self.seq * within
         return starts
 
-    def told(self, chosen: npt.NDArray[np.int64]) -> str:
+    def description(self, chosen: npt.NDArray[np.int64]) -> str:
         rows, fit = int(self.rows[chosen].sum()), int((self.rows > 0).sum())
         used = rows * self.seq / max(int(self.lengths.sum()), 1)
         return (

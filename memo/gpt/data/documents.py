@@ -1,8 +1,8 @@
-"""Finds the documents of a training set: which files, and the texts inside them, in an order that never changes.
+"""Documents of a training set: the files and the texts inside them, in a fixed order.
 
 Owns the reading of text, directories, globs, JSON lines and Parquet. A document is one text; undecodable bytes become
-U+FFFD, empty documents are skipped. Whatever cannot be read is a DataError that names the file, the line where there is
-one, and what to do. Nothing read here is ever executed or unpickled.
+U+FFFD, empty documents are skipped. Unreadable input raises a DataError with the file, the line where there is one, and what
+to do. Nothing read here is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -29,39 +29,50 @@ TEXT_SUFFIXES = frozenset(
 JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
 
-# Installed packages and caches differ from machine to machine; what is left of a Python version is always the same.
+# Installed packages and caches differ from machine to machine; the rest of a Python version is always the same.
 NOT_STANDARD = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 ROWS_PER_READ = 256
 
 
 def find_files(data: Sequence[str] | None) -> list[Path]:
-    """The files that `data` names, sorted within each name; None is the running Python's standard library.
+    """Files of a training set, without duplicates, sorted within each name.
+
+    Args:
+        data: files, directories and globs; None is the running Python's standard library.
 
     Raises:
-        DataError: a name that is no file, directory or glob with a match, or a directory without text files.
+        DataError: a name is not a file, a directory or a glob with a match, or a directory has no text files.
     """
     if data is None:
         return standard_library()
     if not data:
         raise DataError("no data given; name text files, a directory, a glob, .jsonl or .parquet files")
-    files = [path for name in data for path in _named(name)]
+    files = [path for name in data for path in _expand(name)]
     return list(dict.fromkeys(files))
 
 
 def standard_library() -> list[Path]:
-    """The source of the running Python's standard library: tens of megabytes of text that every machine has."""
+    """Source files of the running Python's standard library: tens of megabytes of text on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not NOT_STANDARD.intersection(path.relative_to(root).parts))
     if not files:
-        raise DataError(f"this Python carries no source of its standard library in {root}; name data with --data")
+        raise DataError(f"this Python has no source of its standard library in {root}; name data with --data")
     return files
 
 
 def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[str]:
-    """The non-empty texts of `files` in order; `field` is the key or column that holds them where rows have several."""
+    """Reads the non-empty texts of `files` in order.
+
+    Args:
+        files: text, JSON-lines or Parquet files; the suffix decides the format.
+        field: key or column of the text in JSON lines and Parquet.
+
+    Raises:
+        DataError: a file cannot be read, or has no text in `field`.
+    """
     for path in files:
-        kind = _kind(path)
+        kind = _format_suffix(path)
         try:
             if kind in JSON_LINES_SUFFIXES:
                 yield from filter(None, _json_lines(path, field))
@@ -72,12 +83,12 @@ def read_documents(files: Iterable[Path], *, field: str = "text") -> Iterator[st
                     text = stream.read().decode("utf-8", errors="replace")
                 if text:
                     yield text
-        except (OSError, EOFError, zlib.error) as error:  # the last two: a gzip file cut short, or damaged
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a truncated or damaged gzip file
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_packages(files: Iterable[Path]) -> Iterator[str]:
-    """The standard library's `files` as one document a package, its modules in succession; others are documents alone."""
+    """Reads the standard library's `files` as one document per package; a module outside packages is a document."""
     root = Path(sysconfig.get_path("stdlib"))
 
     def package(path: Path) -> str:
@@ -89,19 +100,20 @@ def read_packages(files: Iterable[Path]) -> Iterator[str]:
             yield text
 
 
-def _named(name: str) -> list[Path]:
-    if not name:  # which a path would take for the working directory
+def _expand(name: str) -> list[Path]:
+    """Files of one name: the file itself, the files of a directory, or the matches of a glob."""
+    if not name:  # Path("") is the working directory
         raise DataError("an empty name is no data; name text files, a directory or a glob")
     path = Path(name).expanduser()
-    # os.path, not Path: for a name that no file could have it says no instead of raising.
+    # os.path, not Path, which raises for a name that no file can have.
     if os.path.isdir(path):
         wanted = TEXT_SUFFIXES | JSON_LINES_SUFFIXES | PARQUET_SUFFIXES
-        found = sorted(file for file in path.rglob("*") if _kind(file) in wanted and file.is_file())
+        found = sorted(file for file in path.rglob("*") if _format_suffix(file) in wanted and file.is_file())
         if not found:
             raise DataError(f"{name}: no text, .jsonl or .parquet file in this directory")
         return found
     if os.path.exists(path):
-        if path.is_char_device():  # /dev/zero has no end
+        if path.is_char_device():  # /dev/zero never ends
             raise DataError(f"{name}: a device, not a file")
         return [path]
     matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
@@ -111,8 +123,8 @@ def _named(name: str) -> list[Path]:
     return found
 
 
-def _kind(path: Path) -> str:
-    """The suffix that tells the format, `.gz` looked through."""
+def _format_suffix(path: Path) -> str:
+    """Suffix that decides the format, without `.gz`."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
 
@@ -137,11 +149,11 @@ def _field_of(row: object, field: str, *, where: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{where}: not a JSON object")
     if field not in row:
-        raise DataError(f"{where}: no field {field!r}; it has {_listed(row)}; choose one with --field")
+        raise DataError(f"{where}: no field {field!r}; it has {_join_names(row)}; choose one with --field")
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: field {field!r} is not text but {type(text).__name__}")
-    # JSON may hold half a surrogate pair, which no encoding takes.
+    # JSON may hold half a surrogate pair, which cannot be encoded.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -155,7 +167,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with ParquetFile(path) as table:
             columns = table.schema_arrow.names
             if field not in columns:
-                raise DataError(f"{path}: no column {field!r}; it has {_listed(columns)}; choose one with --field")
+                raise DataError(f"{path}: no column {field!r}; it has {_join_names(columns)}; choose one with --field")
             for rows in table.iter_batches(batch_size=ROWS_PER_READ, columns=[field]):
                 for text in rows.column(0).to_pylist():
                     if text is not None and not isinstance(text, str):
@@ -165,6 +177,6 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         raise DataError(f"{path}: not a readable Parquet file ({error})") from error
 
 
-def _listed(names: Iterable[object], most: int = 8) -> str:
+def _join_names(names: Iterable[object], most: int = 8) -> str:
     shown = [str(name) for name in names]
     return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "") if shown else "none"

@@ -1,9 +1,8 @@
-"""A training set as one memory-mapped file of tokens, made once and found again.
+"""Token file: a training set as one memory-mapped file of tokens, built once and cached.
 
-Owns the cache: its file format, its place and its name, which is a hash of everything the tokens depend on (files with
-size and time, field, tokenizer, format version). A file is written beside its final name and renamed into place when it
-is whole, so concurrent builders at worst both do the work; one that was cut short later is recognised by its length and
-made again.
+Owns the cache: file format, directory and file name, which is a hash of everything the tokens depend on (files with size and
+time, field, tokenizer, format version). A file is written under a temporary name and renamed when it is complete, so
+concurrent builders at worst both do the work. A truncated file is recognised by its length and built again.
 
     header (64 bytes): magic, bytes per token, vocabulary, end of document, tokens, documents | tokens ...
 """
@@ -36,13 +35,13 @@ HEADER = struct.Struct("<8sIIQQQ24x")
 DOCUMENTS_PER_ENCODE = 64
 TOKENS_PER_SCAN = 1 << 24
 SUFFIX, UNFINISHED = ".tokens", ".unfinished"
-# An unfinished file that nobody has written to for a day has lost its writer (a kill -9).
+# An unfinished file that is not written to for a day has lost its writer (a kill -9).
 ABANDONED_S = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """A training set's tokens, every document followed by `end_of_document`."""
+    """Tokens of a training set, every document followed by `end_of_document`."""
 
     path: Path
     tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -55,7 +54,7 @@ class TokenFile:
         return len(self.tokens)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Where each document ends, ascending: found by reading all tokens once, a part at a time."""
+        """Positions of the `end_of_document` tokens, ascending; reads all tokens once, in parts."""
         parts = (
             first + np.flatnonzero(self.tokens[first : first + TOKENS_PER_SCAN] == self.end_of_document)
             for first in range(0, len(self.tokens), TOKENS_PER_SCAN)
@@ -71,23 +70,26 @@ def open_tokens(
     cache_dir: Path | None = None,
     packages: bool = False,
 ) -> TokenFile:
-    """The tokens of `data`, from the cache if they are there, else read, encoded and cached.
+    """Opens the tokens of `data` from the cache; reads, encodes and caches them first where needed.
 
-    `data` names text files, directories, globs, JSON lines (`.gz` too) or Parquet files; None is the source of the
-    running Python's standard library: a document a file, or, with `packages`, a document a package, of which some have a
-    million bytes and more. `tokenizer` is a Hugging Face tokenizer.json; None means one token a byte.
-    `cache_dir` must be writable; None is the user's cache directory, or a private one under the system's temporary
-    directory where that cannot be written.
+    Args:
+        data: text files, directories, globs, JSON lines (also `.gz`) or Parquet files; None is the source of the running
+            Python's standard library, one document per file.
+        tokenizer: a Hugging Face tokenizer.json; None is one token per byte.
+        field: key or column of the text in JSON lines and Parquet.
+        cache_dir: a writable directory; None is the user's cache directory, or a private one under the system's temporary
+            directory where that cannot be written.
+        packages: with the standard library, one document per package; some have more than a million bytes.
 
     Raises:
         DataError: nothing to read, something unreadable, or no room for the cache. No file is left behind.
     """
     files = find_files(data)
     encoder = load_tokenizer(tokenizer)
-    folder = _writable(cache_dir)
+    folder = _cache_folder(cache_dir)
     by_package = packages and data is None
-    path = folder / f"{_key(files, encoder, field, by_package)}{SUFFIX}"
-    cached = _opened(path)
+    path = folder / f"{_cache_key(files, encoder, field, by_package)}{SUFFIX}"
+    cached = _open_cached(path)
     if cached is not None:
         return cached
     try:
@@ -96,51 +98,51 @@ def open_tokens(
             _write(out, read_packages(files) if by_package else read_documents(files, field=field), encoder)
     except OSError as error:
         raise DataError(f"cannot write the token cache in {folder}: {error.strerror or error}") from error
-    built = _opened(path)
+    built = _open_cached(path)
     if built is None:
         raise DataError(f"the token cache {path} changed while it was being opened; run again")
     return built
 
 
 def default_cache_dir() -> Path:
-    """`memo/tokens` in the user's cache directory, by the XDG convention."""
+    """Directory `memo/tokens` in the user's cache directory, by the XDG convention."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The convention says to ignore a relative path here.
+    # The convention ignores a relative path.
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "memo" / "tokens"
 
 
-def _writable(cache_dir: Path | None) -> Path:
+def _cache_folder(cache_dir: Path | None) -> Path:
     try:
-        return _made(cache_dir or default_cache_dir())
+        return _create_writable(cache_dir or default_cache_dir())
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
         if cache_dir is not None:
             raise DataError(
                 f"cannot write the token cache in {cache_dir}: {getattr(error, 'strerror', error)}"
             ) from error
-    return _private_temporary()
+    return _private_temporary_folder()
 
 
-def _made(folder: Path) -> Path:
+def _create_writable(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     return folder
 
 
-def _private_temporary() -> Path:
-    """A directory of this user's own under the system's temporary one, which everybody can write to."""
+def _private_temporary_folder() -> Path:
+    """Directory under the system's temporary one that only this user can write to."""
     folder = Path(tempfile.gettempdir()) / f"memo-tokens-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if not folder.is_symlink() and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return _made(folder)
+            return _create_writable(folder)
         reason = "it belongs to someone else"
     except OSError as error:
         reason = error.strerror or str(error)
     raise DataError(f"cannot write the token cache in {folder}: {reason}; name a directory with XDG_CACHE_HOME")
 
 
-def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
+def _cache_key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bool) -> str:
     digest = hashlib.sha256(MAGIC)
     for part in (tokenizer.identity, field, *["by package"] * by_package):
         digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
@@ -154,8 +156,8 @@ def _key(files: Iterable[Path], tokenizer: Tokenizer, field: str, by_package: bo
     return digest.hexdigest()[:32]
 
 
-def _opened(path: Path) -> TokenFile | None:
-    """The cached tokens, or None where there is no whole file."""
+def _open_cached(path: Path) -> TokenFile | None:
+    """Cached tokens, or None without a complete file."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
@@ -176,7 +178,7 @@ def _opened(path: Path) -> TokenFile | None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path` when the block ends, and leaves nothing when it raises."""
+    """Opens a temporary file that replaces `path` when the block ends, and is removed when the block raises."""
     handle, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=UNFINISHED, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -204,7 +206,7 @@ def _write(out: IO[bytes], documents: Iterable[str], tokenizer: Tokenizer) -> No
             tokens += len(encoded) + 1
             written += 1
     if not written:
-        raise DataError("the data holds no text")
+        raise DataError("the data holds no text; name other files with --data")
     out.seek(0)
     vocabulary = (tokenizer.vocab_size, tokenizer.end_of_document)
     out.write(HEADER.pack(MAGIC, itemsize, *vocabulary, tokens, written))

@@ -1,7 +1,7 @@
-"""Text to token numbers: one token a byte, or a Hugging Face `tokenizer.json`.
+"""Tokenizers: one token per byte, or a Hugging Face `tokenizer.json`.
 
-A tokenizer here is a vocabulary size, an end-of-document token inside it, and a function from texts to arrays. Bytes
-need no file, no download and no training, and lose nothing; that is why they are the default.
+A tokenizer has a vocabulary size, an end-of-document token inside it, and a function from texts to arrays. Bytes are the
+default, since they need no file, no download and no training, and lose nothing.
 """
 
 from __future__ import annotations
@@ -18,46 +18,54 @@ from memo.errors import DataError
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 
-# Names under which published tokenizers keep their end-of-document token, most specific first.
+# Names of the end-of-document token in published tokenizers, most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class Tokenizer(Protocol):
-    """What the token cache needs to know."""
+    """Tokenizer as the token cache uses it."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of tokens, the end-of-document token included."""
 
     @property
-    def end_of_document(self) -> int: ...
+    def end_of_document(self) -> int:
+        """Number of the end-of-document token."""
 
     @property
     def identity(self) -> str:
-        """Equal for two tokenizers exactly if they make the same tokens."""
+        """Name that two tokenizers share exactly if they produce the same tokens."""
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each text, without an end-of-document token."""
+        """Tokens of each text, without an end-of-document token."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes 0 to 255, and 256 for the end of a document."""
+    """Tokenizer of UTF-8 bytes: 0 to 255, and 256 for the end of a document."""
 
     vocab_size = 257
     end_of_document = 256
     identity = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts]
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, through the `tokenizers` library.
+    """Tokenizer of a `tokenizer.json`, by the `tokenizers` library.
 
     A vocabulary without an end-of-document token gets one, the next free number.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: the file cannot be read as a tokenizer, or the library is missing.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError where the file cannot be read as a tokenizer, or the library is missing."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -65,19 +73,24 @@ class FileTokenizer:
         self._tokenizer = _parsed(path, content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         known = [vocabulary[name] for name in END_NAMES if name in vocabulary]
-        # The count of a vocabulary with holes is below its largest number; an embedding needs the latter.
+        # A vocabulary may have gaps; an embedding needs its largest number, not its count.
         used = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = known[0] if known else used
         self.vocab_size = max(used, self.end_of_document + 1)
         self.identity = f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Tokens of each text, without special tokens."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """Bytes for None, else the tokenizer.json at `path`."""
+    """Byte tokenizer for None, else the tokenizer.json at `path`.
+
+    Raises:
+        DataError: the file cannot be read as a tokenizer, or the `tokenizers` library is missing.
+    """
     return ByteTokenizer() if path is None else FileTokenizer(Path(path).expanduser())
 
 
@@ -88,5 +101,5 @@ def _parsed(path: Path, content: bytes) -> Any:
         raise DataError(f'tokenizer {path}: needs the tokenizers library; pip install "memo-train[data]"') from error
     try:
         return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception and ValueError for what it cannot parse
+    except Exception as error:  # the library raises bare Exception and ValueError when it cannot parse
         raise DataError(f"tokenizer {path}: not a tokenizer.json ({error})") from error

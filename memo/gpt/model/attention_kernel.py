@@ -1,14 +1,14 @@
-"""The kernel that computes attention: chosen once for tensors of a kind, and replaced where it refuses when it runs.
+"""Choice of the attention kernel, made once per kind of tensors and changed when the kernel refuses at run time.
 
-Owns the order of preference, the refusals met in this process and the refusal of the quadratic kernel. A kind is device,
-type, heads and head size, not length: a part of the tokens must go the same way as all of them, or a recompute would not be
-what forward computed. For the same reason a kernel that refuses one length is left for every later call of that kind; the
-first forward at a length meets it, before anything of that forward is saved for backward.
+Owns the order of preference, the refusals of this process and the memory check of the quadratic kernel. A kind is device,
+dtype, heads and head size, not length: a part of the tokens must use the same kernel as all of them, or recompute would
+differ from forward. For the same reason a kernel that refuses one length is excluded for every later call of that kind. The
+refusal comes in the first forward at a length, before anything of that forward is saved for backward.
 
-    flash_attn    the package, on CUDA in half precision
-    cudnn, flash  torch's, in the order in which the GPU runs them fast
+    flash_attn    the flash_attn package, on CUDA in half precision
+    cudnn, flash  torch's, the faster one on this GPU first
     efficient     torch's, in every precision
-    math          holds the scores of all pairs of tokens; only where these fit
+    math          holds the scores of all pairs of tokens; only where they fit
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Choice", "Kernel", "Kind", "choose", "is_refusal", "refuse", "requir
 
 
 class Kernel(enum.Enum):
-    """Implementations of attention; the value is the name that messages show."""
+    """Implementations of attention; the value is the name in messages."""
 
     FLASH_ATTN = "flash_attn, the package"
     CUDNN = "cuDNN, through torch"
@@ -43,7 +43,7 @@ class Kernel(enum.Enum):
 
     @property
     def backend(self) -> SDPBackend | None:
-        """torch's name of the kernel; None for the flash_attn package."""
+        """Backend of the kernel in torch; None for the flash_attn package."""
         return _BACKENDS.get(self)
 
 
@@ -57,7 +57,7 @@ _BACKENDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Properties of tensors that decide the kernel; the last two are torch's settings, so that a change of them is seen."""
+    """Properties that decide the kernel. The last two are torch's settings; a change of them is another kind."""
 
     device: torch.device
     dtype: torch.dtype
@@ -69,7 +69,8 @@ class Kind:
 
     @classmethod
     def of(cls, *, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Kind:
-        cuda = torch.backends.cuda  # these settings are the CPU's, too
+        """Kind of these tensors under torch's current settings."""
+        cuda = torch.backends.cuda  # these settings apply to the CPU, too
         allowed = {
             Kernel.CUDNN: cuda.cudnn_sdp_enabled(),
             Kernel.FLASH: cuda.flash_sdp_enabled(),
@@ -88,7 +89,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The kernel, and whether key/value heads must be repeated to the query heads for it."""
+    """Chosen kernel, and whether it needs key/value heads repeated to the number of query heads."""
 
     kernel: Kernel
     repeats: bool = False
@@ -98,12 +99,12 @@ class Choice:
 
 
 _refused: dict[Kind, set[Kernel]] = {}
-"""Kernels that raised when they ran, by kind. Only grows."""
+"""Kernels that refused at run time, by kind. Only grows."""
 
 
 @functools.lru_cache(maxsize=256)
 def choose(kind: Kind) -> Choice:
-    """The fastest kernel that takes tensors of this kind, in forward and backward, and has not refused any."""
+    """Fastest kernel that supports tensors of this kind, in forward and backward, and has not refused any."""
     half = kind.dtype in (torch.float16, torch.bfloat16)
     refused = _refused.get(kind, ())
     if (
@@ -116,17 +117,17 @@ def choose(kind: Kind) -> Choice:
         return Choice(kernel=Kernel.FLASH_ATTN)
     grouped = kind.heads != kind.kv_heads
     if kind.device.type == "cuda" and not torch.cuda.is_available():
-        # Nobody to ask: plans made without a GPU count with what torch documents.
+        # torch cannot be asked without a GPU: plans use the kernels that it documents.
         return Choice(kernel=Kernel.FLASH) if half else Choice(kernel=Kernel.EFFICIENT, repeats=grouped)
     for repeats in (False, True) if grouped else (False,):
-        for kernel in _by_speed(kind):
-            if kernel not in refused and _takes(kernel, kind, repeats):
+        for kernel in _fastest_first(kind):
+            if kernel not in refused and _is_supported(kernel, kind, repeats):
                 return Choice(kernel=kernel, repeats=repeats)
     return Choice(kernel=Kernel.MATH)
 
 
 def refuse(kind: Kind, kernel: Kernel, error: Exception) -> None:
-    """From now on `choose` leaves `kernel` for tensors of this kind; says so, and why, in one line."""
+    """Excludes `kernel` for tensors of this kind, and warns with the reason and the kernel chosen instead."""
     _refused.setdefault(kind, set()).add(kernel)
     choose.cache_clear()
     why = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -134,12 +135,12 @@ def refuse(kind: Kind, kernel: Kernel, error: Exception) -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True for a kernel's "not supported"; False for errors that another kernel would meet as well.
+    """True for a kernel's "not supported" error.
 
-    Memory that does not suffice, memo's own errors, and errors after which the device is lost.
+    False for errors that another kernel would not avoid: out of memory, memo's own errors, a lost device.
     """
     if isinstance(error, torch.AcceleratorError):
-        return "no kernel image" in str(error)  # a package built for other GPUs; nothing ran
+        return "no kernel image" in str(error)  # the package was built for other GPUs, and nothing ran
     if isinstance(error, torch.OutOfMemoryError | MemoError) or "allocate memory" in str(error):
         return False
     return isinstance(error, RuntimeError | ImportError)
@@ -151,20 +152,20 @@ def installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _by_speed(kind: Kind) -> Sequence[Kernel]:
-    """cuDNN's kernels are written for Hopper and later and are the faster ones there; before, torch's flash is."""
+def _fastest_first(kind: Kind) -> Sequence[Kernel]:
+    """Enabled kernels of torch, fastest first: the cuDNN kernels on Hopper and later, flash on older GPUs."""
     order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
     if kind.device.type == "cuda" and torch.cuda.get_device_capability(kind.device) >= (9, 0):
         order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
     return [kernel for kernel in order if kernel in kind.enabled]
 
 
-def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
-    """True if torch would choose `kernel` for small tensors of this kind; modes around the caller must not see them."""
+def _is_supported(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
+    """True if torch would choose `kernel` for small tensors of this kind; hidden from the caller's dispatch modes."""
     assert kernel.backend is not None
     kv_heads = kind.heads if repeats else kind.kv_heads
     with _disable_current_modes(), warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")  # why a kernel does not take them
+        warnings.simplefilter("ignore")  # torch warns why a kernel is not supported
         query, key, value = (
             torch.empty(1, heads, 128, kind.head_dim, dtype=kind.dtype, device=kind.device, requires_grad=True)
             for heads in (kind.heads, kv_heads, kv_heads)
@@ -172,34 +173,40 @@ def _takes(kernel: Kernel, kind: Kind, repeats: bool) -> bool:
         with sdpa_kernel(kernel.backend):
             try:
                 chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=kv_heads != kind.heads)
-            except RuntimeError:  # none of the kernels allowed
+            except RuntimeError:  # no allowed kernel supports them
                 return False
     return bool(chosen == kernel.backend.value)
 
 
 def score_bytes(*, batch: int, heads: int, seq: int, dtype: torch.dtype) -> int:
-    """Bytes of scores and probabilities of all pairs of tokens, which the quadratic kernel holds at one time."""
-    wide = torch.promote_types(dtype, torch.float32)  # torch computes halves in float32 there
+    """Bytes of the scores and probabilities of all pairs of tokens, which the quadratic kernel holds at once."""
+    wide = torch.promote_types(dtype, torch.float32)  # torch computes half precision in float32 there
     return 2 * batch * heads * seq * seq * wide.itemsize
 
 
 def require_scores_fit(kind: Kind, *, batch: int, seq: int) -> None:
-    """Raises DeviceOutOfMemory where the quadratic kernel is the only one left and cannot fit."""
+    """Checks that the quadratic kernel's scores fit; to be called where no other kernel is left.
+
+    Raises:
+        DeviceOutOfMemory: they exceed the free memory of the GPU, or all memory of the machine on a CPU.
+    """
     if kind.device.type not in ("cpu", "cuda"):
-        return  # nothing is held on the meta device
-    needed, free = score_bytes(batch=batch, heads=kind.heads, seq=seq, dtype=kind.dtype), _free_bytes(kind.device)
-    if needed > free:
+        return  # the meta device holds no bytes
+    needed, limit = score_bytes(batch=batch, heads=kind.heads, seq=seq, dtype=kind.dtype), _memory_limit(kind.device)
+    if needed > limit:
         wide = torch.promote_types(kind.dtype, torch.float32)
         raise DeviceOutOfMemory(
             f"attention over {seq} tokens: no fused kernel takes {kind.heads} heads of {kind.head_dim} in {kind.dtype} "
-            f"with {kind.kv_heads} key/value heads on {kind.device}, and the one that is left holds scores and "
+            f"with {kind.kv_heads} key/value heads on {kind.device}, and the quadratic kernel needs scores and "
             f"probabilities of all pairs, 2 x {batch} x {kind.heads} x {seq}^2 x {wide.itemsize} bytes = "
-            f"{format_bytes(needed)}, of {format_bytes(free)} that are free; use bfloat16, heads of at most 256, "
-            f"and leave torch's fused kernels on"
+            f"{format_bytes(needed)}, more than the {format_bytes(limit)} that "
+            f"{'are free' if kind.device.type == 'cuda' else 'the machine has'}; use bfloat16, heads of at most 256, and "
+            f"leave torch's fused kernels on"
         )
 
 
-def _free_bytes(device: torch.device) -> int:
+def _memory_limit(device: torch.device) -> int:
+    """Most bytes an allocation can get: free memory of a GPU, which is known exactly; all memory of a CPU's machine."""
     if device.type != "cuda":
         return total_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)

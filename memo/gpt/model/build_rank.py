@@ -1,8 +1,8 @@
-"""Builds a rank's part of a GPT: chosen on the meta device, divided, sharded, and only then given memory and numbers.
+"""Construction of one rank's part of a GPT: split and sharded on the meta device, then allocated and initialised.
 
     meta GPT -> stages -> tensor parallel, context parallel -> fully_shard -> to_empty -> initialise
 
-So no rank ever holds more than its part, and one whole parameter at a time while it is drawn.
+Invariant: a rank never holds more than its part, and one whole parameter at a time during initialisation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.init_weights import initialise
 from memo.gpt.model.model import GPT, Attention
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.loss import VocabularyShard
 from memo.parallel import (
     ColumnParallel,
@@ -42,8 +42,21 @@ def build_stages(
     dtype: torch.dtype,
     seed: int,
     autocast: torch.dtype | None = None,
-) -> list[Stage]:
-    """This rank's stages of the pipeline, in the order of the layers."""
+) -> list[PipelineStage]:
+    """Builds this rank's pipeline stages, with weights.
+
+    Args:
+        shape: the whole model.
+        world: the ranks.
+        seq: tokens of a whole sequence.
+        device: the device of this rank.
+        dtype: data type of the parameters.
+        seed: seed of the initial weights; the same on all ranks.
+        autocast: data type of matrix products under autocast; None without.
+
+    Returns:
+        The stages, in the order of the layers.
+    """
     stages = divided_stages(shape, world, seq=seq, dtype=dtype, autocast=autocast)
     for stage in stages:
         _shard(stage, world)
@@ -54,15 +67,18 @@ def build_stages(
 
 def divided_stages(
     shape: GPTConfig, world: World, *, seq: int, dtype: torch.dtype, autocast: torch.dtype | None = None
-) -> list[Stage]:
-    """The same without memory, and with their parameters not yet sharded over replicas."""
+) -> list[PipelineStage]:
+    """Builds this rank's pipeline stages on the meta device, with parameters not yet sharded over replicas.
+
+    Args as for `build_stages`.
+    """
     layout = world.layout
     whole, rings = SequenceShards.whole(seq), layout.rings(shape)
     attended = whole.early_and_late(world.cp, layout.cp) if rings else whole.shard(world.cp, layout.cp)
     own = attended.shard(world.tp, layout.tp) if layout.shards_tokens else attended
-    stages: list[Stage] = []
+    stages: list[PipelineStage] = []
     for index in layout.stages_of(world.pp):
-        stage = Stage(
+        stage = PipelineStage(
             GPT(shape, device="meta", dtype=dtype),
             layers=layout.layers_of(index, shape.layers),
             own=own,
@@ -75,8 +91,8 @@ def divided_stages(
     return stages
 
 
-def _divide_layers(stage: Stage, world: World) -> None:
-    """Tensor and context parallelism of each layer."""
+def _divide_layers(stage: PipelineStage, world: World) -> None:
+    """Applies tensor and context parallelism to each layer."""
     layout = world.layout
     sequence = layout.shards_tokens
     for layer in stage.layers.values():
@@ -103,8 +119,8 @@ def _divide_layers(stage: Stage, world: World) -> None:
             parallelize_module(layer, world.mesh["tp"], plan)
 
 
-def _divide_ends(stage: Stage, world: World) -> None:
-    """Tensor parallelism of what stands before the layers and after them: no rank has the whole vocabulary."""
+def _divide_ends(stage: PipelineStage, world: World) -> None:
+    """Applies tensor parallelism to embedding, last norm and output projection; each rank has a part of the vocabulary."""
     layout = world.layout
     if layout.tp == 1:
         return
@@ -119,17 +135,17 @@ def _divide_ends(stage: Stage, world: World) -> None:
     )
 
 
-def _shard(stage: Stage, world: World) -> None:
-    """Data parallelism: matrices over the ranks that hold the same, positions over all that hold other tokens.
+def _shard(stage: PipelineStage, world: World) -> None:
+    """Shards parameters over replicas; the position table over all ranks with different tokens.
 
-    In a pipeline parameters stay gathered between a microbatch's forward and its backward: gathering them again for each
-    of many microbatches would cost more than it saves.
+    In a pipeline, parameters stay gathered between a microbatch's forward and its backward, since gathering them again for
+    each microbatch would cost more than it saves.
     """
     reshard = world.layout.pp == 1
     if stage.positions is not None and world.token_ranks.size() > world.replicas.size():
         fully_shard(stage.positions, mesh=world.token_ranks, reshard_after_forward=reshard)
-        # Tensor-parallel ranks have the same loss, of other tokens: of these ranks gradients are added, not averaged.
-        # As a sum divided afterwards, since gloo has no other division than by the number of ranks.
+        # Tensor-parallel ranks have the same loss but different tokens, so their gradients are added, not averaged. It is a
+        # sum divided afterwards, since gloo divides by the number of ranks only.
         positions = cast("FSDPModule", stage.positions)
         positions.set_gradient_divide_factor(world.replicas.size())
         positions.set_force_sum_reduction_for_comms(True)

@@ -1,7 +1,7 @@
-"""The first weights of a GPT, the same in every layout: each parameter is drawn from the seed and its own name.
+"""Initial weights of a GPT, equal in every layout: each parameter is drawn from the seed and its own name.
 
-A rank draws the whole of one parameter, keeps its part and drops the rest, so a model that fits on no single rank never
-exists whole; and what it keeps does not depend on how many others there are.
+A rank draws one whole parameter at a time and keeps its part. A model larger than a rank's memory never exists whole, and
+the weights do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
 
 def seed_of(*parts: object) -> int:
-    """A seed made of names and numbers, the same on every machine."""
+    """Seed hashed from names and numbers; the same on every machine."""
     name = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: GPTConfig, seed: int) -> None:
-    """GPT-2's initialisation: normal, residual projections scaled down by the root of their number.
+    """Fills the parameters in place by GPT-2's initialisation.
 
-    `model` is a GPT or the part of one that a rank holds, its parameters named as in the whole.
+    Weights are normal with standard deviation INIT_STD, divided by sqrt(2 layers) in residual projections; biases are 0 and
+    norm gains are 1.
+
+    Args:
+        model: a GPT, or a rank's part of one with the parameter names of the whole.
+        config: shape of the whole model.
+        seed: seed of all weights.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             std = (
                 INIT_STD / math.sqrt(2 * config.layers) if name.endswith((".out.weight", ".down.weight")) else INIT_STD
             )
-            _fill(parameter, _drawn(parameter, std, seed_of(seed, name)))
+            _copy_own_part(parameter, _draw(parameter, std, seed_of(seed, name)))
         else:
-            _fill(parameter, 0.0 if name.endswith(".bias") else 1.0)
+            _copy_own_part(parameter, 0.0 if name.endswith(".bias") else 1.0)
 
 
-def _drawn(parameter: torch.Tensor, std: float, seed: int) -> torch.Tensor:
+def _draw(parameter: torch.Tensor, std: float, seed: int) -> torch.Tensor:
     generator = torch.Generator(device=parameter.device).manual_seed(seed)
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     return whole.normal_(std=std, generator=generator)
 
 
-def _fill(parameter: torch.Tensor, value: torch.Tensor | float) -> None:
+def _copy_own_part(parameter: torch.Tensor, value: torch.Tensor | float) -> None:
     local = getattr(parameter, "_local_tensor", parameter)
     if isinstance(value, float):
         local.fill_(value)
@@ -58,7 +64,7 @@ def _fill(parameter: torch.Tensor, value: torch.Tensor | float) -> None:
 
 
 def _own_part(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor lies in the whole."""
+    """Slices of this rank's part of a DTensor in the whole tensor."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -1,9 +1,8 @@
-"""The decoder-only GPT that memo trains, in GPT-2's manner or in Llama's, decided by its config.
+"""Decoder-only GPT with the architecture of GPT-2 or Llama, as its config says.
 
-Plain torch, with nothing of the swap engine in it: `memo.offload` must work on models that never heard of memo, and
-this is one, but for the mark on attention over packed documents. `layers` is the ModuleList it finds. Everything a layer
-shares with the others comes in as an argument, so that a layer is a function of (x, rotary tables, spans) and its own
-parameters.
+Plain torch without any part of the swap engine, since `memo.offload` must work on models that do not know memo; the one
+exception is `memoize` on attention over packed documents. `layers` is the ModuleList that `memo.offload` finds. Tensors that
+layers share are arguments, so a layer is a function of (x, rotary tables, spans) and its own parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from memo.errors import UsageError
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.init_weights import initialise
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, rotate, tables_at
 from memo.gpt.model.tiled_mlp import tiled_mlp
 from memo.loss import chunked_linear_cross_entropy
@@ -36,10 +35,10 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused projection.
+    """Causal self-attention with a fused query/key/value projection.
 
-    The projection's columns are grouped by key/value head, [its query heads, key, value], so that a column-parallel
-    shard of it is a smaller attention of the same form.
+    The projection's columns are grouped by key/value head, [its query heads, key, value]. A column-parallel shard of it is
+    thus a smaller attention of the same form.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -47,14 +46,17 @@ class Attention(nn.Module):
         self.head_dim, self.group = config.head_dim, config.group
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
-        self.attend, self.attend_within = attend, attend_within  # context parallelism puts its own here
+        self.attend, self.attend_within = attend, attend_within  # replaced under context parallelism
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
+    ) -> torch.Tensor:
+        """Attention output of `x`, both (batch, tokens, hidden)."""
         grouped = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = (part.flatten(2, 3) for part in grouped.split([self.group, 1, 1], dim=3))
         if rotary is not None:
-            # Rotation makes new queries and keys; copying the values as well frees the projection, of which attention
-            # would otherwise keep all for the sake of its smallest part.
+            # Rotation makes new queries and keys. A copy of the values frees the projection, which attention would otherwise
+            # keep for them alone.
             query, key, value = rotate(query, rotary), rotate(key, rotary), value.clone()
         if spans is None:
             mixed = self.attend(query, key, value)
@@ -64,7 +66,7 @@ class Attention(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x)))."""
+    """MLP of GPT-2: down(gelu(up(x)))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -73,13 +75,14 @@ class GeluMlp(nn.Module):
         self.tiles = config.mlp_tiles
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """MLP output of `x`, both (batch, tokens, hidden)."""
         if self.tiles > 1:
             return tiled_mlp(x, tiles=self.tiles, activation=F.gelu, wide=(self.up,), down=self.down)
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), Shazeer 2020."""
+    """MLP of Llama: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -89,6 +92,7 @@ class SwigluMlp(nn.Module):
         self.tiles = config.mlp_tiles
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """MLP output of `x`, both (batch, tokens, hidden)."""
         if self.tiles > 1:
             return tiled_mlp(x, tiles=self.tiles, activation=_swiglu, wide=(self.gate, self.up), down=self.down)
         return self.down(_swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
@@ -99,7 +103,7 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then that + mlp(norm of that)."""
+    """Transformer layer: x = x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -109,16 +113,22 @@ class Block(nn.Module):
         self.mlp = SwigluMlp(config) if config.mlp == "swiglu" else GeluMlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: Spans | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None
+    ) -> torch.Tensor:
+        """Layer output of `x`, both (batch, tokens, hidden)."""
         x = x + self.dropout(self.attention(self.norm1(x), rotary, spans))
         return x + self.dropout(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
-    """tokens (batch, tokens) -> logits, or with targets the mean loss.
+    """GPT language model, from tokens to logits or to the mean loss.
 
-    Parameters are made on `device` and drawn from torch's global seed. On the meta device nothing is drawn: call
-    `to_empty(device=...)` and `reset_parameters()` later.
+    Args:
+        config: the shape.
+        device: device of the parameters; None is torch's default. On the meta device nothing is initialised: call
+            `to_empty(device=...)` and `reset_parameters()` later.
+        dtype: data type of the parameters; None is torch's default.
     """
 
     def __init__(
@@ -131,14 +141,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         home = torch.get_default_device() if device is None else torch.device(device)
-        # Built without memory first: the modules' own initialisation would draw every weight twice.
+        # On the meta device first, since the modules' own initialisation would draw every weight twice.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.hidden)
             self.positions = nn.Embedding(config.max_seq, config.hidden) if config.positions == "learned" else None
             self.dropout = nn.Dropout(config.dropout)
             self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
             self.norm = _norm(config)
-            # A tied projection is the embedding's weight itself, used twice; there is no second parameter to keep tied.
+            # A tied projection uses the embedding's weight itself; there is no second parameter.
             self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.to(dtype=dtype or torch.get_default_dtype())
         if home.type != "meta":
@@ -147,22 +157,29 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """(vocabulary, hidden): the matrix that makes logits."""
+        """Weight of the output projection, (vocabulary, hidden)."""
         return self.tokens.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation, from one draw of torch's global generator."""
+        """Initialises as GPT-2, from one draw of torch's global RNG."""
         initialise(self, self.config, int(torch.randint(1 << 62, ())))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (batch, tokens, vocabulary), or the mean loss over targets that are not -100.
+        """Computes logits or the loss.
+
+        Args:
+            tokens: (batch, tokens), int64.
+            targets: (batch, tokens), int64; -100 is ignored.
+
+        Returns:
+            Logits (batch, tokens, vocabulary) without targets, else the mean loss.
 
         Raises:
             UsageError: more tokens than the learned position table has rows.
         """
         end = self.config.end_of_document
-        spans = None if end is None else Spans.of(tokens, end)
+        spans = None if end is None else DocumentSpans.of(tokens, end)
         x, rotary = self._embed(tokens, spans)
         require_within_norm_limit(x, "the model")
         for layer in self.layers:
@@ -172,7 +189,7 @@ class GPT(nn.Module):
             return F.linear(x, self.output_weight)
         return chunked_linear_cross_entropy(x, self.output_weight, targets)
 
-    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> tuple[torch.Tensor, RotaryTables | None]:
+    def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> tuple[torch.Tensor, RotaryTables | None]:
         seq, config = tokens.shape[1], self.config
         x = self.tokens(tokens)
         if self.positions is None:

@@ -1,10 +1,10 @@
-"""Documents packed into rows: where each begins and ends, and the position of every token in its own.
+"""Packed documents: boundaries of the documents in a batch, and the position of each token in its document.
 
-A row of a batch is a window of the training set and crosses ends of documents. With spans, attention sees the tokens of
-one document alone and positions begin anew at each.
+A row of a batch is a window of the training set and may cross document ends. With spans, attention stays within one document
+and positions restart in each.
 
     tokens     a a a . b b . c c        `.` ends a document and belongs to it
-    lengths    4       3     2          the rows of a batch one after the other: no span crosses from row to row
+    lengths    4       3     2          over all rows, one after another; no span crosses from row to row
     positions  0 1 2 3 0 1 2 0 1
 """
 
@@ -14,25 +14,25 @@ import dataclasses
 
 import torch
 
-__all__ = ["Spans"]
+__all__ = ["DocumentSpans"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spans:
-    """The documents of one batch."""
+class DocumentSpans:
+    """Documents of one batch."""
 
     lengths: tuple[int, ...]
-    """Tokens of each, over all rows."""
+    """Number of tokens of each document, over all rows."""
     positions: torch.Tensor
-    """(batch, tokens), int64."""
+    """Position of each token in its document, int64, (batch, tokens)."""
     starts: torch.Tensor
-    """Where each begins among all tokens, and their number: int32, one more than there are documents."""
+    """First token of each document among all tokens, and the number of tokens: int32, (documents + 1,)."""
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, end_of_document: int) -> Spans:
-        """The documents in `tokens` (batch, tokens). Waits for the device, since their number is a shape."""
+    def of(cls, tokens: torch.Tensor, end_of_document: int) -> DocumentSpans:
+        """Finds the documents in `tokens` (batch, tokens). Synchronises with the device to learn their number."""
         ends = tokens == end_of_document
-        ends[:, -1] = True  # the last of a row goes on in no other
+        ends[:, -1] = True  # the last document of a row ends with it
         last = ends.flatten().nonzero().flatten()
         starts = torch.cat([last.new_zeros(1), last + 1])
         lengths = starts.diff()
@@ -44,4 +44,5 @@ class Spans:
 
     @property
     def longest(self) -> int:
+        """Number of tokens of the longest document."""
         return max(self.lengths)

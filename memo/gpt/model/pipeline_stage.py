@@ -1,11 +1,11 @@
-"""A rank's part of a GPT: some of its layers, and what stands before the first and after the last.
+"""Pipeline stage of a GPT: some of its layers, with the embedding on the first and the loss on the last.
 
     first    tokens (b, s) -> embedding -> layers
     others   hidden (b, s, h) -> layers
     last     ... -> norm -> loss, the mean over the tokens of its tensor-parallel group
 
-Owns which modules a stage keeps and which positions its tokens have. Parameter names are the whole model's, so that a
-checkpoint does not know how many stages wrote it.
+Owns the choice of a stage's modules and the positions of its tokens. Parameter names are the whole model's, so a checkpoint
+is independent of the number of stages.
 """
 
 from __future__ import annotations
@@ -14,17 +14,26 @@ import torch
 from torch import nn
 
 from memo.gpt.model.model import GPT
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 from memo.gpt.model.rotary import RotaryTables, rotary_tables, tables_at
 from memo.loss import Vocabulary, WholeVocabulary, chunked_linear_cross_entropy
 from memo.machine import require_within_norm_limit
 from memo.parallel import SequenceShards, own_rows
 
-__all__ = ["Stage"]
+__all__ = ["PipelineStage"]
 
 
-class Stage(nn.Module):
-    """Takes over modules of `whole`, a GPT on the meta device."""
+class PipelineStage(nn.Module):
+    """Pipeline stage on one rank.
+
+    Args:
+        whole: a GPT on the meta device, whose modules the stage takes over.
+        layers: numbers of the stage's layers.
+        own: tokens that this rank holds between the layers.
+        attended: tokens that this rank's projections see.
+        autocast: data type of matrix products in forward; None without autocast. It is the stage's own, since a pipeline
+            runs backwards between forwards.
+    """
 
     def __init__(
         self,
@@ -35,10 +44,6 @@ class Stage(nn.Module):
         attended: SequenceShards,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """`own` are the tokens this rank holds between the layers, `attended` those that its projections see.
-
-        `autocast` is of the forward alone: a pipeline runs backwards in between.
-        """
         super().__init__()
         self.config = whole.config
         self.is_first, self.is_last = layers.start == 0, layers.stop == whole.config.layers
@@ -54,15 +59,21 @@ class Stage(nn.Module):
 
     @property
     def repeats_embedding(self) -> bool:
-        """Whether this stage holds a second copy of the first one's embedding, to make logits with."""
+        """True if this stage has its own copy of the first stage's embedding as the output projection."""
         return self.tokens is not None and not self.is_first
 
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states, or on the last stage the mean loss.
+        """Runs the stage.
 
-        `rows` are all tokens of the rows that `x` is of, for a model that attends within documents.
+        Args:
+            x: tokens (batch, tokens) on the first stage, else hidden states (batch, tokens, hidden).
+            targets: (batch, tokens), needed on the last stage.
+            rows: all tokens of the rows of `x`, (batch, seq), for a model with document boundaries.
+
+        Returns:
+            Hidden states (batch, tokens, hidden), or on the last stage the mean loss over its tensor-parallel group.
         """
         if self.autocast is None:
             return self._forward(x, targets, rows)
@@ -83,14 +94,14 @@ class Stage(nn.Module):
         weight = own_rows(self._output_weight())
         return chunked_linear_cross_entropy(self.norm(x), weight, targets, vocabulary=self.vocabulary)
 
-    def _spans(self, rows: torch.Tensor | None) -> Spans | None:
+    def _spans(self, rows: torch.Tensor | None) -> DocumentSpans | None:
         end = self.config.end_of_document
         if end is None:
             return None
         assert rows is not None
-        return Spans.of(rows, end)
+        return DocumentSpans.of(rows, end)
 
-    def _embed(self, tokens: torch.Tensor, spans: Spans | None) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor, spans: DocumentSpans | None) -> torch.Tensor:
         assert self.tokens is not None
         x = self.tokens(tokens)
         if self.positions is not None:
@@ -98,21 +109,21 @@ class Stage(nn.Module):
             x = x + self.positions(own)
         return self.dropout(x)  # type: ignore[no-any-return]
 
-    def _rotary(self, x: torch.Tensor, spans: Spans | None) -> RotaryTables | None:
+    def _rotary(self, x: torch.Tensor, spans: DocumentSpans | None) -> RotaryTables | None:
         if self.config.positions != "rotary":
             return None
         if spans is not None:
             return tables_at(self._tables(range(spans.longest), x), self.attended.of(spans.positions))
-        tables = [self._tables(places, x) for places in self.attended.ranges]
+        tables = [self._tables(positions, x) for positions in self.attended.ranges]
         if len(tables) == 1:
             return tables[0]
         cos, sin = zip(*tables, strict=True)
         return torch.cat(cos), torch.cat(sin)
 
-    def _tables(self, places: range, x: torch.Tensor) -> RotaryTables:
+    def _tables(self, positions: range, x: torch.Tensor) -> RotaryTables:
         config = self.config
         return rotary_tables(
-            len(places), config.head_dim, config.rope_theta, first=places.start, device=x.device, dtype=x.dtype
+            len(positions), config.head_dim, config.rope_theta, first=positions.start, device=x.device, dtype=x.dtype
         )
 
     def _output_weight(self) -> torch.Tensor:

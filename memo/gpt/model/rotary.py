@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer"): tables once per forward, rotation per layer.
 
-The two halves of a head are the real and imaginary parts, as Llama has them. Angles are made in float64: at a million
-tokens a float32 angle is off by 0.06 radians, which is no position any more.
+The two halves of a head are the real and imaginary parts, as in Llama. Angles are computed in float64, since at a million
+tokens a float32 angle is off by 0.06 radians.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ __all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
 # cos and sin, each (tokens, 1, head size / 2), broadcasting over batch and heads.
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
-# Tokens whose float64 angles exist at one time.
+# Tokens whose float64 angles exist at once.
 TABLE_CHUNK = 1 << 16
 
 
 def rotary_tables(
     seq: int, head_dim: int, theta: float, *, device: torch.device, dtype: torch.dtype, first: int = 0
 ) -> RotaryTables:
-    """cos and sin of position times theta^(-2i/d), in `dtype` but at least float32, for `seq` positions from `first`."""
+    """Cosine and sine of position x theta^(-2i/d), Su et al. 2021.
+
+    Args:
+        seq: number of positions.
+        head_dim: head size d.
+        theta: base of the frequencies.
+        device: device of the tables.
+        dtype: data type of the tables; half precision gives float32.
+        first: first position.
+
+    Returns:
+        Two tensors of shape (seq, 1, head_dim / 2).
+    """
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     frequency = theta**-exponent
@@ -36,14 +48,14 @@ def rotary_tables(
 
 
 def tables_at(tables: RotaryTables, positions: torch.Tensor) -> RotaryTables:
-    """Tables of tokens that are not in order: cos and sin of `positions` (batch, tokens), with the batch in front."""
+    """Table rows of `positions` (batch, tokens), as tables of shape (batch, tokens, 1, head size / 2)."""
     cos, sin = tables
     return cos[positions], sin[positions]
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-    """x (batch, tokens, heads, head size) turned by its position; a new tensor, so the unturned one can go."""
+    """Rotates `x` (batch, tokens, heads, head size) by its positions, into a new tensor of the same dtype."""
     cos, sin = tables
     real, imaginary = x.chunk(2, dim=-1)
-    turned = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+    return rotated.to(x.dtype)

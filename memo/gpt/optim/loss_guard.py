@@ -1,13 +1,13 @@
-"""Watches each step's loss and gradient norm, and says what becomes of a step that is not as it should be.
+"""Guard against diverging training: detects non-finite losses and loss spikes, and decides whether to skip or stop.
 
-Owns the window of recent losses and the policy. Does not own the update: the trainer asks before it makes one, so a step
-that is stopped or skipped leaves the weights of the step before.
+Owns the window of recent losses and the policy. Does not own the update: the trainer asks before each update, so a skipped
+or stopped step leaves the weights of the step before.
 
-    not finite   the loss or the gradient norm is NaN or infinite: certain, and never to be applied
-    spike        the loss is above  median + max(8 sigma, a tenth of the median)  of the recent ones
+    not finite   the loss or the gradient norm is NaN or infinite; the update is never made
+    spike        the loss is above  median + max(8 sigma, a tenth of the median)  of the recent losses
 
-sigma is 1.4826 times the median absolute deviation, which for a normal distribution is its standard deviation and which
-no single outlier moves. Nothing is a spike before `warmup` losses are known: the first losses fall steeply.
+sigma is 1.4826 times the median absolute deviation: the standard deviation of a normal distribution, robust to outliers. No
+loss is a spike before `warmup` losses are known, since the first losses fall steeply.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["LossGuard", "LossGuardConfig", "OnNan", "OnSpike", "Verdict"]
 
 SIGMA_OF_MAD = 1.4826
 SMALLEST_RISE = 0.1
-"""Of the median: where losses hardly vary, a rise of a few deviations is no spike yet."""
+"""Smallest rise that is a spike, as a fraction of the median; losses that hardly vary have tiny deviations."""
 MAX_SKIPS_IN_A_ROW = 10
-"""A model that meets nothing but bad steps does not train, however many of them are skipped."""
+"""Skipped steps in a row after which training stops."""
 
 
 class OnNan(enum.StrEnum):
-    """What to do with a step that is not finite."""
+    """Policy for a step whose loss or gradient norm is not finite."""
 
     STOP = "stop"
     SKIP = "skip"
 
 
 class OnSpike(enum.StrEnum):
-    """What to do with a step whose loss jumped: most runs recover from one by themselves."""
+    """Policy for a step whose loss is a spike; most runs recover from one by themselves."""
 
     WARN = "warn"
     SKIP = "skip"
@@ -47,49 +47,53 @@ class OnSpike(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossGuardConfig:
-    """The policy, and what counts as a spike."""
+    """Policy of a LossGuard and its definition of a spike.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
 
     on_nan: OnNan = OnNan.STOP
     on_spike: OnSpike = OnSpike.WARN
     window: int = 128
-    """Losses of the past that a loss is held against."""
+    """Number of recent losses that a loss is compared with."""
     warmup: int = 32
-    """Losses to have seen before any is called a spike."""
+    """Number of losses seen before any is a spike."""
     deviations: float = 8.0
-    """Standard deviations, estimated robustly."""
+    """Robust standard deviations above the median at which a loss is a spike."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.warmup <= self.window:
-            raise UsageError(f"health: warmup {self.warmup} is not between 2 and the window {self.window}")
+            raise UsageError(f"loss guard: warmup {self.warmup} is not between 2 and the window {self.window}")
         if not self.deviations > 0:
-            raise UsageError(f"health: {self.deviations} deviations is not a positive number")
+            raise UsageError(f"loss guard: {self.deviations} deviations is not a positive number")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What becomes of a step that is not stopped."""
+    """Decision about a step that is not stopped."""
 
     alarm: str | None = None
-    """What is wrong with it, in words."""
+    """Reason why the step is not normal."""
     skip: bool = False
-    """Leave the weights as they are."""
+    """Skip the update and keep the weights."""
 
 
 class LossGuard:
-    """Judges one step after another. Its state is a function of the losses it has seen, so a resumed run judges alike."""
+    """Judges each step. Its state is a function of the losses it has seen, so a resumed run decides the same."""
 
     def __init__(self, config: LossGuardConfig) -> None:
         self.config = config
         self.skipped = 0
-        """Steps of the whole run whose update was not made."""
+        """Steps of the whole run whose update was skipped."""
         self._in_a_row = 0
         self._losses: collections.deque[float] = collections.deque(maxlen=config.window)
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
-        """To be asked once for each step, before its update.
+        """Judges one step; to be called once per step, before its update.
 
         Raises:
-            TrainingDiverged: the policy is to stop, or too many steps in a row were to be skipped.
+            TrainingDiverged: the policy is to stop, or too many steps in a row were skipped.
         """
         alarm, advice = _not_finite(loss, grad_norm), "use a lower --lr, a longer --warmup, or --precision fp32"
         skip, stop = alarm is not None, alarm is not None and self.config.on_nan is OnNan.STOP
@@ -107,11 +111,11 @@ class LossGuard:
         return Verdict(alarm=alarm, skip=skip)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON; floats come back exactly."""
+        """State for a checkpoint, as JSON values; floats survive exactly."""
         return {"losses": list(self._losses), "skipped": self.skipped, "in_a_row": self._in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """What `state` gave; a checkpoint from before there was such a thing has none, which is an empty past."""
+        """Restores the result of `state`; an empty dict, as older checkpoints have, is a guard without a past."""
         self._losses = collections.deque(state.get("losses", ()), maxlen=self.config.window)
         self.skipped, self._in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
 

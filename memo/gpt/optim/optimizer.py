@@ -1,4 +1,4 @@
-"""AdamW with the usual two groups: matrices decay, vectors (norms and biases) do not."""
+"""AdamW with two parameter groups: weight decay for matrices, none for vectors (norms and biases)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from torch import nn
 
 __all__ = ["adamw", "empty_state"]
 
-# Decay pulls weights of matrix products towards zero; on a norm's gain it would pull towards a layer that outputs zero.
+# Decay of a norm's gain would pull the layer's output towards zero.
 _DECAY_FROM_DIM = 2
 
 
 def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """One fused AdamW; fused keeps no temporary copies of the parameters during the step, on CPU as on CUDA.
+    """Fused AdamW, which keeps no temporary copies of the parameters during the step, on CPU and on CUDA.
 
-    Parameters that are sharded over different meshes stand in groups of their own: one fused call takes one mesh.
+    Parameters sharded over different device meshes get groups of their own, since a fused call takes one mesh.
+
+    Args:
+        model: the module; parameters that require no gradient are left out.
+        lr: initial learning rate.
+        betas: decay rates of the two moments.
+        weight_decay: decoupled weight decay of matrices.
     """
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -33,7 +39,7 @@ def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_dec
 
 
 def empty_state(optimizer: torch.optim.AdamW) -> None:
-    """Gives every parameter the state AdamW makes at its first step, for a checkpoint to be read into."""
+    """Creates the optimizer state that AdamW makes at its first step, for a checkpoint to be loaded into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the first is noted, so that the run can end in good order; the second acts at once."""
+"""Interrupts of a run: the first Ctrl-C or SIGTERM requests a stop after the step, the second raises at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Whether somebody asked the run to end. Handlers are in place only inside `listening`.
+    """Stop request, true once a signal arrived. Signal handlers are installed only inside `listening`.
 
-    `forwarded`: a launcher stands between, and makes a SIGTERM of the Ctrl-C that the terminal sent here as well; only the
-    same signal again is a second request.
+    Args:
+        forwarded: a launcher runs this process and turns a Ctrl-C, which the terminal sends here as well, into a SIGTERM.
+            Only the same signal again then counts as the second request.
     """
 
     def __init__(self, *, forwarded: bool = False) -> None:
@@ -27,7 +28,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes SIGINT and SIGTERM over from whoever had them, and gives them back."""
+        """Handles SIGINT and SIGTERM inside the block, then restores the former handlers."""
         former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -41,4 +42,4 @@ class StopRequest:
                 return
             raise KeyboardInterrupt
         self._asked = number
-        print("memo train: stopping after this step; once more stops at once", file=sys.stderr, flush=True)
+        print("memo train: stopping after this step; interrupt again to stop at once", file=sys.stderr, flush=True)

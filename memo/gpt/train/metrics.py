@@ -1,7 +1,7 @@
-"""The figures of a step: one object a line in a file, and one line of text for people.
+"""Metrics of a training step, as one JSON object per line of a file and as one line of text.
 
-The file has every step exactly once: a resumed run first cuts off what the former run wrote after its checkpoint, and a
-torn last line with it. Nothing else of a file is ever changed.
+Invariant: the file has every step exactly once. A resumed run first removes the lines after its checkpoint, and a torn last
+line; nothing else in the file is ever changed.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ __all__ = ["MetricsFile", "StepMetrics", "StepUsage"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step. The fields are the file's keys, the last three only where they say something; the unit is in the name."""
+    """Metrics of one step. The fields are the keys of the JSON object; the last three are there only when they are set."""
 
     step: int
     loss: float
-    """null in the file where it is not finite; the same for the next one."""
+    """null in the file where it is not finite; likewise `grad_norm`."""
     grad_norm: float
     tokens_per_s: float
     mfu_causal: float | None
-    """None where the device's peak is not known, as on a CPU; the same for the next two."""
+    """None where the device's peak FLOPs are not known, as on a CPU; likewise `mfu_full` and `hfu`."""
     mfu_full: float | None
     hfu: float | None
     peak_device_bytes: int | None
-    """Of the run so far; None on a CPU."""
+    """Peak of the run so far; None on a CPU."""
     peak_rss_bytes: int
-    """Of the run so far."""
+    """Peak of the run so far."""
     host_bytes: int
-    """Sent to host memory in this step."""
+    """Bytes written to host memory in this step."""
     disk_bytes: int
-    """Sent to disk in this step."""
+    """Bytes written to disk in this step."""
     d2h_bytes_per_s: float
-    """Sent out of the device, to whichever tier, over the whole step, since copies run beside the compute."""
+    """Bytes copied off the device, to host or disk, per second of the whole step, since copies overlap with compute."""
     h2d_bytes_per_s: float
-    """Brought back in this step; likewise."""
+    """Bytes copied back to the device, per second of the whole step."""
     disk_bytes_per_s: float
-    """Sent to disk; likewise."""
+    """Bytes written to disk, per second of the whole step."""
     stall_s: float | None
-    """None where the device's time is not measured; likewise the next."""
+    """None where device time is not measured; likewise `recompute_s`."""
     recompute_s: float | None
     eval_loss: float | None = None
-    """In the file only for steps that were followed by an evaluation."""
+    """Set for steps that are followed by an evaluation."""
     alarm: str | None = None
-    """In the file only for steps with one: what was wrong, in words."""
+    """Reason why the step is not normal."""
     skipped_steps: int = 0
-    """Updates not made because of an alarm, in the run so far; in the file once there is one."""
+    """Updates skipped in the run so far."""
 
     def to_json(self) -> dict[str, Any]:
-        """The file's object."""
+        """JSON object of the step, without fields that are not set."""
         line = dataclasses.asdict(self)
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
-                line[name] = None  # JSON has no word for it
+                line[name] = None  # JSON has no NaN
         for name, silent in (("eval_loss", None), ("alarm", None), ("skipped_steps", 0)):
             if line[name] == silent:
                 del line[name]
         return line
 
     def to_line(self, usage: StepUsage) -> str:
-        """The line for people."""
+        """Line of text for the terminal."""
         parts = [
             f"step {self.step}",
             f"loss {self.loss:.5f}",
@@ -100,29 +100,32 @@ def _milliseconds(seconds: float | None) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
-    """What the line for people shows beyond the file's figures."""
+    """Memory figures that the line of text shows beyond the metrics."""
 
     memory_bytes: int
-    """Peak so far of the memory that counts: the device's, or the process's on a CPU."""
+    """Peak so far of device memory, or of the process's memory on a CPU."""
     memory_total_bytes: int
     offloads: bool
-    """Whether an offload manager is at work."""
+    """True if an offload manager is active."""
 
 
 class MetricsFile:
-    """Appends lines. The file is made with its first line, so a run that never starts leaves none."""
+    """Appends metrics to a JSON-lines file. The file is created with its first line.
+
+    Args:
+        path: the file.
+        after_step: step after which a resumed run continues, 0 included; None begins a new file.
+
+    Raises:
+        UsageError: a new run, and the file is not empty.
+        DataError: the file cannot be written, or has a complete line that is not a step of memo train.
+    """
 
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
-        """Goes on after `after_step`, be it 0; None begins a new file.
-
-        Raises:
-            UsageError: a new run, and the file already has something in it.
-            DataError: the file cannot be written, or has a whole line that is no step of ours.
-        """
         self.path = path
         self._file: IO[str] | None = None
         if path.is_dir():
-            raise DataError(f"metrics file {path} is a directory")
+            raise DataError(f"metrics file {path} is a directory; name a file")
         parent = path.parent
         if not os.access(path if path.exists() else parent, os.W_OK):
             raise DataError(f"cannot write metrics file {path}: {parent} is missing or not writable")
@@ -134,7 +137,11 @@ class MetricsFile:
             raise UsageError(f"metrics file {path} already exists; remove it, choose another name, or --resume")
 
     def write(self, metrics: StepMetrics) -> None:
-        """One step; on its way to the disk before this returns, so that a killed run loses none."""
+        """Appends one step and flushes it, so a killed run loses none.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
         try:
             if self._file is None:
                 self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -144,7 +151,7 @@ class MetricsFile:
             raise DataError(f"cannot write metrics file {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""The offload manager of a run: from what the person asked for to the arguments of `memo.offload`."""
+"""Offload manager of a run: translates the command line's offload options to the arguments of `memo.offload`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,21 @@ def open_manager(
     group: ProcessGroup | None = None,
     schedule: Any = None,
 ) -> Manager | None:
-    """The manager, which the caller closes; None for mode none.
+    """Opens the manager; the caller closes it.
 
-    `layers` where the model does not show them itself; `group` and `schedule` as `memo.offload` takes them.
+    Args:
+        config: tiers and budgets.
+        model: the module whose activations move.
+        device: the device that the model runs on.
+        layers: the layers, where the model has no ModuleList of them.
+        group: process group of the ranks that hold the same layers, as for `memo.offload`.
+        schedule: torch's pipeline schedule, as for `memo.offload`.
+
+    Returns:
+        The manager, or None for mode none.
+
+    Raises:
+        UsageError: the options do not fit the device.
     """
     if config.mode is OffloadMode.NONE:
         return None
@@ -37,7 +49,7 @@ def open_manager(
         model,
         plan=config.plan,
         device=config.device_budget,
-        # Who names a tier wants everything there; who leaves the choice to memo gets a plan.
+        # A named tier means that everything moves there; mode auto makes a plan.
         alpha=1.0 if config.alpha is None and config.mode is not OffloadMode.AUTO else config.alpha,
         exact=config.exact,
         disk_budget=config.disk_budget,
@@ -50,11 +62,11 @@ def open_manager(
 
 
 def _tiers(config: OffloadConfig, device: torch.device) -> dict[str, Any]:
-    """`host` and `disk`. On a CPU run host memory is the device, so it is a tier only with an explicit budget."""
+    """Arguments `host` and `disk`. On a CPU, host memory is the device, and a tier only with an explicit budget."""
     budget = config.host_budget
     if config.mode is OffloadMode.HOST:
         if budget is None and device.type == "cpu":
-            raise UsageError("--offload host on a CPU needs --host-budget: host memory is the device there")
+            raise UsageError("--offload host on a CPU needs --host-budget, since host memory is the device there")
         return {"host": "auto" if budget is None else budget, "disk": None}
     if config.mode is OffloadMode.DISK:
         return {"host": budget or 0, "disk": config.disk_dir or Path(tempfile.gettempdir())}

@@ -1,4 +1,4 @@
-"""The parts of a training run that are different on many ranks: what each of them opens, and in which order."""
+"""Setup of a training run on many ranks: this rank's stages, trainer and offload manager."""
 
 from __future__ import annotations
 
@@ -35,7 +35,20 @@ def open_trainer(
     device: torch.device,
     stack: ExitStack,
 ) -> tuple[ParallelTrainer, Manager | None]:
-    """This rank's stages, their offload manager, and what steps them. A collective call."""
+    """Builds this rank's stages, their trainer and their offload manager. A collective call.
+
+    Args:
+        config: the run.
+        shape: the whole model.
+        training: the step loop's numbers, with the precision of this device.
+        batches: batches of all ranks together.
+        world: the ranks.
+        device: this rank's device.
+        stack: closes the manager.
+
+    Returns:
+        The trainer and its manager, None without offloading.
+    """
     torch.manual_seed(config.seed)
     stages = build_stages(
         shape,
@@ -43,7 +56,7 @@ def open_trainer(
         seq=config.seq,
         device=device,
         dtype=weight_dtype(training.precision),
-        seed=int(torch.randint(1 << 62, ())),  # as GPT draws it in a single process
+        seed=int(torch.randint(1 << 62, ())),  # the number that GPT draws in a single process
         autocast=torch.bfloat16 if training.precision is Precision.BF16_AUTOCAST else None,
     )
     trainer = ParallelTrainer(stages, world, batches, training, device=device, rows=config.batch, seed=config.seed)
@@ -61,9 +74,9 @@ def open_trainer(
     return trainer, manager
 
 
-def local_rank_first(open_it: Callable[[], _T]) -> _T:
-    """One rank of each node opens first, so that what it caches is there for the others. A collective call."""
+def local_rank_first(call: Callable[[], _T]) -> _T:
+    """Result of `call`, made first on one rank of each node, whose cache the others then use. A collective call."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    opened = open_it() if first else None
+    result = call() if first else None
     dist.barrier()
-    return opened if opened is not None else open_it()
+    return result if result is not None else call()

@@ -1,7 +1,7 @@
-"""The training step of a model that is divided over ranks: same batches, same losses, same weights as in one process.
+"""Training step on many ranks, with the same batches, losses and weights as in one process.
 
-Owns what a rank takes of each batch, the order of forward and backward (its own, or a pipeline schedule's), and the sums
-over ranks. The rest of a step is the Trainer's.
+Owns a rank's part of each batch, the order of forward and backward (sequential, or a pipeline schedule's), and the sums over
+ranks. The rest of a step is the Trainer's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from memo.gpt.model.init_weights import seed_of
-from memo.gpt.model.pipeline_stage import Stage
+from memo.gpt.model.pipeline_stage import PipelineStage
 from memo.gpt.optim.optimizer import empty_state
 from memo.gpt.train.step import BatchSource, Trainer
 from memo.gpt.train_config import TrainConfig
@@ -28,16 +28,18 @@ __all__ = ["ParallelTrainer", "RankBatches"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """What one rank takes of a microbatch, or of several one after another."""
+    """One rank's part of a microbatch, or of several microbatches concatenated."""
 
     tokens: torch.Tensor
+    """Input tokens, int64, (rows, tokens of this rank)."""
     targets: torch.Tensor
+    """Target tokens, int64, of the same shape."""
     rows: torch.Tensor | None
-    """All tokens of its rows, where attention stays within documents: their ends are anywhere."""
+    """All tokens of the rows, (rows, seq), from which document ends are found; None without document boundaries."""
 
     @classmethod
     def join(cls, batches: Sequence[RankBatch]) -> RankBatch:
-        """One that schedules divide into these again."""
+        """Concatenates microbatches; a pipeline schedule splits them again."""
         rows = [batch.rows for batch in batches if batch.rows is not None]
         return cls(
             tokens=torch.cat([batch.tokens for batch in batches]),
@@ -47,9 +49,9 @@ class RankBatch:
 
 
 class RankBatches:
-    """A rank's part of every microbatch: some rows, and of these some tokens."""
+    """Source of a rank's part of every microbatch: some of the rows, and some of their tokens."""
 
-    def __init__(self, whole: BatchSource, world: World, stage: Stage, device: torch.device) -> None:
+    def __init__(self, whole: BatchSource, world: World, stage: PipelineStage, device: torch.device) -> None:
         self._whole = whole
         self._world = world
         self._own = stage.own
@@ -57,7 +59,7 @@ class RankBatches:
         self._device = device
 
     def at(self, step: int, microbatch: int = 0) -> RankBatch:
-        """That microbatch, on the device."""
+        """This rank's part of a microbatch, on the device."""
         tokens, targets = self._whole.at(step, microbatch)
         rows = tokens.shape[0] // self._world.layout.dp
         mine = slice(self._world.dp * rows, (self._world.dp + 1) * rows)
@@ -69,11 +71,22 @@ class RankBatches:
 
 
 class ParallelTrainer(Trainer):
-    """Steps a rank's stages. Every rank calls the same methods in the same order."""
+    """Trainer of one rank's pipeline stages. Every rank calls the same methods in the same order.
+
+    Args:
+        stages: this rank's stages, in the order of the layers.
+        world: the ranks.
+        batches: source of the tokens of all ranks.
+        config: numbers of the step loop.
+        device: this rank's device.
+        rows: sequences in a microbatch of all ranks together.
+        seed: seed of dropout.
+        around_forward: context manager of every forward pass, such as memo's manager; None is none.
+    """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[PipelineStage],
         world: World,
         batches: BatchSource,
         config: TrainConfig,
@@ -83,19 +96,18 @@ class ParallelTrainer(Trainer):
         seed: int = 0,
         around_forward: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """`rows` is the number of sequences in a microbatch of all ranks together."""
         self.stages = stages
         self.world = world
         self.seed = seed
         super().__init__(nn.ModuleList(stages), batches, config, device=device, around_forward=around_forward)
-        self._ours = RankBatches(batches, world, stages[0], device)
+        self._rank_batches = RankBatches(batches, world, stages[0], device)
         self._rows = rows // world.layout.dp
         self.schedule = self._make_schedule() if world.layout.pp > 1 else None
-        """torch's pipeline schedule, with its order."""
+        """torch's pipeline schedule; None without pipeline parallelism."""
         self._tied = _TiedEmbedding(stages, world)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the whole model's names, each name once."""
+        """Parameters of all stages under the whole model's names, each name once."""
         seen: set[str] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
@@ -107,7 +119,7 @@ class ParallelTrainer(Trainer):
         if self._agree(stop()):
             return None
         torch.manual_seed(seed_of(self.seed, step, self.world.pp, self.world.dp, self.world.token_shard))
-        losses = self._one_by_one(step) if self.schedule is None else self._pipelined(step)
+        losses = self._sequential(step) if self.schedule is None else self._pipelined(step)
         self._tied.add_gradients()
         layout = self.world.layout
         mean = self._mean(losses, self.config.accumulate)
@@ -116,7 +128,7 @@ class ParallelTrainer(Trainer):
         return mean, tokens
 
     def _mean(self, losses: Sequence[torch.Tensor], microbatches: int) -> float:
-        """Over all ranks: those of the last stage have the losses of their rows, alike under tp; the others have none."""
+        """Mean loss over all ranks. Only ranks of the last stage have losses; tensor-parallel ranks have equal ones."""
         layout = self.world.layout
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
@@ -125,25 +137,25 @@ class ParallelTrainer(Trainer):
         return float((total / (microbatches * layout.dp * layout.cp * layout.tp)).float())
 
     def evaluate(self, batches: BatchSource) -> float:
-        """As the Trainer's, of every rank's part."""
-        ours = RankBatches(batches, self.world, self.stages[0], self.device)
+        """Mean loss over `config.eval_steps` batches of all ranks, without gradients, dropout or offloading."""
+        rank_batches = RankBatches(batches, self.world, self.stages[0], self.device)
         self.model.eval()
         try:
             with torch.no_grad():
-                losses = [self._forward(ours.at(index)) for index in range(self.config.eval_steps)]
+                losses = [self._forward(rank_batches.at(index)) for index in range(self.config.eval_steps)]
         finally:
             self.model.train()
             self._reshard()
         return self._mean([loss for loss in losses if loss is not None], self.config.eval_steps)
 
     def _reshard(self) -> None:
-        """What forwards gathered and no backward gave up again. Gathered parameters are others than the optimizer's."""
+        """Reshards parameters that forwards without a backward left gathered; the optimizer holds the sharded ones."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _forward(self, batch: RankBatch) -> torch.Tensor | None:
-        """The loss of a batch that goes through all stages, where the last one is."""
+        """Loss of a batch that passes through all stages; None on ranks without the last one."""
         if self.schedule is None:
             return cast("torch.Tensor", self.stages[0](batch.tokens, batch.targets, batch.rows))
         return pass_through(
@@ -156,12 +168,12 @@ class ParallelTrainer(Trainer):
             rows=batch.rows,
         )
 
-    def _one_by_one(self, step: int) -> list[torch.Tensor]:
-        """No pipeline: forward and backward of each microbatch in turn."""
+    def _sequential(self, step: int) -> list[torch.Tensor]:
+        """Forward and backward of each microbatch in turn, without a pipeline."""
         (stage,) = self.stages
         losses = []
         for microbatch in range(self.config.accumulate):
-            batch = self._ours.at(step, microbatch)
+            batch = self._rank_batches.at(step, microbatch)
             last = microbatch == self.config.accumulate - 1
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
@@ -173,7 +185,7 @@ class ParallelTrainer(Trainer):
         return losses
 
     def _pipelined(self, step: int) -> list[torch.Tensor]:
-        batch = RankBatch.join([self._ours.at(step, microbatch) for microbatch in range(self.config.accumulate)])
+        batch = RankBatch.join([self._rank_batches.at(step, index) for index in range(self.config.accumulate)])
         losses: list[torch.Tensor] = []
         first = (batch.tokens,) if self.stages[0].is_first else ()
         last = {"target": batch.targets, "losses": losses, "targets": batch.targets} if self._holds_last else {}
@@ -188,11 +200,11 @@ class ParallelTrainer(Trainer):
         return any(stage.is_last for stage in self.stages)
 
     @property
-    def _by_index(self) -> dict[int, Stage]:
+    def _by_index(self) -> dict[int, PipelineStage]:
         return dict(zip(self.world.layout.stages_of(self.world.pp), self.stages, strict=True))
 
     def _hidden(self) -> torch.Tensor:
-        """What passes between stages, without memory."""
+        """Hidden states that pass between stages, (rows, tokens, hidden), on the meta device."""
         stage = self.stages[0]
         shape, dtype = (self._rows, len(stage.own), stage.config.hidden), next(stage.parameters()).dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -220,24 +232,24 @@ class ParallelTrainer(Trainer):
         return norm
 
     def _agree(self, stop: bool) -> bool:
-        """Whether any rank was asked to stop."""
+        """True if any rank was asked to stop."""
         asked = torch.tensor(int(stop), device=self.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked)
 
     def state(self) -> dict[str, Any]:
-        """As the Trainer's, of this rank's part."""
+        """State of this rank's part of model and optimizer, as the Trainer's."""
         return self._state_of(dict(self.named_parameters()))
 
     def states(self) -> list[dict[str, Any]]:
-        """What a checkpoint has to be read into: `state`, and what this rank holds a second time."""
-        seconds = dict(pair for stage in self.stages for pair in stage.named_parameters())  # the later of one name
+        """States to load a checkpoint into: `state`, and the second copy of a tied embedding on this rank."""
+        seconds = dict(pair for stage in self.stages for pair in stage.named_parameters())  # the last of each name
         return [self.state(), self._state_of(seconds)] if self._tied.twice_on_a_rank else [self.state()]
 
     def _state_of(self, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         if not self.optimizer.state:
             empty_state(self.optimizer)
-        known = dict(self.optimizer.state)  # which would make up an empty one for a parameter that it does not know
+        known = dict(self.optimizer.state)  # the original is a defaultdict, which would hide a missing parameter
         return {
             "model": {name: parameter.detach() for name, parameter in parameters.items()},
             "optimizer": {name: dict(known[parameter]) for name, parameter in parameters.items()},
@@ -245,9 +257,9 @@ class ParallelTrainer(Trainer):
 
 
 class _TiedEmbedding:
-    """The first and the last stage each hold the embedding: equal weights, so the sum of both gradients for both."""
+    """Tied embedding in a pipeline: the first and the last stage hold equal copies, and both get the summed gradient."""
 
-    def __init__(self, stages: Sequence[Stage], world: World) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], world: World) -> None:
         self._copies: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
         self.twice_on_a_rank = False

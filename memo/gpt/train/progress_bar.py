@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a line a step, and on a terminal a bar below them."""
+"""Progress of a run: one line of text per step, and on a terminal a progress bar below the lines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["Reporter"]
+__all__ = ["ProgressBar"]
 
 
-class Reporter:
-    """Prints lines; between `with` and its end a terminal also shows how far the run is. `quiet`: nothing at all."""
+class ProgressBar:
+    """Prints lines, and inside its `with` block shows a bar where standard output is a terminal.
+
+    Args:
+        done: steps done before this run.
+        steps: steps of the whole run.
+        quiet: print nothing, as on all ranks but the first.
+    """
 
     def __init__(self, *, done: int, steps: int, quiet: bool = False) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
@@ -29,16 +35,16 @@ class Reporter:
             self._task = self._bar.add_task("training", total=steps, completed=done)
 
     def line(self, text: str) -> None:
-        """One line, whole, at once also into a pipe."""
+        """Prints and flushes one line."""
         self._console.print(text)
         self._console.file.flush()
 
     def advance(self) -> None:
-        """One step is done."""
+        """Advances the bar by one step."""
         if self._bar is not None:
             self._bar.advance(self._task)
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -1,7 +1,7 @@
-"""A whole training run: data, model, offload manager, checkpoints and metrics put together around the step loop.
+"""Training run: data, model, offload manager, checkpoints and metrics around the step loop.
 
-Owns the order of things: everything that can be refused is refused before anything is written, and whatever ends the
-run (the last step, a stop request, an error) closes what was opened, in reverse.
+Owns the order of setup and teardown. Invariant: every check that can refuse the run comes before the first write, and
+whatever ends the run (the last step, a stop request, an error) closes everything in reverse order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from memo.allocator import active_allocator, use_planned_allocator
 from memo.errors import CheckpointError, DeviceOutOfMemory, ExitCode, TrainingDiverged, UsageError
 from memo.gpt.arithmetic.flops import parameter_count
-from memo.gpt.checkpoint.background import AsyncCheckpointDir
+from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.data.batches import Batches, Split
@@ -26,13 +26,13 @@ from memo.gpt.data.token_file import TokenFile, open_tokens
 from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
-from memo.gpt.train.checkpoint_cadence import Cadence
+from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
-from memo.gpt.train.progress_bar import Reporter
+from memo.gpt.train.progress_bar import ProgressBar
 from memo.gpt.train.step import BatchSource, StepResult, Trainer, weight_dtype
-from memo.gpt.train.step_metrics import Observer
+from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train.tensorboard import TensorBoard
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.machine import return_freed_memory
@@ -40,7 +40,7 @@ from memo.parallel import Layout
 from memo.units import format_tokens
 
 if TYPE_CHECKING:
-    from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+    from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
     from memo.manager import Manager
     from memo.mip.activation import ActivationPlan
     from memo.parallel import World
@@ -49,10 +49,13 @@ __all__ = ["train"]
 
 
 def train(config: RunConfig) -> ExitCode:
-    """Runs to the last step, or to a stop request, and says with its exit code which.
+    """Trains until the last step or a stop request.
+
+    Returns:
+        OK after the last step, INTERRUPTED after a stop request.
 
     Raises:
-        MemoError: whatever the leaf says; the newest checkpoint, if any, is whole.
+        MemoError: the run cannot start or go on; the newest checkpoint, if any, is complete.
     """
     ranks = _check_layout(config)
     device = _prepare(config)
@@ -74,7 +77,7 @@ _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a 
 
 
 class _Run:
-    """The parts of one run, opened in an order in which a refusal leaves nothing behind."""
+    """Parts of one run, opened in an order in which a refusal leaves nothing behind."""
 
     def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
         self.config = config
@@ -92,7 +95,9 @@ class _Run:
         self.tensorboard = None
         if config.tensorboard is not None and leads:
             self.tensorboard = stack.enter_context(TensorBoard(config.tensorboard, done=self.done))
-        self.cadence = Cadence(steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done)
+        self.cadence = CheckpointCadence(
+            steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
+        )
         tokens = _open_tokens(config, world)
         shape = _shape(config, tokens)
         training = _training(config, device)
@@ -106,8 +111,8 @@ class _Run:
             notes += _plan_differences(config, self.manager.plan)
         if start is not None:
             _load(start, self.trainer, world)
-            self.trainer.health.restore(start.settings.get("health", {}))
-        self.observer = Observer(
+            self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
+        self.meter = StepMeter(
             shape,
             seq=config.seq,
             device=device,
@@ -118,17 +123,17 @@ class _Run:
             devices=config.layout.ranks,
         )
         steps = config.training.schedule.steps
-        self.reporter = stack.enter_context(Reporter(done=self.done, steps=steps, quiet=not leads))
+        self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
         for line in (*notes, *self._banner(shape, device, tokens, batches)):
-            self.reporter.line(line)
+            self.progress.line(line)
 
     def go(self) -> ExitCode:
-        """The loop."""
+        """Runs the step loop."""
         stopped = False
         with self.stop.listening():
             while self.done < self.config.training.schedule.steps and not stopped:
                 result = self._step()
-                stopped = result is None  # this rank, or another, was asked to
+                stopped = result is None  # this rank or another was asked to stop
                 if result is None:
                     break
                 self.done = result.step
@@ -137,10 +142,10 @@ class _Run:
             if self.done:
                 self._save(wait=True)
         if self.manager is not None:
-            self.reporter.line(str(self.manager.report()))
+            self.progress.line(str(self.manager.report()))
         if stopped:
             kept = "" if self.checkpoints is not None else "; without --checkpoint-dir nothing was saved"
-            self.reporter.line(f"stopped after step {self.done}{kept}")
+            self.progress.line(f"stopped after step {self.done}{kept}")
             return ExitCode.INTERRUPTED
         return ExitCode.OK
 
@@ -159,44 +164,44 @@ class _Run:
         if self.eval_batches is not None and self._due(self.config.eval_every):
             with _planned_step("eval"):
                 eval_loss = self.trainer.evaluate(self.eval_batches)
-        metrics, usage = self.observer.observe(result, eval_loss, skipped_steps=self.trainer.health.skipped)
+        metrics, usage = self.meter.measure(result, eval_loss, skipped_steps=self.trainer.loss_guard.skipped)
         if self.manager is not None:
             self.manager.step_done()
         if self.metrics is not None:
             self.metrics.write(metrics)
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
-        self.reporter.line(metrics.to_line(usage))
+        self.progress.line(metrics.to_line(usage))
         if result.alarm is not None:
-            done = "skipped" if result.skipped else "applied all the same"
-            self.reporter.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
-        self.reporter.advance()
+            done = "skipped" if result.skipped else "applied"
+            self.progress.line(f"warning  step {result.step}: {result.alarm}; its update was {done}")
+        self.progress.advance()
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self.done == self.config.training.schedule.steps)
 
     def _save_if_due(self) -> None:
-        """One that would have to wait for the one before it waits for a later step instead."""
+        """Saves a due checkpoint; while the one before it is still being written, a later step tries again."""
         if self.checkpoints is None or not (self.config.checkpoint_every or self.config.checkpoint_minutes):
             return
         if self.checkpoints.ready(self.cadence.due(self.done)):
             self._save(wait=False)
-        self._tell_failure(self.checkpoints)
+        self._report_failure(self.checkpoints)
 
     def _save(self, *, wait: bool) -> None:
-        """`wait`: until it is on disk; else it is written while training goes on."""
+        """Saves a checkpoint, and with `wait` returns when it is on disk; else it is written in the background."""
         if self.checkpoints is None:
             return
         self.cadence.begun(self.done)
-        settings = {**self.settings, "health": self.trainer.health.state()}
+        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
-            self._tell_failure(self.checkpoints)
+            self._report_failure(self.checkpoints)
 
-    def _tell_failure(self, checkpoints: AsyncCheckpointDir | SharedCheckpointDir) -> None:
+    def _report_failure(self, checkpoints: BackgroundCheckpointDir | DistributedCheckpointDir) -> None:
         failure = checkpoints.failure()
         if failure is not None:
-            self.reporter.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
+            self.progress.line(f"warning  {failure}; training goes on, older checkpoints are untouched")
 
     def _banner(
         self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
@@ -210,13 +215,13 @@ class _Run:
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
             f"data     {len(tokens):,} tokens; a step takes {config.training.accumulate} x {config.batch} x "
             f"{format_tokens(config.seq)}",
-            f"rows     {batches.told}",
+            f"rows     {batches.description}",
             f"attention {self._attention(shape, device)}",
             f"run      steps {self.done + 1} to {config.training.schedule.steps}, offload {config.offload.mode}",
         ]
 
     def _attention(self, shape: GPTConfig, device: torch.device) -> str:
-        """The kernel that this run's attention will choose, and how ranks share it."""
+        """Description of the attention kernel of this run."""
         layout = self.config.layout
         if layout.rings(shape):
             return f"{Kernel.FLASH.value}, around a ring of {layout.cp}"
@@ -227,14 +232,14 @@ class _Run:
 
 
 def _prepare(config: RunConfig) -> torch.device:
-    """Chooses the device and sets what belongs to the process: determinism, and how free() behaves."""
+    """Chooses the device, and sets the process's allocator, determinism and memory return."""
     if config.planned_allocator:
         use_planned_allocator()
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory it has not written
     if has_gpu and config.device != "cpu":
@@ -246,13 +251,17 @@ def _prepare(config: RunConfig) -> torch.device:
 
 
 def _planned_step(kind: str) -> AbstractContextManager[None]:
-    """Around a step whose memory the planned allocator, if it is in use, plans with those of its kind."""
+    """Context of a step for the planned allocator, which plans steps of a kind together; empty without it."""
     allocator = active_allocator()
     return nullcontext() if allocator is None else allocator.step(kind, device=torch.cuda.current_device())
 
 
 def _check_layout(config: RunConfig) -> int:
-    """The number of ranks. Raises UsageError, before any process group, for a layout that cannot be."""
+    """Number of ranks, checked before any process group exists.
+
+    Raises:
+        UsageError: the layout does not fit the ranks or the model.
+    """
     layout = config.layout
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     layout.check_ranks(ranks)
@@ -272,7 +281,7 @@ def _check_layout(config: RunConfig) -> int:
 
 
 def _join(config: RunConfig, device: torch.device, stack: ExitStack) -> World:
-    """The other ranks. Whatever ends this one from now on ends all, soon and with the first cause named."""
+    """Joins the process group. From now on an error on any rank ends all of them, and the first cause is reported."""
     from memo.parallel import World, ended_by_signal, first_cause, join
 
     stack.enter_context(first_cause(int(os.environ["RANK"])))
@@ -331,10 +340,10 @@ def _load(start: Checkpoint, trainer: Trainer, world: World | None) -> None:
     if world is None:
         start.load(trainer.state())
         return
-    from memo.gpt.checkpoint.distributed import load_shared
+    from memo.gpt.checkpoint.distributed import load_distributed
 
     for state in trainer.states():  # type: ignore[attr-defined]
-        load_shared(start, state)
+        load_distributed(start, state)
 
 
 def _ranks(layout: Layout) -> str:
@@ -345,20 +354,20 @@ def _ranks(layout: Layout) -> str:
 
 def _open_checkpoints(
     config: RunConfig, stack: ExitStack, world: World | None
-) -> AsyncCheckpointDir | SharedCheckpointDir | None:
+) -> BackgroundCheckpointDir | DistributedCheckpointDir | None:
     if config.checkpoint_dir is None:
         return None
     if world is not None:
-        from memo.gpt.checkpoint.distributed import SharedCheckpointDir
+        from memo.gpt.checkpoint.distributed import DistributedCheckpointDir
 
-        return stack.enter_context(SharedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
-    return stack.enter_context(AsyncCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+        return stack.enter_context(DistributedCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
+    return stack.enter_context(BackgroundCheckpointDir(config.checkpoint_dir, keep=config.checkpoint_keep))
 
 
 def _starting_point(
-    config: RunConfig, checkpoints: AsyncCheckpointDir | SharedCheckpointDir | None
+    config: RunConfig, checkpoints: BackgroundCheckpointDir | DistributedCheckpointDir | None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from, and what to tell about the choice."""
+    """Checkpoint to resume from, and lines of text about the choice."""
     if config.resume is None:
         if checkpoints is not None and not checkpoints.is_empty():
             raise UsageError(f"{checkpoints.path} has checkpoints already; add --resume or choose another directory")
@@ -369,11 +378,11 @@ def _starting_point(
         if newest is not None and newest.step > start.step:
             raise UsageError(f"{newest.path} is newer than {start.path}; choose another --checkpoint-dir")
         return start, [f"resume   {start.path}"]
-    assert checkpoints is not None  # RunConfig sees to it
+    assert checkpoints is not None  # checked by RunConfig
     newest, skipped = checkpoints.latest()
     notes = [f"warning  {reason}" for reason in skipped]
     if newest is None and skipped:
-        raise CheckpointError(f"no checkpoint in {checkpoints.path} is whole: {skipped[0]}")
+        raise CheckpointError(f"no checkpoint in {checkpoints.path} is complete: {skipped[0]}")
     if newest is None:
         return None, [f"resume   no checkpoint in {checkpoints.path} yet; starting at step 1"]
     return newest, [*notes, f"resume   {newest.path}"]
@@ -399,24 +408,29 @@ def _training(config: RunConfig, device: torch.device) -> TrainConfig:
     return dataclasses.replace(config.training, precision=config.precision or default)
 
 
+_GUARD = "health"  # the loss guard's key in checkpoints
+
+
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint remembers of the run: the model, and whatever else decides the next loss."""
+    """Settings stored in a checkpoint: the model, and everything else that decides the next loss."""
+    numbers = dataclasses.asdict(training)
+    numbers[_GUARD] = numbers.pop("loss_guard")
     settings = {
-        # In how many tiles the model is computed is no property of it.
+        # A run may resume with another number of tiles.
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
-        "training": dataclasses.asdict(training),
+        "training": numbers,
         "data": None if config.data is None else [str(path) for path in config.data],
         "documents": config.documents,
         "seq": config.seq,
         "batch": config.batch,
         "seed": config.seed,
     }
-    as_read: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple comes back as a list
+    as_read: dict[str, Any] = json.loads(json.dumps(settings))  # as a checkpoint returns them: tuples as lists
     return as_read
 
 
 def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[str]:
-    """A line where a given plan was made for something else: its fractions hold all the same, its prediction does not."""
+    """Warning where the given plan was made for another step: its fractions apply, its prediction does not."""
     if config.offload.plan is None or plan is None:
         return []
     made, layout = plan.problem.profile.signature, config.layout
@@ -428,14 +442,18 @@ def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[st
 
 
 def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
-    """A line for each setting that is not what it was; another model is refused."""
+    """Warning for each setting that differs from the checkpoint's.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     if start is None:
         return []
-    former = {"documents": Documents.PACKED, **start.settings}  # the only way there was
+    former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
     if former.get("model") != settings["model"]:
         was, now = dict(former.get("model") or {}), settings["model"]
         changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
-        raise CheckpointError(f"{start.path} is of another model: {changed}")
+        raise CheckpointError(f"{start.path} is of another model: {changed}; give the same model options")
     return [
         f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
         for key, value in settings.items()

@@ -1,8 +1,8 @@
-"""One training step after another: forward, backward, clip, AdamW.
+"""Training step on one device: forward, backward, gradient clipping, AdamW.
 
 Owns the model, the optimizer and their state between steps. Does not own the batches (pure functions of the step
-number), the offload manager (a context manager around forwards), files, or signals. A step either happens whole or not
-at all: until the optimizer moves, an exception or a stop request leaves the state of the step before.
+number), the offload manager (a context manager around forwards), files, or signals. Invariant: a step happens completely or
+not at all; until the optimizer updates, an exception or a stop request leaves the state of the step before.
 """
 
 from __future__ import annotations
@@ -27,37 +27,45 @@ __all__ = ["BatchSource", "StepResult", "Trainer", "weight_dtype"]
 
 
 class BatchSource(Protocol):
-    """Where a step's tokens come from: deterministic, without state."""
+    """Source of a step's tokens: deterministic and stateless."""
 
     def at(self, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets, int64, (batch, seq)."""
+        """Tokens and targets of a microbatch, each int64 of shape (batch, seq)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did."""
+    """Result of one step."""
 
     step: int
     loss: float
-    """Mean over the microbatches, of the weights before the update; the float32 value, exactly."""
+    """Mean loss of the microbatches with the weights before the update; exactly the float32 value."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of all gradients together, before clipping."""
     lr: float
     duration_s: float
     tokens: int
     alarm: str | None = None
-    """What was wrong with this step, in words."""
+    """Reason why the step is not normal."""
     skipped: bool = False
-    """Its update was not made, because of the alarm."""
+    """The update was skipped because of the alarm."""
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
-    """The type to make the model in."""
+    """Data type of the model's parameters."""
     return torch.bfloat16 if precision is Precision.BF16 else torch.float32
 
 
 class Trainer:
-    """Steps a model. `around_forward` is entered anew for every forward of a step, for instance memo's manager."""
+    """Trains a model, step by step.
+
+    Args:
+        model: called with tokens and targets, returns the mean loss.
+        batches: source of the steps' tokens.
+        config: numbers of the step loop.
+        device: the device of the model; batches are copied to it.
+        around_forward: context manager entered for every forward pass, such as memo's manager; None is none.
+    """
 
     def __init__(
         self,
@@ -72,17 +80,24 @@ class Trainer:
         self.config = config
         self.device = device
         self.optimizer = adamw(model, lr=config.schedule.peak, betas=config.betas, weight_decay=config.weight_decay)
-        self.health = LossGuard(config.health)
+        self.loss_guard = LossGuard(config.loss_guard)
         self._batches = batches
         self.around_forward = around_forward if around_forward is not None else nullcontext()
-        """What every forward runs in."""
+        """Context manager of every forward pass."""
 
     def step(self, step: int, *, stop: Callable[[], bool] = lambda: False) -> StepResult | None:
-        """Runs step `step` (from 1); None if `stop` said so between two microbatches, with nothing changed.
+        """Runs one step.
+
+        Args:
+            step: number of the step, counted from 1.
+            stop: asked before each microbatch; True ends the step with nothing changed.
+
+        Returns:
+            The result, or None if `stop` ended the step.
 
         Raises:
             TrainingDiverged: the loss or a gradient is not finite, or the loss jumped, and the policy is to stop; weights
-                and random generators are those of the step before.
+                and RNG state are those of the step before.
         """
         begin = time.perf_counter()
         random = random_state()
@@ -93,7 +108,7 @@ class Trainer:
         loss, tokens = accumulated
         norm = self._clip()
         try:
-            verdict = self.health.judge(step, loss, norm)
+            verdict = self.loss_guard.judge(step, loss, norm)
         except TrainingDiverged:
             self._undo(random)
             raise
@@ -102,7 +117,7 @@ class Trainer:
             self._update(lr)
         self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # else the time of the last kernels would count for the next step
+            torch.cuda.synchronize(self.device)  # the time of the last kernels belongs to this step
         return StepResult(
             step=step,
             loss=loss,
@@ -115,7 +130,7 @@ class Trainer:
         )
 
     def evaluate(self, batches: BatchSource) -> float:
-        """Mean loss over `config.eval_steps` batches, without gradients, dropout or offload."""
+        """Mean loss of `config.eval_steps` batches, without gradients, dropout or offloading."""
         self.model.eval()
         try:
             with torch.no_grad(), self._autocast():
@@ -127,9 +142,9 @@ class Trainer:
         return math.fsum(losses) / len(losses)
 
     def state(self) -> dict[str, Any]:
-        """Everything the next step depends on, as tensors that share memory with the live ones, in nested dicts.
+        """State of model and optimizer as nested dicts of tensors, which share memory with the live ones.
 
-        Optimizer state is keyed by parameter name, so that it does not depend on the order of groups.
+        Optimizer state is keyed by parameter name and does not depend on the order of the groups.
         """
         if not self.optimizer.state:
             empty_state(self.optimizer)
@@ -164,7 +179,7 @@ class Trainer:
         self.optimizer.step()
 
     def _undo(self, random: dict[str, torch.Tensor]) -> None:
-        """The step did not happen: a checkpoint of now is one of the step before, to the last bit."""
+        """Drops the gradients and restores the RNG state, so a checkpoint is bit-identical to the step before."""
         self.optimizer.zero_grad(set_to_none=True)
         set_random_state(random)
 

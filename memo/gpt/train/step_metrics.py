@@ -1,4 +1,4 @@
-"""Measures a step from outside: rates, utilisation, memory, and what the offload manager moved."""
+"""Measurement of a step's metrics: rates, utilisation, memory, and the bytes that the offload manager moved."""
 
 from __future__ import annotations
 
@@ -18,11 +18,24 @@ from memo.machine import peak_rss_bytes
 from memo.manager import Manager
 from memo.swap import total_host_bytes
 
-__all__ = ["Observer"]
+__all__ = ["StepMeter"]
 
 
-class Observer:
-    """Turns what a step did into its metrics. The manager's counters are cumulative; it keeps the last reading."""
+class StepMeter:
+    """Computes the metrics of each step from its result and the manager's counters.
+
+    The counters are cumulative; the meter keeps their last reading.
+
+    Args:
+        shape: the model.
+        seq: tokens of a sequence.
+        device: the device whose memory is measured.
+        precision: number format; decides whether the known peak applies.
+        peak: peak FLOPs per second of one device; None looks the device up by name.
+        manager: the offload manager; None without offloading.
+        alpha: fraction of tokens that moves, where all layers have the same.
+        devices: number of devices that share the run's tokens.
+    """
 
     def __init__(
         self,
@@ -36,7 +49,6 @@ class Observer:
         alpha: float | None = None,
         devices: int = 1,
     ) -> None:
-        """`peak` is of one device; the run's tokens are the work of all `devices`."""
         self._shape = shape
         self._seq = seq
         self._device = device
@@ -46,10 +58,10 @@ class Observer:
         self._alpha = alpha
         self._last = _Counters.of(manager)
 
-    def observe(
+    def measure(
         self, result: StepResult, eval_loss: float | None = None, *, skipped_steps: int = 0
     ) -> tuple[StepMetrics, StepUsage]:
-        """The step's figures, for the file and for the line."""
+        """Metrics of the step since the last call, and the memory figures of its line of text."""
         now = _Counters.of(self._manager)
         moved, self._last = now - self._last, now
         rate = result.tokens / result.duration_s
@@ -84,7 +96,7 @@ class Observer:
         return metrics, usage
 
     def _utilisation(self, rate: float, *, recomputed: bool) -> tuple[float | None, float | None, float | None]:
-        """mfu_full, mfu_causal, hfu; None for what is not known."""
+        """Utilisations mfu_full, mfu_causal and hfu; None where not known."""
         peak = self._peak
         if peak is None:
             return None, None, None
@@ -92,7 +104,7 @@ class Observer:
         causal = mfu_causal(self._shape, seq=self._seq, tokens_per_s=rate, peak_flops=peak)
         if not recomputed:
             return full, causal, causal
-        if self._alpha is None:  # each layer has its own fraction: the counters do not say which tokens were redone
+        if self._alpha is None:  # each layer has its own fraction, and the counters have no figures by layer
             return full, causal, None
         redone = recompute_flops_per_token(self._shape, 1 - self._alpha)
         hardware = hfu(
@@ -111,7 +123,7 @@ class Observer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Counters:
-    """A reading of the manager's cumulative counters; all zero without a manager."""
+    """Reading of the manager's cumulative counters; all zero without a manager."""
 
     host: int = 0
     disk: int = 0
@@ -144,12 +156,12 @@ class _Counters:
 
 
 def _less(now: Any, before: Any) -> Any:
-    """None where either was not measured."""
+    """Difference; None where either was not measured."""
     return None if now is None or before is None else now - before
 
 
 def _known_peak(device: torch.device, precision: Precision) -> float | None:
-    """The table is of bfloat16; float32 peaks depend on how torch is allowed to compute products."""
+    """Peak FLOPs per second by GPU name. None for float32, whose peak depends on torch's TF32 setting."""
     if device.type != "cuda" or precision is Precision.FP32:
         return None
     return peak_flops(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""The metrics of each step for TensorBoard, beside the JSON lines: the same figures under the same names."""
+"""TensorBoard output: the metrics of each step, under the names of the metrics file."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ GROUPS = {
 
 
 class TensorBoard:
-    """Writes event files. A resumed run hides what the former one wrote after its checkpoint."""
+    """Writes event files. A resumed run hides the steps that the former run wrote after its checkpoint.
+
+    Args:
+        folder: directory of the event files.
+        done: steps done before this run.
+
+    Raises:
+        UsageError: the tensorboard package is not installed.
+        DataError: the folder cannot be written to.
+    """
 
     def __init__(self, folder: Path, *, done: int) -> None:
-        """Goes on after step `done`.
-
-        Raises:
-            UsageError: the tensorboard package is not installed.
-            DataError: the folder cannot be written to.
-        """
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -52,13 +55,13 @@ class TensorBoard:
             raise DataError(f"cannot write TensorBoard files to {folder}: {error.strerror or error}") from error
 
     def write(self, metrics: StepMetrics) -> None:
-        """One step; a figure that is not known is left out."""
+        """Writes one step, without figures that are None."""
         for name, value in metrics.to_json().items():
             if name in GROUPS and value is not None:
                 self._writer.add_scalar(f"{GROUPS[name]}/{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the event file. Idempotent."""
         self._writer.close()
 
     def __enter__(self) -> TensorBoard:

@@ -50,7 +50,7 @@ def shape(**others: Any) -> GPTConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Of the middle layer: what it saves, and the most that it holds at one time, its input and autocast's weights aside."""
+    """Saved bytes and peak bytes of the middle layer, without its input and autocast's copies of weights."""
 
     saved: float
     forward: int
@@ -134,7 +134,7 @@ def test_so_it_does_on_eight_ranks(sizes: dict[str, Any], precision: Precision) 
 
 
 def costs_of(config: GPTConfig, precision: Precision, layout: Layout) -> LayerCosts:
-    """Of each layer alike, as the offloaded step of a rank counts them."""
+    """Costs of one layer, as counted by the offloaded step of a rank."""
     with contextlib.ExitStack() as stack:
         if layout == ONE_RANK:
             build = functools.partial(gpt_step, config, batch=1, tokens=TOKENS, precision=precision)
@@ -163,7 +163,7 @@ def written_out_norms(config: GPTConfig, precision: Precision) -> int:
 def test_the_device_holds_what_is_saved_and_the_transients(
     config: GPTConfig, layout: Layout, precision: Precision
 ) -> None:
-    """No more; and hardly less, but for norms that are not a GPU's, exchanged heads, and tiles of a few columns."""
+    """An upper bound, and a tight one but for the CPU's norms, exchanged heads, and tiles of a few columns."""
     within(config, layout, precision, batch=1)
 
 
@@ -222,7 +222,7 @@ def peak(allocations: Iterable[Allocation]) -> int:
 def test_the_first_half_of_a_split_backward_leaves_as_many_gradients(
     others: dict[str, Any], precision: Precision
 ) -> None:
-    """As torch's pipelining splits it."""
+    """Backward split into inputs and weights as by torch's pipelining."""
     config, batch, tokens = shape(**others), 2, 64
     layers = GPT(config).layers
     entry = torch.randn(batch, tokens, HIDDEN, requires_grad=True)

@@ -86,7 +86,7 @@ def test_the_middle_level_keeps_ten_sixteenths_however_the_ranks_are_arranged(la
 
 
 def test_the_middle_level_repeats_no_collective_of_tensor_parallelism() -> None:
-    """Whatever links are, it takes as long. The last level gathers twice and sums once, of four."""
+    """Level `matmuls` takes the same time at any link rate; level `attention` repeats three of the four collectives."""
     slow, fast = (
         derive_profile(preset("7b"), dataclasses.replace(A800, nvlink_bytes_per_s=rate), PAPER).classes[0]
         for rate in (100e9, 200e9)
@@ -263,7 +263,7 @@ def test_static_bytes_are_sixteen_a_parameter_over_all_ranks() -> None:
     ("layout", "words"),
     [
         (Layout(tokens=1024, gpus=3, tp=3), "does not divide"),
-        (Layout(tokens=1024, gpus=64, pp=64), "no 64 pipeline stages"),
+        (Layout(tokens=1024, gpus=64, pp=64), "not make 64 pipeline stages"),
     ],
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(layout: Layout, words: str) -> None:
@@ -296,5 +296,5 @@ def test_precision_says_how_many_bytes_the_stream_takes() -> None:
 
 
 def test_gpus_are_a_multiple_of_what_is_asked_of_them() -> None:
-    with pytest.raises(UsageError, match="no multiple"):
+    with pytest.raises(UsageError, match="not a multiple"):
         Layout(tokens=1024, gpus=8, tp=4, cp=4)

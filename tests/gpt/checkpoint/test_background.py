@@ -12,7 +12,7 @@ import torch
 
 from memo.errors import CheckpointError
 from memo.gpt.checkpoint import directory as module
-from memo.gpt.checkpoint.background import AsyncCheckpointDir
+from memo.gpt.checkpoint.background import BackgroundCheckpointDir
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir
 
 
@@ -36,7 +36,7 @@ def names(path: Path) -> list[str]:
 def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(tmp_path: Path, held: threading.Event) -> None:
     weight = torch.arange(6.0)
     torch.manual_seed(3)
-    with AsyncCheckpointDir(tmp_path, keep=2) as directory:
+    with BackgroundCheckpointDir(tmp_path, keep=2) as directory:
         directory.save(1, {"model": {"weight": weight}}, {}, wait=False)
         assert directory.busy
         assert names(tmp_path) == []
@@ -57,7 +57,7 @@ def test_a_failure_is_told_once_and_leaves_the_older_checkpoint(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with AsyncCheckpointDir(tmp_path, keep=1) as directory:
+    with BackgroundCheckpointDir(tmp_path, keep=1) as directory:
         directory.save(1, state, {}, wait=True)
         monkeypatch.setattr(module.os, "fsync", full)
         directory.save(2, state, {}, wait=False)
@@ -78,7 +78,7 @@ def test_a_failure_is_told_once_and_leaves_the_older_checkpoint(
 
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, held: threading.Event) -> None:
     state = {"model": {"weight": torch.zeros(6)}}
-    with AsyncCheckpointDir(tmp_path, keep=5) as directory:
+    with BackgroundCheckpointDir(tmp_path, keep=5) as directory:
         directory.save(1, state, {}, wait=False)
         threading.Timer(0.2, held.set).start()
         directory.save(2, state, {}, wait=True)
@@ -87,7 +87,7 @@ def test_the_next_one_waits_for_the_one_before(tmp_path: Path, held: threading.E
 
 def test_a_second_interrupt_does_not_wait_for_the_disk(tmp_path: Path, held: threading.Event) -> None:
     state = {"model": {"weight": torch.zeros(6)}}
-    directory = AsyncCheckpointDir(tmp_path, keep=5)
+    directory = BackgroundCheckpointDir(tmp_path, keep=5)
     directory.save(1, state, {}, wait=False)
     directory.__exit__(KeyboardInterrupt)
     assert directory.busy

@@ -18,7 +18,7 @@ from memo.gpt.checkpoint import directory as module
 from memo.gpt.checkpoint.directory import Checkpoint, CheckpointDir
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 from memo.gpt.train.step import Trainer
 from memo.gpt.train_config import TrainConfig
 
@@ -36,7 +36,7 @@ def trainer(seed: int = 0, hidden: int = 32, tie: bool = True) -> Trainer:
     shape = preset(
         "tiny", vocab_size=50, max_seq=SEQ, layers=2, hidden=hidden, heads=2, dropout=0.2, tie_embeddings=tie
     )
-    config = TrainConfig(schedule=Schedule(peak=1e-2, floor=1e-3, warmup=2, steps=6))
+    config = TrainConfig(schedule=LrSchedule(peak=1e-2, floor=1e-3, warmup=2, steps=6))
     return Trainer(GPT(shape), Drawn(), config, device=torch.device("cpu"))
 
 

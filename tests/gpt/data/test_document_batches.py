@@ -123,7 +123,7 @@ def test_no_document_long_enough_is_one_clear_line() -> None:
 
 
 def test_it_tells_what_is_left_out() -> None:
-    assert _batches(batch=2, eval_fraction=0.01).told == (
+    assert _batches(batch=2, eval_fraction=0.01).description == (
         "4 tokens of one document; 5 of 7 have as many, the longest 13; an epoch is 8 rows of 4 documents, 74% of all tokens"
     )
 

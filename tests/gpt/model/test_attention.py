@@ -24,7 +24,7 @@ from memo.gpt.model import attention_kernel
 from memo.gpt.model.attention import attend, attend_within
 from memo.gpt.model.attention_kernel import Choice, Kernel, Kind, choose, is_refusal, refuse, score_bytes
 from memo.gpt.model.model import GPT
-from memo.gpt.model.packed_documents import Spans
+from memo.gpt.model.packed_documents import DocumentSpans
 
 FLASH = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 
@@ -118,7 +118,7 @@ def _kind(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **others: An
 
 @pytest.fixture
 def _fresh_choices() -> Iterator[None]:
-    """A choice is remembered; tests that change what decides it must not meet, or leave, another's."""
+    """Clears the cached choices before and after a test that changes their conditions."""
     choose.cache_clear()
     yield
     attention_kernel._refused.clear()
@@ -127,7 +127,7 @@ def _fresh_choices() -> Iterator[None]:
 
 @contextmanager
 def _refusing(operator: str, key: str, longest: int) -> Iterator[list[int]]:
-    """Has one of torch's attention operators refuse more than `longest` tokens; the lengths that it was called with."""
+    """Makes one of torch's attention operators refuse more than `longest` tokens; yields the lengths of its calls."""
     original, seen = getattr(torch.ops.aten, operator).default, []
 
     def refuse_longer(keys: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def test_the_package_that_throws_is_replaced_by_torchs_kernels(monkeypatch: pyte
     monkeypatch.setattr(attention_kernel, "installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    monkeypatch.setattr(attention_kernel, "_is_supported", lambda kernel, kind, repeats: True)
     assert choose(_kind("cuda")).kernel is Kernel.FLASH_ATTN
     with pytest.warns(RuntimeWarning, match=r"flash_attn, the package refused: undefined symbol; instead: cuDNN"):
         refuse(_kind("cuda"), Kernel.FLASH_ATTN, ImportError("undefined symbol"))
@@ -235,7 +235,7 @@ def test_the_choice_of_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(
         attention_kernel,
-        "_takes",
+        "_is_supported",
         lambda kernel, kind, repeats: takes.get(kernel, 99) <= (kind.heads if repeats else kind.kv_heads),
     )
     assert choose(kind) == choice
@@ -246,7 +246,7 @@ def test_torchs_flash_comes_before_cudnn_on_older_gpus(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention_kernel, "installed", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(attention_kernel, "_takes", lambda kernel, kind, repeats: True)
+    monkeypatch.setattr(attention_kernel, "_is_supported", lambda kernel, kind, repeats: True)
     assert choose(_kind("cuda")).kernel is Kernel.FLASH
 
 
@@ -312,7 +312,7 @@ def _rows() -> torch.Tensor:
 
 
 def test_spans_of_packed_documents() -> None:
-    spans = Spans.of(_rows(), END)
+    spans = DocumentSpans.of(_rows(), END)
     assert spans.lengths == (1, 6, 14, 27, 30, 18)
     assert spans.starts.tolist() == [0, 1, 7, 21, 48, 78, 96]
     assert spans.longest == 30
@@ -324,7 +324,7 @@ def test_spans_of_packed_documents() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_no_token_attends_to_another_document(kv_heads: int) -> None:
     query, key, value = _qkv(4, kv_heads, torch.float64)
-    spans = Spans.of(_rows(), END)
+    spans = DocumentSpans.of(_rows(), END)
     upstream = torch.randn(2, 48, 4, 16, dtype=torch.float64)
     within = attend_within(query, key, value, spans)
     grads = torch.autograd.grad(within, (query, key, value), upstream)
@@ -342,7 +342,7 @@ def test_no_token_attends_to_another_document(kv_heads: int) -> None:
 
 def test_the_package_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = _qkv(4, 2, torch.float32)
-    spans = Spans.of(_rows(), END)
+    spans = DocumentSpans.of(_rows(), END)
     expected = attend_within(query, key, value, spans)
     calls = []
 
@@ -383,8 +383,8 @@ def test_a_packed_row_gives_the_logits_of_its_documents_alone(variant: Variant) 
     model = GPT(config, dtype=torch.float64)
     rows = torch.randint(10, 200, (2, 48))
     rows[_rows() == END] = END
-    packed = model(rows).flatten(0, 1).split(Spans.of(rows, END).lengths)
-    documents = rows.flatten().split(Spans.of(rows, END).lengths)
+    packed = model(rows).flatten(0, 1).split(DocumentSpans.of(rows, END).lengths)
+    documents = rows.flatten().split(DocumentSpans.of(rows, END).lengths)
     for logits, document in zip(packed, documents, strict=True):
         torch.testing.assert_close(logits, model(document[None])[0], rtol=0, atol=1e-12)
 

@@ -187,7 +187,7 @@ def test_grouped_heads_equal_the_same_heads_written_out() -> None:
 
 
 def _saved_units(config: GPTConfig, batch: int, seq: int) -> float:
-    """What one layer's backward keeps, storage by storage, in units of batch * seq * hidden elements."""
+    """Storages that one layer saves for backward, in units of batch * seq * hidden elements."""
     block = GPT(config).layers[0]
     x = torch.randn(batch, seq, config.hidden, requires_grad=True)
     tables = None

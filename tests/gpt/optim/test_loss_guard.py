@@ -1,4 +1,4 @@
-"""What is called a spike, what never is, and what becomes of a bad step."""
+"""Loss guard: detection of spikes and non-finite losses, and the policies stop, skip and warn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def noisy(steps: int, *, seed: int = 0) -> list[float]:
 
 
 def after(losses: list[float], config: LossGuardConfig | None = None) -> LossGuard:
-    health = LossGuard(config or LossGuardConfig())
+    guard = LossGuard(config or LossGuardConfig())
     for step, loss in enumerate(losses, start=1):
-        health.judge(step, loss, 1.0)
-    return health
+        guard.judge(step, loss, 1.0)
+    return guard
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -40,47 +40,47 @@ def test_a_jump_is_named_with_its_step_and_its_limit() -> None:
 
 
 def test_one_outlier_does_not_hide_the_next() -> None:
-    """With mean and standard deviation the first, a hundred times larger, would."""
-    health = after(noisy(500))
-    assert health.judge(501, 300.0, 1.0).alarm is not None
-    assert health.judge(502, 3.0, 1.0).alarm is not None
+    """With mean and standard deviation, the first spike, a hundred times larger, would hide the second."""
+    guard = after(noisy(500))
+    assert guard.judge(501, 300.0, 1.0).alarm is not None
+    assert guard.judge(502, 3.0, 1.0).alarm is not None
 
 
 def test_the_first_steps_are_never_a_spike() -> None:
     config = LossGuardConfig(on_spike=OnSpike.STOP, warmup=32)
-    health = after([1.0] * 31, config)
-    assert health.judge(32, 1000.0, 1.0).alarm is None
+    guard = after([1.0] * 31, config)
+    assert guard.judge(32, 1000.0, 1.0).alarm is None
     with pytest.raises(TrainingDiverged):
-        health.judge(33, 1000.0, 1.0)
+        guard.judge(33, 1000.0, 1.0)
 
 
 def test_where_losses_are_all_alike_a_small_rise_is_no_spike() -> None:
-    health = after([2.0] * 100)
-    assert health.judge(101, 2.19, 1.0).alarm is None
-    assert health.judge(102, 2.21, 1.0).alarm is not None
+    guard = after([2.0] * 100)
+    assert guard.judge(101, 2.19, 1.0).alarm is None
+    assert guard.judge(102, 2.21, 1.0).alarm is not None
 
 
 @pytest.mark.parametrize(("loss", "norm", "words"), [(math.nan, 1.0, "loss is nan"), (1.0, math.inf, "norm is inf")])
 def test_what_is_not_finite_stops_or_is_skipped_even_at_the_first_step(loss: float, norm: float, words: str) -> None:
     with pytest.raises(TrainingDiverged, match=words):
         LossGuard(LossGuardConfig()).judge(1, loss, norm)
-    health = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
-    verdict = health.judge(1, loss, norm)
+    guard = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
+    verdict = guard.judge(1, loss, norm)
     assert verdict.skip
     assert verdict.alarm is not None
     assert words in verdict.alarm
-    assert health.skipped == 1
+    assert guard.skipped == 1
 
 
 def test_a_model_with_nothing_but_bad_steps_stops_all_the_same() -> None:
-    health = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
+    guard = LossGuard(LossGuardConfig(on_nan=OnNan.SKIP))
     for step in range(MAX_SKIPS_IN_A_ROW):
-        health.judge(step, math.nan, 1.0)
-    health.judge(20, 1.0, 1.0)  # one good step, and the count begins anew
+        guard.judge(step, math.nan, 1.0)
+    guard.judge(20, 1.0, 1.0)  # one good step, and the count begins anew
     for step in range(MAX_SKIPS_IN_A_ROW):
-        health.judge(21 + step, math.nan, 1.0)
+        guard.judge(21 + step, math.nan, 1.0)
     with pytest.raises(TrainingDiverged, match="10 steps before it were skipped"):
-        health.judge(31, math.nan, 1.0)
+        guard.judge(31, math.nan, 1.0)
 
 
 def test_a_resumed_run_judges_as_the_uninterrupted_one() -> None:

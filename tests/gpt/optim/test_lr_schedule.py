@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from memo.errors import UsageError
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 
 
 def test_rises_linearly_then_falls_to_the_floor() -> None:
-    schedule = Schedule(peak=1.0, floor=0.1, warmup=4, steps=12)
+    schedule = LrSchedule(peak=1.0, floor=0.1, warmup=4, steps=12)
     assert [schedule.at(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     assert schedule.at(8) == pytest.approx(0.55, abs=1e-15)  # half of the cosine
     assert schedule.at(12) == pytest.approx(0.1, abs=1e-15)
@@ -18,11 +18,11 @@ def test_rises_linearly_then_falls_to_the_floor() -> None:
 
 
 def test_stays_at_the_floor_beyond_the_last_step() -> None:
-    assert Schedule(peak=1.0, floor=0.1, warmup=0, steps=5).at(9) == pytest.approx(0.1, abs=1e-15)
+    assert LrSchedule(peak=1.0, floor=0.1, warmup=0, steps=5).at(9) == pytest.approx(0.1, abs=1e-15)
 
 
 def test_a_warmup_as_long_as_the_run_divides_by_nothing() -> None:
-    assert Schedule(peak=2.0, floor=0.0, warmup=5, steps=5).at(5) == 2.0
+    assert LrSchedule(peak=2.0, floor=0.0, warmup=5, steps=5).at(5) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_a_warmup_as_long_as_the_run_divides_by_nothing() -> None:
 )
 def test_a_rate_that_means_nothing_is_refused_by_name(changes: dict[str, float], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        Schedule(**({"peak": 1.0, "floor": 0.1, "warmup": 1, "steps": 5} | changes))  # type: ignore[arg-type]
+        LrSchedule(**({"peak": 1.0, "floor": 0.1, "warmup": 1, "steps": 5} | changes))  # type: ignore[arg-type]

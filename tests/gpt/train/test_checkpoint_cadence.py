@@ -1,12 +1,12 @@
-"""When a checkpoint is due."""
+"""Checkpoint cadence: due by steps, by minutes, or by whichever comes first."""
 
 from __future__ import annotations
 
-from memo.gpt.train.checkpoint_cadence import Cadence
+from memo.gpt.train.checkpoint_cadence import CheckpointCadence
 
 
 def test_every_so_many_steps_also_after_a_resume() -> None:
-    cadence = Cadence(steps=10, minutes=0, done=13)
+    cadence = CheckpointCadence(steps=10, minutes=0, done=13)
     due = []
     for step in range(14, 41):
         if cadence.due(step):
@@ -16,7 +16,7 @@ def test_every_so_many_steps_also_after_a_resume() -> None:
 
 
 def test_one_that_had_to_wait_stays_due_and_is_made_once() -> None:
-    cadence = Cadence(steps=10, minutes=0)
+    cadence = CheckpointCadence(steps=10, minutes=0)
     assert [step for step in range(1, 13) if cadence.due(step)] == [10, 11, 12]
     cadence.begun(12)
     assert [step for step in range(13, 21) if cadence.due(step)] == [20]
@@ -24,7 +24,7 @@ def test_one_that_had_to_wait_stays_due_and_is_made_once() -> None:
 
 def test_every_so_many_minutes_counts_from_the_last_one() -> None:
     now = 0.0
-    cadence = Cadence(steps=0, minutes=2, clock=lambda: now)
+    cadence = CheckpointCadence(steps=0, minutes=2, clock=lambda: now)
     now = 119.0
     assert not cadence.due(1)
     now = 120.0
@@ -35,5 +35,5 @@ def test_every_so_many_minutes_counts_from_the_last_one() -> None:
 
 
 def test_never_is_never() -> None:
-    cadence = Cadence(steps=0, minutes=0, clock=iter([0.0, 1e9]).__next__)
+    cadence = CheckpointCadence(steps=0, minutes=0, clock=iter([0.0, 1e9]).__next__)
     assert not cadence.due(10**9)

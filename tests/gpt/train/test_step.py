@@ -12,7 +12,7 @@ from memo.errors import TrainingDiverged
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.gpt.optim.loss_guard import LossGuardConfig, OnNan
-from memo.gpt.optim.lr_schedule import Schedule
+from memo.gpt.optim.lr_schedule import LrSchedule
 from memo.gpt.optim.optimizer import adamw
 from memo.gpt.train.step import Trainer, weight_dtype
 from memo.gpt.train_config import Precision, TrainConfig
@@ -36,7 +36,7 @@ class Drawn:
 def trainer(*, batch: int = 1, dropout: float = 0.0, seed: int = 0, lr: float = 1e-2, **changes: object) -> Trainer:
     torch.manual_seed(seed)
     shape = preset("tiny", vocab_size=50, max_seq=SEQ, layers=2, hidden=32, heads=2, dropout=dropout)
-    schedule = Schedule(peak=lr, floor=lr / 10, warmup=2, steps=10)
+    schedule = LrSchedule(peak=lr, floor=lr / 10, warmup=2, steps=10)
     config = TrainConfig(schedule=schedule, **changes)  # type: ignore[arg-type]
     return Trainer(GPT(shape), Drawn(batch), config, device=CPU)
 
@@ -134,7 +134,7 @@ def test_a_step_that_diverged_leaves_the_random_generator_of_the_step_before() -
 
 def test_a_skipped_step_changes_no_weight_and_training_goes_on() -> None:
     """Step 2 is poisoned through its input, so that step 3 is sound again."""
-    subject, straight = (trainer(health=LossGuardConfig(on_nan=OnNan.SKIP)) for _ in range(2))
+    subject, straight = (trainer(loss_guard=LossGuardConfig(on_nan=OnNan.SKIP)) for _ in range(2))
     subject.step(1)
     before = weights(subject.model)
     embedding: nn.Module = subject.model.tokens  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def test_a_skipped_step_changes_no_weight_and_training_goes_on() -> None:
     result = subject.step(2)
     poison.remove()
     assert result is not None
-    assert (result.skipped, result.alarm, subject.health.skipped) == (True, "the loss is nan", 1)
+    assert (result.skipped, result.alarm, subject.loss_guard.skipped) == (True, "the loss is nan", 1)
     assert same(before, weights(subject.model))
     straight.step(1)
     assert subject.step(3).loss == straight.step(3).loss  # type: ignore[union-attr]
@@ -165,7 +165,7 @@ def test_a_stop_between_microbatches_changes_nothing() -> None:
 def test_every_precision_trains_and_keeps_its_weights_type(precision: Precision) -> None:
     torch.manual_seed(0)
     shape = preset("tiny", vocab_size=50, max_seq=SEQ, layers=2, hidden=32, heads=2)
-    schedule = Schedule(peak=1e-2, floor=1e-3, warmup=0, steps=10)
+    schedule = LrSchedule(peak=1e-2, floor=1e-3, warmup=0, steps=10)
     model = GPT(shape, dtype=weight_dtype(precision))
     subject = Trainer(model, Drawn(), TrainConfig(schedule=schedule, precision=precision), device=CPU)
     before = weights(model)

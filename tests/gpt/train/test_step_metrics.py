@@ -1,4 +1,4 @@
-"""What a step's figures mean: utilisation by name, differences of counters, memory of this process alone."""
+"""Metrics of a step: the three utilisations, differences of counters, memory of this process alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memo.gpt.arithmetic.flops import recompute_flops_per_token
 from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import preset
 from memo.gpt.train.step import StepResult
-from memo.gpt.train.step_metrics import Observer
+from memo.gpt.train.step_metrics import StepMeter
 from memo.gpt.train_config import Precision
 from memo.machine.process_memory import peak_rss_bytes
 
@@ -27,8 +27,8 @@ def manager() -> Any:
     return SimpleNamespace(stats=SimpleNamespace(**counters, stall_s=0.0, recompute_s=0.0))
 
 
-def observer(*, peak: float | None = None, source: Any = None, alpha: float | None = None) -> Observer:
-    return Observer(
+def meter(*, peak: float | None = None, source: Any = None, alpha: float | None = None) -> StepMeter:
+    return StepMeter(
         SHAPE,
         seq=SEQ,
         device=torch.device("cpu"),
@@ -44,7 +44,7 @@ def result(duration_s: float = 2.0) -> StepResult:
 
 
 def test_without_a_known_peak_there_is_no_utilisation() -> None:
-    metrics, _ = observer().observe(result())
+    metrics, _ = meter().measure(result())
     assert (metrics.mfu_causal, metrics.mfu_full, metrics.hfu) == (None, None, None)
     assert metrics.tokens_per_s == SEQ / 2
     assert metrics.peak_device_bytes is None
@@ -52,15 +52,15 @@ def test_without_a_known_peak_there_is_no_utilisation() -> None:
 
 def test_the_three_utilisations_differ_by_attention_and_by_recompute() -> None:
     source = manager()
-    subject = observer(peak=1e12, source=source, alpha=0.25)
-    metrics, _ = subject.observe(result())
+    subject = meter(peak=1e12, source=source, alpha=0.25)
+    metrics, _ = subject.measure(result())
     assert metrics.mfu_causal is not None
     assert metrics.mfu_full is not None
     attention = 6 * SHAPE.layers * SHAPE.hidden * SEQ * (SEQ / 2) / 1e12
     assert metrics.mfu_full - metrics.mfu_causal == pytest.approx(attention, rel=1e-9)
     assert metrics.hfu == metrics.mfu_causal
     source.stats.bytes_recomputed = 1
-    metrics, _ = subject.observe(result())
+    metrics, _ = subject.measure(result())
     assert metrics.hfu is not None
     assert metrics.mfu_causal is not None
     redone = recompute_flops_per_token(SHAPE, 0.75) * (SEQ / 2) / 1e12
@@ -69,10 +69,10 @@ def test_the_three_utilisations_differ_by_attention_and_by_recompute() -> None:
 
 def test_a_step_counts_only_what_moved_since_the_step_before() -> None:
     source = manager()
-    subject = observer(source=source)
+    subject = meter(source=source)
     for total, expected in ((100, 100), (150, 50), (150, 0)):
         source.stats.bytes_disk, source.stats.stall_s = total, total / 4
-        metrics, usage = subject.observe(result())
+        metrics, usage = subject.measure(result())
         assert (metrics.disk_bytes, metrics.stall_s) == (expected, expected / 4)
         assert usage.offloads
 
