@@ -1,5 +1,4 @@
-"""Planning at run time: measures steps, makes and checks a plan, applies it, compares it with its prediction, plans
-again.
+"""Planning at run time: measures steps, makes a plan, applies it, compares it with its prediction, plans again.
 
 Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch shape has which plan. It moves no bytes:
 an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass

@@ -176,7 +176,8 @@ def measured_hardware(
 
     Args:
         times: a step, for the rates that its copies reached.
-        device_bytes, host_bytes: this rank's budgets.
+        device_bytes: this rank's device budget.
+        host_bytes: this rank's host budget.
         link: rates of the device's link, measured alone; None takes those of the step's copies. A disk that the step
             did not use has rate 0.
     """

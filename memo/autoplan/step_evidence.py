@@ -38,7 +38,8 @@ _OF_LEVELS = ("saved_bytes", "beside_bytes", "recompute_s")
 class AllGather(Protocol):
     """Collects a value from all ranks that must use the same plan, in the same order on each. A collective call."""
 
-    def __call__(self, value: _T, /) -> list[_T]: ...
+    def __call__(self, value: _T, /) -> list[_T]:
+        """Returns the values of all ranks; each rank must make the same calls in the same order."""
 
 
 def single_rank(value: _T, /) -> list[_T]:

@@ -70,7 +70,9 @@ class Room:
 
         Args:
             device: the model's device.
-            host, disk, disk_budget: as of `memo.offload`.
+            host: as of `memo.offload`.
+            disk: as of `memo.offload`.
+            disk_budget: as of `memo.offload`.
             weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
 
         Raises:

@@ -176,7 +176,7 @@ def record_step(
     if alpha is not None and checkpointed:
         raise UsageError("a step is either offloaded (alpha) or checkpointed, not both")
     if alpha is not None and real:
-        raise UsageError("an offloaded step (alpha) is recorded on byteless tensors; leave out alpha or real")
+        raise UsageError("an offloaded step (alpha) is recorded without bytes; leave out alpha or real")
     with contextlib.nullcontext() if real else BytelessMode():
         step = build()
         layers = _layers_of(step, needed=checkpointed or alpha is not None)
