@@ -97,9 +97,9 @@ def offload(
     Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are wherever a
     kernel's result for a token does not depend on how many tokens it computes (see `exact`).
 
-    Without `plan`, `alpha` and `levels`, the first three steps of each batch shape are measured at the safest setting.
-    A solver then makes the plan with the shortest step that fits the budgets, and later steps run by it. Where
-    everything fits, nothing is moved or recomputed.
+    Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
+    then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
+    planned from the same measurements. Where everything fits, nothing is moved or recomputed.
 
     Args:
         model: Module with repeated layers. It is modified only inside `with manager:`.
@@ -117,7 +117,7 @@ def offload(
             tensors whole; "recompute" runs the whole layer again, attention included. The report names the layers.
         exact: True moves whole tensors for a layer whose recompute is not bit-identical to what it saved. Default False
             accepts differences within a few roundings, as matrix kernels make for another number of tokens; the report
-            names those layers.
+            shows the largest one.
         device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
             keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
             the GPU's memory, or on a CPU what the process uses and 80 % of the free host memory.
