@@ -24,7 +24,7 @@ import torch
 import memo
 from benchmarks.table import Row, Table
 from benchmarks.ways import Running, Way
-from memo.autoplan.device_budget import device_memory
+from memo.autoplan.device_budget import device_budget_of
 from memo.gpt.arithmetic.peak_flops import peak_flops
 from memo.gpt.config import GPTConfig
 from memo.gpt.model.model import GPT
@@ -93,7 +93,7 @@ def synchronize(device: torch.device) -> None:
 
 def train_step(model: GPT, ids: torch.Tensor, running: Running, optimizer: torch.optim.Optimizer | None = None) -> Step:
     """Forward, backward and the optimizer, if there is one; the gradients are new and are left."""
-    memory = device_memory(ids.device, None)
+    memory = device_budget_of(ids.device, None)
     model.zero_grad(set_to_none=True)
     synchronize(ids.device)
     memory.restart()

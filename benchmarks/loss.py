@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.results import write_result
-from memo.autoplan.device_budget import device_memory
+from memo.autoplan.device_budget import device_budget_of
 from memo.loss.chunked_cross_entropy import chunk_tokens, chunked_linear_cross_entropy
 from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
@@ -109,7 +109,7 @@ def exact(
 
 def measure(case: Case, loss: Loss) -> dict[str, float]:
     """One forward and backward: seconds, peak bytes above what was there before, errors."""
-    memory = device_memory(case.hidden.device, None)
+    memory = device_budget_of(case.hidden.device, None)
     memory.restart()
     before, begin = memory.peak_bytes(), time.perf_counter()
     value = loss(case.hidden, case.weight, case.targets)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memo
 from benchmarks.results import write_result
-from memo.autoplan.device_budget import device_memory
+from memo.autoplan.device_budget import device_budget_of
 from memo.machine.process_memory import return_freed_memory
 from memo.units import format_bytes, format_tokens, parse_tokens
 
@@ -39,7 +39,7 @@ def model_of(vocab: int, hidden: int) -> LlamaForCausalLM:
 
 def step(model: LlamaForCausalLM, ids: torch.Tensor, *, low: bool) -> dict[str, float]:
     """One forward and backward: seconds, peak bytes above what was there before, loss."""
-    memory = device_memory(ids.device, None)
+    memory = device_budget_of(ids.device, None)
     memory.restart()
     before, begin = memory.peak_bytes(), time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=low):

@@ -28,6 +28,7 @@ from benchmarks.results import ROOT, write_result
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
+from memo.machine.link_bandwidth import LinkRates
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
@@ -207,13 +208,13 @@ def run(case: Case, rounds: int) -> Row:
     ids = torch.randn(1, case.tokens, HIDDEN)
     automatic, engine, tokenwise = manager(model, case)
     memory = DeviceBudget(total_bytes=case.device_bytes, peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Actuator(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
-    planning = AutoPlan(carrier, checked_plan)
+    actuator = Actuator(engine, tokenwise, automatic.layers, memory, tracer=None, link=functools.partial(_link, case))
+    planning = AutoPlan(actuator, checked_plan)
     automatic.plan_with(planning)
-    while planning.use().phase != "settled":
+    while planning.outcome().phase != "settled":
         step(model, ids, automatic)
     plan = planning.plan
-    assert plan is not None, planning.use().lines()
+    assert plan is not None, planning.outcome().lines()
     arms: dict[str, Callable[[], float]] = {"plan": lambda: step(model, ids, automatic)}
     others = []
     if plan.declined is not None or LAYERS * case.layer_bytes <= case.device_bytes:
@@ -244,8 +245,11 @@ def run(case: Case, rounds: int) -> Row:
     )
 
 
-def _link(case: Case) -> tuple[float, float, float]:
-    return case.link_bytes_per_s, case.link_bytes_per_s, 2 * case.link_bytes_per_s
+def _link(case: Case) -> LinkRates:
+    rate = case.link_bytes_per_s
+    return LinkRates(
+        d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, d2h_together_bytes_per_s=rate, h2d_together_bytes_per_s=rate
+    )
 
 
 def main() -> None:

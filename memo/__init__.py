@@ -1,10 +1,10 @@
-"""memo: train transformers on sequences far longer than GPU memory holds.
+"""memo: trains transformers on sequences whose activations do not fit into GPU memory.
 
     import memo
 
     manager = memo.offload(model)
     for batch in data:
-        with manager:
+        with manager:  # around the forward; backward may run outside
             loss = model(**batch).loss
         loss.backward()
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# In a checkout the subpackages swap, allocator, mip and kernels lie beside this folder, installed they lie in it. So a tree
-# that was only unpacked works, and a checkout is never mixed with the subpackages of another that is installed.
+# In a checkout the subpackages swap, allocator, mip and kernels are beside this folder; installed, they are in it. So a
+# source tree works without installation, and is never mixed with the subpackages of an installed copy.
 _HERE = Path(__file__).parent
 if not (_HERE / "swap").is_dir() and (_HERE.parent / "swap").is_dir():
     __path__.append(str(_HERE.parent))

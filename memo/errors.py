@@ -1,6 +1,6 @@
-"""Every error memo raises on purpose: one root, one leaf for each cause a caller can act on.
+"""Exceptions of memo: one root, and one leaf for each cause a caller can act on.
 
-A message says what happened, where (rank, tensor, bytes), and what to do. The command line prints the message as one
+A message says what happened, where (rank, tensor, bytes) and what to do. The command line prints the message as one
 line on stderr and exits with the leaf's `exit_code`; a traceback is always a bug.
 """
 
@@ -51,110 +51,121 @@ class ExitCode(enum.IntEnum):
 
 
 class MemoError(RuntimeError):
-    """Root of everything memo raises on purpose."""
+    """Base class of all exceptions that memo raises on purpose.
+
+    Attributes:
+        exit_code: exit code of the `memo` command when this exception ends it.
+
+    Example:
+        try:
+            loss.backward()
+        except memo.MemoError as error:
+            print(error)  # one or two sentences: what happened, and what to do
+            raise
+    """
 
     exit_code = ExitCode.FAILURE
 
 
 class UsageError(MemoError, ValueError):
-    """An argument that cannot mean anything: unknown preset, `8 gigs`, a negative budget."""
+    """Invalid argument, such as an unknown preset, `8 gigs` or a negative budget."""
 
     exit_code = ExitCode.USAGE
 
 
 class DataError(MemoError):
-    """Training data that cannot be read or is too short."""
+    """Training data cannot be read or is too short, or a file of the run's data or metrics cannot be written."""
 
 
 class CheckpointError(MemoError):
-    """A checkpoint that cannot be written, read, or does not fit the run."""
+    """A checkpoint cannot be written or read, or does not fit the run."""
 
 
 class TrainingDiverged(MemoError):
-    """The loss or a gradient is not finite, or the loss jumped; the weights are those before the step."""
+    """The loss or a gradient is not finite, or the loss jumped. The weights are those from before the step."""
 
 
 class PeerLost(MemoError):
-    """Another rank of the run has ended; the message has its error, where it left one."""
+    """Another rank of the run has ended. The message contains its error if it reported one."""
 
 
 class DeviceOutOfMemory(MemoError):
-    """A training step does not fit into the device's memory."""
+    """A training step needs more memory than the device has."""
 
 
 class AllocatorError(MemoError):
-    """The planned allocator cannot be built, installed, or used in this way; the message says which."""
+    """The planned allocator cannot be built or installed, or its steps are nested wrongly."""
 
 
 class PlanError(MemoError):
-    """A plan or profile file that is not what it says: wrong format, version, or values."""
+    """A plan or profile file has the wrong format, version or values, or does not fit the model or the schedule."""
 
 
 class PlanInvalid(PlanError):
-    """A plan that the independent checker refuses; the message names rule, buffers and bytes."""
+    """The independent checker rejected a plan. The message names the rule, the buffers and the bytes."""
 
     exit_code = ExitCode.PLAN_INVALID
 
 
 class RecordError(MemoError):
-    """A training step that cannot be recorded: its shapes depend on data, or it is not what it must be."""
+    """A training step cannot be recorded without data: its shapes depend on values, or its loss is no scalar."""
 
 
 class OutputExists(MemoError):
-    """A file that would be written exists, and nobody said that it may be overwritten."""
+    """An output file exists and overwriting was not allowed. The file is unchanged."""
 
 
 class Infeasible(MemoError):
-    """Proven: no plan fits; the message names the tier, the instant, the bytes, and what would fit."""
+    """No plan fits the budgets, by proof. The message names the tier, the bytes and the budget that would fit."""
 
     exit_code = ExitCode.INFEASIBLE
 
 
 class SolverFailed(MemoError):
-    """A MIP solver crashed or could not be run."""
+    """A MIP solver crashed or could not be started."""
 
 
 class SolverTimeout(MemoError):
-    """The time limit passed without any plan."""
+    """The time limit passed before any plan was found."""
 
     exit_code = ExitCode.NO_PLAN_IN_TIME
 
 
 class TraceError(MemoError):
-    """A trace file that cannot be read."""
+    """A trace file cannot be read or written."""
 
 
 class SwapError(MemoError):
-    """Root of what the swap engine raises while it moves bytes."""
+    """Base class of what the swap engine raises while it moves bytes."""
 
 
 class NoRepeatedLayers(SwapError):
-    """No ModuleList with at least two children of one class was found in the model."""
+    """The model has no ModuleList with at least two children of one class; name its layers with `layers`."""
 
 
 class ModifiedAfterSave(SwapError):
-    """A tensor that backward needs was changed in place after autograd saved it."""
+    """A tensor that backward needs was modified in place after autograd saved it. No gradient is computed from it."""
 
 
 class HostBudgetExceeded(SwapError):
-    """The host arena is full and no further tier may take the bytes."""
+    """The host tier is full, and no other tier may take the bytes."""
 
 
 class ScratchUnusable(SwapError):
-    """The scratch directory is missing, not a directory, not writable, or unsafe."""
+    """The scratch directory is missing, not a directory, not writable or unsafe. No file was made."""
 
 
 class ScratchFull(SwapError):
-    """The scratch file cannot be reserved, or is full and no further tier may take the bytes."""
+    """The scratch file cannot be reserved, or is full and no other tier may take the bytes."""
 
 
 class StoreWriteError(SwapError):
-    """The disk refused a write; the bytes were still in memory when this was raised."""
+    """A write to disk failed. The bytes were still in memory when this was raised."""
 
 
 class StoreReadError(SwapError):
-    """The disk did not give back what was written to it."""
+    """A read from disk failed or returned other bytes than were written. This backward's gradients are incomplete."""
 
 
 class CorruptBlock(StoreReadError):
-    """A block read back does not have the checksum it was written with."""
+    """A block read from disk does not match the checksum it was written with."""

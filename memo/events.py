@@ -1,8 +1,8 @@
-"""The nouns of a trace: what the engine did, event by event. Shared by every package; imports nothing of ours.
+"""Event types of a trace. Shared by every package; imports nothing of ours.
 
-A trace file (`trace.rank{N}.jsonl`) is one JSON object a line: a header, events in the order they became known, and an
-end line. Times are nanoseconds of one monotonic clock since the header's `origin`; a span's line is written when the
-span has ended, so readers sort by `t`. docs/trace-format.md documents every field.
+A trace file (`trace.rank{N}.jsonl`) has one JSON object per line: a header, events in the order they became known, and
+an end line. Times `t` and durations `d` are nanoseconds of one monotonic clock since the header's origin. A span's line
+is written when the span has ended, so readers sort by `t`. docs/trace-format.md documents every field.
 
     {"format": "memo-trace", "version": 1, "rank": 0, "world_size": 1, "origin_unix_ns": ..., "meta": {...}}
     {"k": "state", "t": 1200, "step": 3, "id": 17, "to": "live", "module": "layers.4", "nbytes": 65536, ...}
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 __all__ = [
     "FORMAT",
@@ -40,7 +40,7 @@ VERSION = 1
 
 
 class Lane(enum.StrEnum):
-    """Where time passes: one row of the timeline each."""
+    """A row of the timeline: computation, recomputation, or one direction of copies."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -51,7 +51,7 @@ class Lane(enum.StrEnum):
 
 
 class Tier(enum.StrEnum):
-    """Where bytes rest."""
+    """A place where bytes are kept."""
 
     DEVICE = "device"
     HOST = "host"
@@ -59,10 +59,10 @@ class Tier(enum.StrEnum):
 
 
 class TensorState(enum.StrEnum):
-    """The life of one saved storage; the legal transitions are drawn in docs/design.md.
+    """State of one saved storage; docs/design.md shows the legal transitions.
 
-    live -> leaving -> away -> returning -> back -> gone, and gone is reachable from each. Between the halves of a split
-    backward what is back may be away once more.
+    live -> leaving -> away -> returning -> back -> gone; gone can follow each of them. Between the two halves of a
+    split backward (input and weight gradients) a storage that is back may become away again.
     """
 
     LIVE = "live"  # on the device as autograd saved it; no copy has begun
@@ -70,11 +70,11 @@ class TensorState(enum.StrEnum):
     AWAY = "away"  # the source is dropped; the bytes are in a lower tier
     RETURNING = "returning"  # a reload is under way
     BACK = "back"  # on the device again
-    GONE = "gone"  # no handle is left; every buffer is given back
+    GONE = "gone"  # no handle is left; every buffer is released
 
 
 class UseKind(enum.StrEnum):
-    """How backward found the bytes when it asked for them."""
+    """Where the bytes were when backward asked for them."""
 
     LIVE = "live"  # the source was still on the device: forwarded, no reload
     PREFETCHED = "prefetched"  # the reload had been issued earlier
@@ -84,15 +84,15 @@ class UseKind(enum.StrEnum):
 class StallCause(enum.StrEnum):
     """Why the host or the compute stream waited."""
 
-    DRAIN = "drain"  # a copy out had not finished when its source had to go
-    RELOAD = "reload"  # a reload had not finished when backward needed it
-    HOST_FULL = "host-full"  # no room in the host arena until a write to disk ends
-    DISK_QUEUE = "disk-queue"  # the disk is behind
+    DRAIN = "drain"  # the copy out of a storage had not ended when its device memory had to be released
+    RELOAD = "reload"  # a reload had not ended when backward needed the bytes
+    HOST_FULL = "host-full"  # no room in the host tier until a write to disk ends
+    DISK_QUEUE = "disk-queue"  # the disk's queue is full
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
-    """One transition of one saved storage. `module`, `shape` and `dtype` come with the first one (`to` = live)."""
+    """A state transition of one saved storage. Only the first one, to `live`, has `module`, `shape` and `dtype`."""
 
     kind: ClassVar[str] = "state"
     t: int
@@ -108,7 +108,7 @@ class StateChange:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Time spent in a lane: a copy (`id`, `nbytes`) or a layer's work (`module`, `phase`)."""
+    """Time spent in a lane by a copy (`id`, `nbytes`) or by a layer (`module`, `phase`)."""
 
     kind: ClassVar[str] = "span"
     t: int
@@ -136,7 +136,7 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Backward asked for a saved storage."""
+    """A request of backward for a saved storage."""
 
     kind: ClassVar[str] = "use"
     t: int
@@ -147,7 +147,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CounterEvent:
-    """Bytes measured in a tier at an instant, all of memory and not only what memo moves."""
+    """Bytes in use in a tier at one time: all of its memory, not only what memo moves."""
 
     kind: ClassVar[str] = "counter"
     t: int
@@ -158,17 +158,17 @@ class CounterEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepMark:
-    """A training step begins or ends."""
+    """The begin or end of a training step."""
 
     kind: ClassVar[str] = "step"
     t: int
     step: int
-    phase: str  # "begin" or "end"
+    phase: Literal["begin", "end"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A warning or a fallback, in words."""
+    """A warning or a fallback, as text."""
 
     kind: ClassVar[str] = "note"
     t: int
@@ -181,22 +181,22 @@ Event = StateChange | Span | Stall | Use | CounterEvent | StepMark | Note
 
 
 class Tracer(Protocol):
-    """What the engine needs of a trace: a clock and a place to put events."""
+    """Sink of the engine's events, with a clock. Methods may be called from any thread."""
 
     step: int
 
     def now(self) -> int:
-        """Nanoseconds since the trace's origin."""
+        """Returns the nanoseconds since the trace's origin."""
 
     def at(self, monotonic_ns: int) -> int:
-        """The same for a reading of `time.monotonic_ns()`."""
+        """Converts a reading of `time.monotonic_ns()` to nanoseconds since the trace's origin."""
 
     def emit(self, event: Event) -> None:
-        """Keeps one event; never blocks on I/O and never raises for want of room."""
+        """Records one event. Never blocks on I/O, and never raises because memory or disk is full."""
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as one line's object: `k` first, None fields left out."""
+    """Converts an event to the JSON object of its line: `k` comes first, fields that are None are left out."""
     line: dict[str, Any] = {"k": event.kind}
     for field in dataclasses.fields(event):
         value = getattr(event, field.name)

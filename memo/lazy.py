@@ -12,12 +12,15 @@ __all__ = ["attach"]
 def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Makes a package's `__getattr__`, `__dir__` and `__all__` (PEP 562).
 
-    A face lists each name twice: here, and for type checkers in an import under `if TYPE_CHECKING`. A test holds the two
-    lists equal. No name may be that of a module of the package, which would hide it once imported.
+    A face lists each name twice: here, and for type checkers in an import under `if TYPE_CHECKING`. A test holds the
+    two lists equal. No name may be that of a module of the package, which would hide it once imported.
 
     Args:
         package: `__name__` of the package.
-        homes: for each module, by its name below the package, the names that outsiders may use, with spaces between.
+        homes: public names by module, separated by spaces; modules are named relative to the package.
+
+    Returns:
+        The functions `__getattr__` and `__dir__`, and the list `__all__`.
     """
     home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""A dictionary that keeps what was used last: for what is remembered of ever new shapes, which must not be all of them."""
+"""Dictionary of bounded size that evicts the least recently used entry."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ _Value = TypeVar("_Value")
 
 
 class LRU(Generic[_Key, _Value]):
-    """Of more than `most` entries the one not used for longest goes."""
+    """Least-recently-used cache. Assignment, `get` and `in` count as use; a value must not be None.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Args:
+        capacity: entries that are kept; one more evicts the entry not used for longest.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._entries: collections.OrderedDict[_Key, _Value] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -27,11 +31,11 @@ class LRU(Generic[_Key, _Value]):
     def __setitem__(self, key: _Key, value: _Value) -> None:
         self._entries[key] = value
         self._entries.move_to_end(key)
-        if len(self._entries) > self._most:
+        if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
 
     def get(self, key: _Key) -> _Value | None:
-        """None for what is not there; otherwise it has been used."""
+        """Returns the value and counts as a use; None for a missing key."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)

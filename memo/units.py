@@ -1,7 +1,7 @@
-"""Sizes, token counts and durations as people write them. Shared by every package; imports nothing of ours.
+"""Parsing and formatting of sizes, token counts and durations. Shared by every package; imports only `memo.errors`.
 
-`k` and `m` of token counts are 1024 and 1048576 (128k = 131072); bytes use IEC units only (`80GiB`), since GB is read as
-10^9 by some and 2^30 by others and a budget must mean one thing.
+Token counts use k = 1024 and m = 1048576, so 128k is 131072. Bytes use IEC units only (`80GiB`): GB is read as 10^9 by
+some and as 2^30 by others, and a budget must mean one thing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ _BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)")
 _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([kKmM]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _MOST = 1 << 62
-"""Of bytes and of tokens: what the formats of plans and traces can hold."""
+"""Largest number of bytes or tokens that the plan and trace formats can hold."""
 _DURATION_S = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_bytes(text: int | str, *, what: str = "size") -> int:
-    """Bytes from an int or from text such as `64KiB`, `1.5GiB`, `4096`.
+    """Parses a number of bytes.
+
+    Args:
+        text: an int, or text such as `4096`, `64KiB` or `1.5GiB`; a fraction of a byte is dropped.
+        what: name of the quantity, for the error message.
 
     Raises:
         UsageError: negative, not a number, more than 2^62, or a unit other than B, KiB, MiB, GiB, TiB.
@@ -55,7 +59,7 @@ def parse_bytes(text: int | str, *, what: str = "size") -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`1.50 GiB`: three significant digits or so, for people; `0 B` for zero."""
+    """Formats bytes with four significant digits and an IEC unit: `1.5 GiB`, `0 B`, `-2 KiB`."""
     sign, value = ("-", -nbytes) if nbytes < 0 else ("", float(nbytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -65,10 +69,14 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_tokens(text: int | str, *, what: str = "token count") -> int:
-    """Tokens from an int or from text such as `32k` (32768) or `1m` (1048576).
+    """Parses a number of tokens.
+
+    Args:
+        text: an int, or text such as `4096`, `32k` (32768) or `1m` (1048576).
+        what: name of the quantity, for the error message.
 
     Raises:
-        UsageError: not a positive whole number of tokens.
+        UsageError: not a whole number of tokens from 1 to 2^62.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         count: float = text
@@ -83,7 +91,7 @@ def parse_tokens(text: int | str, *, what: str = "token count") -> int:
 
 
 def format_tokens(count: int) -> str:
-    """`32k`, `1m`, or the plain number when it is no whole multiple."""
+    """Formats a number of tokens: `32k`, `1m`, or the plain number where it is no multiple of 1024."""
     for unit, size in (("m", 1 << 20), ("k", 1 << 10)):
         if count >= size and count % size == 0:
             return f"{count // size}{unit}"
@@ -91,10 +99,14 @@ def format_tokens(count: int) -> str:
 
 
 def parse_duration_s(text: float | str, *, what: str = "duration") -> float:
-    """Seconds from a number or from text such as `60s`, `500ms`, `2m`, `1h`.
+    """Parses a duration; returns seconds.
+
+    Args:
+        text: a number of seconds, or text such as `60s`, `500ms`, `2m`, `1h`.
+        what: name of the quantity, for the error message.
 
     Raises:
-        UsageError: negative, zero, or unreadable.
+        UsageError: negative, zero, infinite, or not a duration.
     """
     match = _DURATION.fullmatch(str(text).strip())
     if match is None:
@@ -106,7 +118,7 @@ def parse_duration_s(text: float | str, *, what: str = "duration") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """`340 ms`, `4.81 s`, `3 min 05 s`."""
+    """Formats seconds: `340 ms`, `4.81 s`, `3 min 05 s`."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 120:
@@ -116,6 +128,6 @@ def format_duration(seconds: float) -> str:
 
 
 def _shown(given: object) -> str:
-    """What was given, as a message can hold it: escaped, and its first characters if it has many."""
+    """The given value for an error message: escaped, and cut to 60 characters."""
     text = repr(given)
     return text if len(text) <= 60 else f"{text[:57]}..."

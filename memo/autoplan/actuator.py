@@ -1,7 +1,7 @@
 """Applies an ActivationPlan to one manager: placements to the Engine, recompute levels to TokenWise.
 
-Owns the conversion of a plan's fractions into those, and the device budget of a plan: how much device memory is left
-for saved tensors beside parameters, gradients, the optimizer's state and everything transient.
+Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
+optimizer state and transient tensors leave of the budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.autograd.variable import Variable
 
 from memo.autoplan.actuator_protocol import Limits, Setting
-from memo.autoplan.device_peaks import DevicePeaks, Place
+from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, needs
@@ -23,65 +23,75 @@ if TYPE_CHECKING:
 
     from memo.autoplan.device_budget import DeviceBudget
     from memo.events import Tracer
+    from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
     from memo.swap import Engine, Layer, LayerCosts, TokenWise
 
 __all__ = ["Actuator", "settings_of"]
 
 MOST_MIXED = 0.5
-"""Of the tokens: both levels of recompute are timed, with few bytes more than at the safest setting."""
+"""Largest fraction of tokens at SAVE_MATMULS while both levels are timed; it costs few bytes."""
 SPARED = 0.9
-"""Of the room that the safest setting leaves: storages are whole."""
+"""Share of the spare room that is filled; the rest allows for storages that are moved whole."""
 
 UNBOUNDED_DISK = 1 << 60
-"""What a scratch file may take that grows as needed: its end is found by running into it, and spilled then."""
+"""Bytes of a scratch file without budget: a full disk is found by a failed write, and its bytes go to another tier."""
 
 
 class Actuator:
-    """Satisfies `memo.autoplan.actuator_protocol.ActuatorProtocol`."""
+    """Applies plans and settings to one manager's engine, and measures its steps; implements ActuatorProtocol.
+
+    Args:
+        engine, tokenwise: what settings are applied to.
+        layers: the managed layers, in the order of the model.
+        budget: the device's budget and counters.
+        tracer: the run's own trace, or None.
+        link: measures the device's link when nothing else uses it; None without a link.
+        missing_gradient_bytes: bytes of the gradients that backward has still to allocate.
+    """
 
     def __init__(
         self,
         engine: Engine,
         tokenwise: TokenWise,
         layers: Sequence[Layer],
-        memory: DeviceBudget,
+        budget: DeviceBudget,
         *,
         tracer: Tracer | None,
-        link: Callable[[], tuple[float, float, float] | None] = lambda: None,
-        gradients_to_come: Callable[[], int] = lambda: 0,
+        link: Callable[[], LinkRates | None] = lambda: None,
+        missing_gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
         self._tokenwise = tokenwise
         self._layers = layers
-        self._memory = memory
+        self._budget = budget
         self._tracer = tracer
         self._link = link
-        self._gradients_to_come = gradients_to_come
-        self._used = DevicePeaks(memory, engine.stats)
-        self._others: Mapping[str | Place, int] = {}  # beside saved tensors, in the last step
-        self._idle_bytes = self._gradient_bytes = 0  # in use between steps, and what then comes to stay
+        self._missing_gradient_bytes = missing_gradient_bytes
+        self._peaks = DevicePeaks(budget, engine.stats)
+        self._others: Mapping[str | Outside, int] = {}  # beside saved tensors, in the last step
+        self._idle_bytes = self._gradient_bytes = 0  # in use between steps; gradients that backward then allocates
         self._trials = 0
         engine.when_idle(self._when_idle)
 
     @property
     def idle(self) -> bool:
-        """Nothing is saved now."""
+        """True while nothing is saved."""
         return self._engine.stats.live_entries == 0
 
     def listen(self, tracer: Tracer | None) -> None:
-        """None: back to the trace that is being written, if one is."""
+        """Sends events to `tracer`, or for None to the run's own trace."""
         self._engine.listen(tracer or self._tracer)
 
     def finish(self) -> None:
-        """Waits for the device, so that every span has ended, and has them told."""
+        """Waits for the device, so that every span has ended, and delivers their events."""
         self._engine.backend.synchronize()
         if self._engine.backend.device.type == "cuda":
             torch.cuda.synchronize(self._engine.backend.device)
         self._engine.end_step()
 
-    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
-        """From the next layer call on."""
+    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+        """Applies a plan or a setting from the next layer call on."""
         if isinstance(setting, Setting):
             levels = TokenLevels(matmuls=setting.matmuls, attention=1.0 - setting.matmuls)
             self._expect({})
@@ -100,24 +110,25 @@ class Actuator:
 
     @property
     def n_layers(self) -> int:
-        """Of the model."""
+        """Number of managed layers."""
         return len(self._layers)
 
     @property
     def mlp_tiles(self) -> int:
-        """In how many tiles the model's layers compute their MLP."""
+        """Number of tiles in which the layers compute their MLP."""
         return mlp_tiles_of(layer.module for layer in self._layers)
 
     def reload_ahead(self) -> None:
-        """Lets reloads run ahead as far as the last step left device memory for; before the first step, by one layer."""
+        """Lets reloads run ahead within what the last step left free; by one layer before the first step."""
         peak = self.take_peak()
         if peak:
             self._engine.reload_ahead(max(0, self.limits().device_bytes - peak))
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """Half of the tokens, or as many as there is room for; none where the device has none for one more layer's products.
+        """Fraction of the tokens, at most a half, whose matrix products fit; 0 if one layer's do not fit on the device.
 
-        They stand whole in the layer that comes back while another one's backward runs, be it for ever so few tokens.
+        While one layer's backward runs, the next layer's products return into whole buffers, however small the
+        fraction.
         """
         products = [
             known.tokens
@@ -133,22 +144,22 @@ class Actuator:
         return min(MOST_MIXED, SPARED * room / wanted) if wanted else MOST_MIXED
 
     def costs(self) -> Mapping[str, LayerCosts]:
-        """By layer name."""
+        """Costs by level of the layers recomputed by tokens, by layer name."""
         return {costs.layer: costs for costs in self._tokenwise.costs()}
 
     def limits(self, growth: float = 1.0) -> Limits:
-        """Device memory that the last step used for other things is not for saved tensors.
+        """Budgets of saved tensors: device memory that the last step used for anything else is taken off.
 
-        What was there at rest, and gradients, stay what they are in a longer step; the rest is taken to grow with the
-        tokens, as logits and what a layer computes with do. A shorter step is believed to need no less.
+        Memory in use between steps, and gradients, do not depend on the batch. The rest is assumed to grow with the
+        tokens, as logits and a layer's temporaries do; a shorter step is assumed to need no less than the last one.
         """
-        around = self._grown(Place.AROUND, growth)
+        around = self._grown(Outside.LAYERS, growth)
         layers = tuple(self._grown(layer.name, growth) for layer in self._layers)
         others = max(around, *layers)
         budgets = {tier.name: tier.budget for tier in self._engine.tiers}
         disk = budgets.get(Tier.DISK, 0)
         return Limits(
-            device_bytes=max(0, self._memory.total_bytes - others),
+            device_bytes=max(0, self._budget.total_bytes - others),
             others_bytes=others,
             around_bytes=around,
             beside_layers=layers,
@@ -156,56 +167,56 @@ class Actuator:
             disk_bytes=UNBOUNDED_DISK if disk is None else disk,
         )
 
-    def _grown(self, place: str | Place, growth: float) -> int:
+    def _grown(self, where: str | Outside, growth: float) -> int:
         most = max(self._others.values(), default=0)
-        nbytes = self._others.get(place, most)
+        nbytes = self._others.get(where, most)
         growing = nbytes - self._idle_bytes
-        if place is not Place.AROUND or len(self._others) == 1:  # else before all gradients
+        if where is not Outside.LAYERS or len(self._others) == 1:  # around the layers the peak precedes all gradients
             growing = min(growing, most - self._idle_bytes - self._gradient_bytes)
         return nbytes + round(max(0, growing) * max(0.0, growth - 1.0))
 
-    def link(self) -> tuple[float, float, float] | None:
-        """Measured at the first call, with nothing else on it."""
-        found = self._link()
-        self._used.restart()  # what the measurement took of the device is no step's
-        return found
+    def link(self) -> LinkRates | None:
+        """Measures the link; nothing else may use it meanwhile."""
+        rates = self._link()
+        self._peaks.restart()  # the measurement's own memory belongs to no step
+        return rates
 
     def excess_bytes(self) -> int:
-        """0 where all was within it."""
-        return max(0, self._used.peak_bytes - self._memory.total_bytes)
+        """Bytes by which the device was above its budget since the last `take_peak`; 0 if it was not."""
+        return max(0, self._peaks.peak_bytes - self._budget.total_bytes)
 
     def take_trials(self) -> int:
-        """Of all layers."""
+        """Number of trial recomputes of all layers since the last call."""
         before, self._trials = self._trials, self._tokenwise.trials_run
         return self._trials - before
 
     def take_peak(self, *, growth: float | None = None) -> int:
-        """Also notes how much device memory the step used beside saved tensors."""
-        step = self._used.end_step()
-        before = {} if growth is None else {place: self._grown(place, growth) for place in self._others}
-        self._others = before | {place: max(nbytes, before.get(place, 0)) for place, nbytes in step.others.items()}
-        self._idle_bytes, self._gradient_bytes = self._memory.now_bytes(), self._gradients_to_come()
+        """Returns the peak of saved tensors, and notes the other device memory that the step used."""
+        step = self._peaks.end_step()
+        before = {} if growth is None else {where: self._grown(where, growth) for where in self._others}
+        self._others = before | {where: max(nbytes, before.get(where, 0)) for where, nbytes in step.others.items()}
+        self._idle_bytes, self._gradient_bytes = self._budget.used_bytes(), self._missing_gradient_bytes()
         return step.saved_bytes
 
     def restart_peaks(self) -> None:
-        """Forgets what memory was used before."""
-        self._used.restart()
+        """Forgets the peaks so far."""
+        self._peaks.restart()
 
     def watch(self, *, closely: bool) -> None:
-        """Closely: layer by layer, where the device's memory tells of each."""
-        self._used.has_edges = closely and self._memory.falls_at_once
-        self._engine.at_layer_boundaries(self._used.edge if self._used.has_edges else None)
+        """Measures device memory layer by layer, where the device frees memory at once, or over whole steps."""
+        self._peaks.by_layer = closely and self._budget.frees_at_once
+        self._engine.at_layer_boundaries(self._peaks.cross_boundary if self._peaks.by_layer else None)
 
     def _when_idle(self) -> None:
-        """Backward is nearly done. Before the next forward the program may restart the peaks, as loops that log them do."""
+        """Ends the peaks of backward, since a program may restart the device's before the next forward."""
         try:
-            Variable._execution_engine.queue_callback(self._used.end_backward)  # at its end
-        except RuntimeError:  # no backward: the graph was let go
-            self._used.end_backward()
+            Variable._execution_engine.queue_callback(self._peaks.end_backward)  # at the end of this backward
+        except RuntimeError:  # not in a backward: the graph was freed
+            self._peaks.end_backward()
 
 
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
-    """What a plan says of each layer, in the words of those who carry it out."""
+    """Converts a plan to placements by layer number, for the Engine, and levels by layer name, for TokenWise."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
     placements = {

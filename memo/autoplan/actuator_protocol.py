@@ -1,6 +1,6 @@
-"""What planning at run time is carried out on: the interface between the choice of a plan and the engine that follows it.
+"""Interface between the choice of plans and the engine that follows them, with the data types that both sides use.
 
-Owns the nouns that both sides speak. memo.autoplan.controller decides, memo.autoplan.actuator carries out.
+memo.autoplan.controller decides; memo.autoplan.actuator applies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memo.events import Tracer
+    from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan
     from memo.swap import LayerCosts
 
@@ -20,87 +21,94 @@ __all__ = ["MEASURING", "SAFEST", "ActuatorProtocol", "Limits", "Setting"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is in force where no plan is: everything moves that is not recomputed, and all but attention is recomputed."""
+    """Treatment of all layers while no plan is in use: attention outputs are moved, and the rest is recomputed."""
 
     matmuls: float = 0.0
-    """Of the tokens: the results of their matrix products move, too."""
+    """Fraction of the tokens whose matrix products are moved instead of recomputed."""
     rest_stays: bool = False
-    """What no tier has room for stays on the device while that keeps its budget, as a plan may have it. Else an error."""
+    """True: tensors for which no tier has room stay on the device, within its budget. False: that is an error."""
 
 
 SAFEST = Setting()
 MEASURING = Setting(rest_stays=True)
-"""The safest as long as a plan may come."""
+"""SAFEST while a plan may still come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes for saved tensors, of one rank; `others_bytes` of device memory are in use for everything else, at the most."""
+    """Bytes that one rank's saved tensors may take in each tier, and what else the device holds."""
 
     device_bytes: int
     others_bytes: int
+    """Most bytes of device memory in use for anything but saved tensors."""
     around_bytes: int = 0
-    """Of these, before, behind and between the layers."""
+    """The same before, after and between the layers."""
     beside_layers: tuple[int, ...] = ()
-    """The same while each layer runs; empty where nobody knows."""
+    """The same while each layer runs; empty where only the whole step was measured."""
     host_bytes: int
     disk_bytes: int
 
 
 class ActuatorProtocol(Protocol):
-    """What a plan is carried out on."""
+    """A manager's engine, as planning sees it: settings go in, measurements of steps come out."""
 
     @property
     def idle(self) -> bool:
-        """Nothing is saved now: another setting may come into force."""
+        """True while nothing is saved: another setting may be applied."""
 
     @property
     def n_layers(self) -> int:
-        """Of the model."""
+        """Number of managed layers."""
 
     @property
     def mlp_tiles(self) -> int:
-        """In how many tiles the model's layers compute their MLP."""
+        """Number of tiles in which the layers compute their MLP."""
 
     def listen(self, tracer: Tracer | None) -> None:
-        """Tells `tracer` of everything from now on; None goes back to what was listened with before."""
+        """Sends events to `tracer` from now on; None restores the run's own trace, if there is one."""
 
     def finish(self) -> None:
-        """Everything of the last step has happened and been told."""
+        """Waits for the device and delivers all events of the last step."""
 
-    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
-        """Brings a plan into force, or one of the settings before it; for `growth` times the last step's tokens."""
+    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+        """Applies a plan or a setting, for a next step with `growth` times the last one's tokens."""
 
     def spare_share(self, peak_bytes: int, calls: int) -> float:
-        """The share of tokens, a half at most, whose matrix products there is room for beside what the last step held.
+        """Fraction of the tokens, at most a half, whose matrix products fit beside what the last step held.
 
-        It was at the safest setting, had `calls` of each layer in flight, and `peak_bytes` on the device.
+        Args:
+            peak_bytes: saved tensors on the device in that step, which ran at the safest setting.
+            calls: calls of each layer that were in flight at one time.
         """
 
     def costs(self) -> Mapping[str, LayerCosts]:
-        """Of the layers that can be treated token by token, by name."""
+        """Costs by level of the layers that can be recomputed by tokens, by layer name."""
 
     def limits(self, growth: float = 1.0) -> Limits:
-        """What a plan may use of a step with `growth` times the tokens of the last one."""
+        """Budgets of saved tensors in a step with `growth` times the tokens of the last one."""
 
-    def link(self) -> tuple[float, float, float] | None:
-        """Bytes per second out, in and both ways of a link that was measured on its own."""
+    def link(self) -> LinkRates | None:
+        """Rates of the device's link, measured alone; None where they cannot be."""
 
     def excess_bytes(self) -> int:
-        """By how much the device was above its budget since the last `take_peak`."""
+        """Bytes by which the device was above its budget since the last `take_peak`; 0 if it was not."""
 
     def take_peak(self, *, growth: float | None = None) -> int:
-        """The most bytes of saved tensors that the device had at once since the last call.
+        """Ends a measurement; returns the most bytes of saved tensors on the device at one time since the last call.
 
-        What else it had counts for limits from now on. With `growth` a plan was in force, and another one may compute more
-        again: what steps of one `growth`-th of the tokens had counts still, if it is more.
+        The other device memory in use is noted for `limits`.
+
+        Args:
+            growth: None after a step at a setting. After a step by a plan, its tokens as a multiple of those of the
+                step noted before; that step's bytes still count where they are more, since another plan may recompute
+                more.
         """
 
     def watch(self, *, closely: bool) -> None:
-        """Looks from now on at each layer's device memory by itself, or at that of whole steps."""
+        """Measures device memory layer by layer from now on, or over whole steps."""
 
     def take_trials(self) -> int:
-        """How many recomputes were tried out since the last call."""
+        """Number of trial recomputes since the last call."""
 
     def restart_peaks(self) -> None:
-        """The next `take_peak` is to tell of what comes after this alone."""
+        """Forgets the peaks so far: the next `take_peak` is about what comes after this call."""

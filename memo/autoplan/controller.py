@@ -1,22 +1,23 @@
-"""Decides at run time what becomes of each layer's tensors: measure one step, plan, check, run, compare, plan again.
+"""Planning at run time: measures steps, makes a plan, applies it, compares it with its prediction, plans again.
 
-Owns the making of plans and when they change; which shape of batch has which is memo.autoplan.plan_cache. It moves no
-byte: placements go to the engine, levels to the token-wise treatment. A plan is in force between two steps only; one
-that did not pass the checker and the simulator never is.
+Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch shape has which plan. It moves no bytes:
+an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
+the checker and the simulator is never applied.
 
-    step       1         2        3          4       5               6 ...
-    setting    safest    mixed    mixed      plan    plan            plan
-    measured   -         -        profile    -       as predicted?   -
-                                                     more than 5 % off: profile corrected, planned again, and as from 4
+    step       1         2        3          4       5                6 ...
+    setting    safest    mixed    mixed      plan    plan             plan
+    measured   -         -        profile    -       as predicted?
+                                                     if off by more than 5 %: profile corrected, planned again from step
+                                                     4
 
-The safest setting moves attention's results and recomputes the rest, so that what is measured never runs out of memory
-where the plan would not: what the tiers have no room for stays on the device, as a plan would have to have it. The mixed one
-has tokens at each level of recompute, to time them, as many as the safest one showed to have room. A setting's first step
-is not measured: kernels are being chosen, and each layer's recompute is being tried out.
+The safest setting moves attention outputs and recomputes the rest, so a measured step does not run out of memory where
+the plan would not; tensors for which the tiers have no room stay on the device, as in a plan. The mixed setting has
+tokens at each level of recompute, to time them: as many as the safest step left room for. A setting's first step is not
+measured, since kernels are chosen and each layer's recompute is tried in it.
 
-A shape that comes later is planned before its first step, of what the nearest one showed: layers' bytes and what else the
-device holds beyond its rest grow with the tokens. A step that took more than the device's budget all the same is told, and
-its plan made again with that much less.
+A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
+device memory above what is in use between steps, are scaled with the tokens. If a step exceeds the device's budget all
+the same, a warning says so, and the next plan leaves that much free.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from memo.autoplan.profile_from_step import (
     scaled_profile,
     seconds_of,
 )
-from memo.autoplan.step_evidence import StepEvidence, alone, least, worst
+from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.lru import LRU
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from memo.autoplan.actuator_protocol import ActuatorProtocol
-    from memo.autoplan.step_evidence import Everyones
+    from memo.autoplan.step_evidence import AllGather
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
     from memo.mip.activation import ActivationPlan, OwnTurns, StagePrediction
@@ -60,337 +61,347 @@ if TYPE_CHECKING:
 __all__ = ["AutoPlan"]
 
 TOLERANCE = 0.05
-"""How far a measurement may be from its prediction."""
+"""Accepted relative difference between a measurement and its prediction."""
 MAX_CORRECTIONS = 3
+"""Times that one signature's plan is made again."""
 MOST_WARNED = 64
+"""Causes of warnings that are remembered, to warn once for each."""
 
 
 class AutoPlan:
-    """One manager's planning. `make_plan` answers a problem with a plan that was checked, or raises a MemoError.
+    """Planning of one manager; a plan source of memo.manager.
 
-    `everyones` asks the ranks that must carry out the same plan. `held` says how many microbatches a pipeline's schedule has
-    in flight here; None takes all of a step's for in flight. `turns` says it turn by turn, of several stages.
+    Args:
+        actuator: applies plans and measures steps.
+        make_plan: solves a problem; returns a checked plan, or raises a MemoError.
+        all_gather: collects a value from all ranks that must use the same plan.
+        held: most microbatches in flight on this rank, by its pipeline's schedule; None: all of a step's.
+        turns: order of forwards and backwards of this rank's pipeline stages, where it has several.
+        tracer: the run's own trace, or None.
+        model: the model's name in signatures.
     """
 
     def __init__(
         self,
-        managed: ActuatorProtocol,
+        actuator: ActuatorProtocol,
         make_plan: Callable[[ActivationProblem], ActivationPlan],
         *,
-        everyones: Everyones = alone,
+        all_gather: AllGather = single_rank,
         held: int | None = None,
         turns: OwnTurns | None = None,
-        beyond: Tracer | None = None,
+        tracer: Tracer | None = None,
         model: str = "model",
     ) -> None:
-        self._managed = managed
+        self._actuator = actuator
         self._make_plan = make_plan
-        self._everyones = everyones
+        self._all_gather = all_gather
         self._held = held
         self._turns = turns
-        self._figures = StepTimeline(beyond)
+        self._timeline = StepTimeline(tracer)
         self._model = model
-        self._regimes = PlanCache()
+        self._cache = PlanCache()
         self._shape: Signature | None = None  # of the step under way
-        self._watches = False  # its shape is not that of the step before: does it keep the budget?
-        self._measured: Signature | None = None  # of the one whose device memory was looked at last
+        self._checks_budget = False  # a new shape or plan: this step's device memory is compared with the budget
+        self._measured: Signature | None = None  # of the step whose device memory was measured last
         self._listening = False
-        self._in_force: ActivationPlan | Setting = MEASURING
-        self._forwards = 0  # since the last time that nothing was alive
-        self._trained = False  # one of them was of training
+        self._applied: ActivationPlan | Setting = MEASURING
+        self._forwards = 0  # since nothing was saved
+        self._trained = False  # one of these forwards was with gradients
         self._planning_s = 0.0
         self._others_bytes = 0
         self._hardware: Hardware | None = None
         self._why_not: str | None = None
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
-        managed.use(MEASURING)
+        actuator.apply(MEASURING)
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """In force now; None while the safest setting is."""
-        regime = self._regimes.current
-        return None if regime is None else regime.plan
+        """The plan in use; None while a setting is used instead."""
+        cached = self._cache.current
+        return None if cached is None else cached.plan
 
-    def use(self) -> PlanOutcome:
-        """For a report."""
-        regime = self._regimes.current or CachedPlan()
+    def outcome(self) -> PlanOutcome:
+        """Returns the state of planning for a report."""
+        cached = self._cache.current or CachedPlan()
         return PlanOutcome(
-            phase=regime.phase.name.lower().replace("_", " "),
-            signature=self._regimes.signature,
-            plan=regime.plan,
-            measured_s=regime.measured_s,
-            predicted_peak_bytes=regime.predicted_peak_bytes,
-            measured_peak_bytes=regime.measured_peak_bytes,
-            plans=self._regimes.plans,
+            phase=cached.phase.name.lower().replace("_", " "),
+            signature=self._cache.signature,
+            plan=cached.plan,
+            measured_s=cached.measured_s,
+            predicted_peak_bytes=cached.predicted_peak_bytes,
+            measured_peak_bytes=cached.measured_peak_bytes,
+            plans=self._cache.plans,
             planning_s=self._planning_s,
             why_not=self._why_not,
             others_bytes=self._others_bytes,
         )
 
     def before_forward(self) -> None:
-        """A forward is about to begin. Where nothing is alive, the step before it is over and can be judged."""
-        idle = self._managed.idle
-        said = self._everyones((idle, self._managed.excess_bytes() if idle and self._judges else 0))
-        if not all(theirs for theirs, _ in said):
+        """Called before each forward. If nothing is saved, the step before it has ended and is evaluated."""
+        idle = self._actuator.idle
+        states = self._all_gather((idle, self._actuator.excess_bytes() if idle and self._observes else 0))
+        if not all(rank_idle for rank_idle, _ in states):
             self._forwards += 1
             return
-        regime = self._regimes.current
-        if regime is not None and self._trained:
-            self._conclude(regime, excess=max(excess for _, excess in said))
+        cached = self._cache.current
+        if cached is not None and self._trained:
+            self._end_step(cached, excess=max(excess for _, excess in states))
         self._forwards, self._trained = 1, False
         if self._listening:
-            self._figures.restart()
+            self._timeline.restart()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A layer is about to run: what a forward's first one is given is the signature. A decoder may have other tokens.
+        """Called before each layer: the hidden states of a forward's first layer give the signature.
 
-        Ranks that carry out one plan may have batches of other shapes: it is made for the largest of each dimension.
+        Ranks that use one plan may have batches of different shapes: it is made for the largest of each dimension.
         """
         if self._forwards != 1 or self._trained:
-            return  # what is in force stays until all of these have been backwarded
+            return  # the setting stays until the backward of all of these forwards is done
         hidden = layer_input(args, kwargs)
         if hidden is None or not torch.is_grad_enabled():
             return
         self._trained = True
-        shape = joint(self._everyones(_signature(self._model, hidden)))
+        shape = joint(self._all_gather(_signature(self._model, hidden)))
         if shape == self._shape:
             return
         self._shape = shape
-        regime = self._regimes.find(shape)
-        if regime is None:
-            signature = self._regimes.new_signature(shape)
-            regime = self._new(signature)
-            self._regimes.add(signature, regime)
-        self._watches = True
-        self._managed.restart_peaks()
-        self._enter(regime)
+        cached = self._cache.find(shape)
+        if cached is None:
+            signature = self._cache.new_signature(shape)
+            cached = self._first_entry(signature)
+            self._cache.add(signature, cached)
+        self._checks_budget = True
+        self._actuator.restart_peaks()
+        self._apply(cached)
 
-    # One step's end.
+    # End of a step.
 
     @property
-    def _judges(self) -> bool:
-        """Whether the step under way is looked at when it is over. The others leave torch's statistics to the program."""
-        regime = self._regimes.current
-        return self._watches or regime is None or regime.phase is not Phase.SETTLED
+    def _observes(self) -> bool:
+        """True if the step under way is evaluated when it ends; else torch's statistics are left alone."""
+        cached = self._cache.current
+        return self._checks_budget or cached is None or cached.phase is not Phase.SETTLED
 
-    def _conclude(self, regime: CachedPlan, *, excess: int) -> None:
-        if not self._judges:
+    def _end_step(self, cached: CachedPlan, *, excess: int) -> None:
+        if not self._observes:
             return
         grown = self._growth(self._shape)
-        peak = self._managed.take_peak(growth=None if regime.plan is None else grown)
-        trials = self._managed.take_trials()
-        if regime.plan is None or grown > 1.0:
+        peak = self._actuator.take_peak(growth=None if cached.plan is None else grown)
+        trials = self._actuator.take_trials()
+        if cached.plan is None or grown > 1.0:
             self._measured = self._shape
-        self._watches = False
+        self._checks_budget = False
         if excess:
-            self._tell_excess(excess)
-        if excess and regime.plan is not None:
-            self._keep_less(regime, max(self._everyones(peak)))
-        elif regime.phase is Phase.WARM_UP:
-            share = min(self._everyones(self._managed.spare_share(peak, max(self._forwards, self._held or 1))))
-            regime.phase, regime.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
-        elif regime.phase is Phase.MIXED:
-            regime.phase = Phase.PROFILING
-        elif regime.phase is Phase.PLANNED:
-            regime.phase = Phase.COMPARING
-        elif regime.phase.measures:
-            looks_at_links = regime.phase is Phase.PROFILING
-            found = worst(self._everyones(self._found(peak, trials=trials, looks_at_links=looks_at_links)))
-            if regime.phase is Phase.PROFILING:
-                self._profile(regime, found)
+            self._warn_excess(excess)
+        if excess and cached.plan is not None:
+            self._plan_smaller(cached, max(self._all_gather(peak)))
+        elif cached.phase is Phase.WARM_UP:
+            share = min(self._all_gather(self._actuator.spare_share(peak, max(self._forwards, self._held or 1))))
+            cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
+        elif cached.phase is Phase.MIXED:
+            cached.phase = Phase.PROFILING
+        elif cached.phase is Phase.PLANNED:
+            cached.phase = Phase.COMPARING
+        elif cached.phase.measures:
+            looks_at_links = cached.phase is Phase.PROFILING
+            found = worst(self._all_gather(self._evidence(peak, trials=trials, looks_at_links=looks_at_links)))
+            if cached.phase is Phase.PROFILING:
+                self._profile(cached, found)
             else:
-                self._compare(regime, found)
-        self._enter(regime)
+                self._compare(cached, found)
+        self._apply(cached)
 
-    def _found(self, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
-        """Of the step that is over, on this rank."""
+    def _evidence(self, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
+        """Measurements of the step that has ended, on this rank."""
         assert self._shape is not None
-        self._managed.finish()
-        times = self._figures.times()
+        self._actuator.finish()
+        times = self._timeline.times()
         if times is None:
             return StepEvidence(problem="no layer ran forward and backward in the step that was measured")
-        if len(times.layers) < self._managed.n_layers:
+        if len(times.layers) < self._actuator.n_layers:
             return StepEvidence(problem="some layers did not run in the step that was measured")
         try:
-            profile = measured_profile(times, self._managed.costs(), self._shape, mlp_tiles=self._managed.mlp_tiles)
+            profile = measured_profile(times, self._actuator.costs(), self._shape, mlp_tiles=self._actuator.mlp_tiles)
         except MemoError as error:
             return StepEvidence(problem=str(error))
         return StepEvidence(
             profile=profile,
-            hardware=self._machine(times) if looks_at_links else None,
+            hardware=self._hardware_of(times) if looks_at_links else None,
             calls=max(layer.calls for layer in times.layers.values()),
             measured_s=times.span_ns / 1e9,
             peak_bytes=peak,
             trials=trials,
         )
 
-    def _machine(self, times: StepTimes) -> Hardware:
-        limits = self._managed.limits()
+    def _hardware_of(self, times: StepTimes) -> Hardware:
+        limits = self._actuator.limits()
         return measured_hardware(
             times,
             device_bytes=limits.device_bytes + limits.others_bytes,
             host_bytes=limits.host_bytes,
-            link=self._managed.link(),
+            link=self._actuator.link(),
         )
 
-    def _enter(self, regime: CachedPlan) -> None:
-        """The regime's setting comes into force; one that is a bound and no plan, anew at each length."""
+    def _apply(self, cached: CachedPlan) -> None:
+        """Applies an entry's setting; one that is no plan depends on the length, and is applied again for each."""
         grown = self._growth(self._shape)
-        if regime.setting is not self._in_force or (isinstance(regime.setting, Setting) and grown != 1.0):
-            self._in_force = regime.setting
-            self._managed.use(regime.setting, growth=grown)
-        self._managed.watch(closely=self._judges)
-        if regime.phase.measures:
-            self._figures.restart()
-        if regime.phase.measures != self._listening:
-            self._listening = regime.phase.measures
-            self._managed.listen(self._figures if self._listening else None)
+        if cached.setting is not self._applied or (isinstance(cached.setting, Setting) and grown != 1.0):
+            self._applied = cached.setting
+            self._actuator.apply(cached.setting, growth=grown)
+        self._actuator.watch(closely=self._observes)
+        if cached.phase.measures:
+            self._timeline.restart()
+        if cached.phase.measures != self._listening:
+            self._listening = cached.phase.measures
+            self._actuator.listen(self._timeline if self._listening else None)
 
-    def _profile(self, regime: CachedPlan, found: StepEvidence) -> None:
+    def _profile(self, cached: CachedPlan, found: StepEvidence) -> None:
         try:
             if found.profile is None:
                 raise PlanError(str(found.problem))
             self._hardware = found.hardware
-            regime.profile, regime.calls = found.profile, found.calls
-            self._plan(regime)
+            cached.profile, cached.calls = found.profile, found.calls
+            self._plan(cached)
             self._why_not = None
         except MemoError as error:
             others = self._others_bytes if isinstance(error, Infeasible) else 0
             beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
-            self._give_up(regime, f"{error}{beside}")
+            self._give_up(cached, f"{error}{beside}")
 
-    def _give_up(self, regime: CachedPlan, why: str) -> None:
-        """No plan: the device's budget is worth more than speed."""
-        regime.phase, regime.setting = Phase.SETTLED, SAFEST
+    def _give_up(self, cached: CachedPlan, why: str) -> None:
+        """Ends planning of an entry at the safest setting: the device's budget comes before speed."""
+        cached.phase, cached.setting = Phase.SETTLED, SAFEST
         self._why_not = why
         self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
 
-    def _plan(self, regime: CachedPlan) -> None:
-        """Makes the plan of what is known, and has it tried.
+    def _plan(self, cached: CachedPlan) -> None:
+        """Makes a plan from the entry's profile, and sets it to be tried in the next step.
 
         Raises:
-            MemoError: there is none.
+            MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
-        assert regime.profile is not None
+        assert cached.profile is not None
         assert self._hardware is not None
         begin = time.perf_counter()
-        limits = least(self._everyones(self._managed.limits(self._growth(regime.profile.signature))))
-        profile, self._others_bytes = beside_layers(regime.profile, limits)
+        limits = least(self._all_gather(self._actuator.limits(self._growth(cached.profile.signature))))
+        profile, self._others_bytes = beside_layers(cached.profile, limits)
         room = limits.device_bytes + limits.others_bytes - self._others_bytes
         problem = ActivationProblem(
             profile=profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, room - regime.margin_bytes),
+                device_bytes=max(0, room - cached.margin_bytes),
                 host_bytes=limits.host_bytes,
                 disk_bytes=limits.disk_bytes,
             ),
-            pipeline=self._pipeline(regime.calls),
+            pipeline=self._pipeline(cached.calls),
         )
-        # All solve the same problem; that all get the same answer of it is left to no arithmetic.
-        answer = self._everyones(self._answer(problem))[0]
+        # All ranks solve the same problem, and all use the first rank's answer: rounding may differ between machines.
+        answer = self._all_gather(self._solve(problem))[0]
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, MemoError):
             raise answer
-        regime.planned(answer)
-        saved_alone = dataclasses.replace(answer.problem, profile=regime.profile)
-        regime.predicted_peak_bytes = predict(saved_alone, answer.layers)[0].peak_device_bytes
-        self._watches = True  # also one that does nothing: what it was made of may have missed something
+        cached.planned(answer)
+        saved_alone = dataclasses.replace(answer.problem, profile=cached.profile)
+        cached.predicted_peak_bytes = predict(saved_alone, answer.layers)[0].peak_device_bytes
+        self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:
         if self._turns is not None and self._turns.microbatches == calls:
             return Pipeline(microbatches=calls, own=self._turns)
         return Pipeline(microbatches=calls, held=min(self._held or calls, calls))
 
-    def _answer(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
+    def _solve(self, problem: ActivationProblem) -> ActivationPlan | MemoError:
         try:
             return self._make_plan(problem)
         except MemoError as error:
             return error
 
     def _growth(self, shape: Signature | None) -> float:
-        """How many times as many tokens this shape has as the step whose device memory is known."""
+        """Tokens of a shape as a multiple of those of the step whose device memory was measured last."""
         return 1.0 if shape is None or self._measured is None else growth(self._measured, shape)
 
-    def _new(self, signature: Signature) -> CachedPlan:
-        """Another batch or length: planned at once from what is known of another one, else measured first."""
-        known = self._regimes.nearest(signature)
+    def _first_entry(self, signature: Signature) -> CachedPlan:
+        """Makes the entry of a new shape: planned at once from the nearest profile, or to be measured first."""
+        known = self._cache.nearest(signature)
         if known is not None and known.profile is not None:
             try:
-                regime = CachedPlan(profile=scaled_profile(known.profile, signature), calls=known.calls)
-                self._plan(regime)
-                return regime
+                cached = CachedPlan(profile=scaled_profile(known.profile, signature), calls=known.calls)
+                self._plan(cached)
+                return cached
             except MemoError:
                 pass  # measured like the first one
         return CachedPlan()
 
-    def _compare(self, regime: CachedPlan, found: StepEvidence) -> None:
-        """Predicted against measured; what is off is measured into the profile, and the plan made again."""
-        assert regime.plan is not None
-        assert regime.profile is not None
+    def _compare(self, cached: CachedPlan, found: StepEvidence) -> None:
+        """Compares a plan's step with its prediction; if it is off, corrects the profile and plans again."""
+        assert cached.plan is not None
+        assert cached.profile is not None
         if found.profile is None:
-            regime.phase = Phase.SETTLED
+            cached.phase = Phase.SETTLED
             return
-        predicted, profile = regime.plan.stages[0], scaled_profile(found.profile, regime.profile.signature)
-        fewer = seconds_of(found.profile) / seconds_of(profile)  # than the plan is for, the step may have had of tokens
-        # The time of several microbatches is the pipeline's, bubbles included; and a trial is none of the plan's.
+        predicted, profile = cached.plan.stages[0], scaled_profile(found.profile, cached.profile.signature)
+        fewer = seconds_of(found.profile) / seconds_of(profile)  # the plan may be for more tokens than the step had
+        # The time of several microbatches includes pipeline bubbles; trial recomputes are not in the plan.
         is_timed = found.calls == 1 and not found.trials
         if is_timed:
-            regime.measured_s = found.measured_s
-            regime.step_off = found.measured_s / (predicted.microbatch_s * fewer) - 1
-        regime.measured_peak_bytes = peak = found.peak_bytes
-        regime.peak_off = peak / regime.predicted_peak_bytes - 1 if regime.predicted_peak_bytes else 0.0
-        if abs(regime.step_off or 0.0) <= TOLERANCE and regime.peak_off <= TOLERANCE:
-            regime.phase = Phase.SETTLED
-        elif regime.corrections == MAX_CORRECTIONS:
-            self._warn_off(predicted, regime)
-            regime.phase = Phase.SETTLED
+            cached.measured_s = found.measured_s
+            cached.step_off = found.measured_s / (predicted.microbatch_s * fewer) - 1
+        cached.measured_peak_bytes = peak = found.peak_bytes
+        cached.peak_off = peak / cached.predicted_peak_bytes - 1 if cached.predicted_peak_bytes else 0.0
+        if abs(cached.step_off or 0.0) <= TOLERANCE and cached.peak_off <= TOLERANCE:
+            cached.phase = Phase.SETTLED
+        elif cached.corrections == MAX_CORRECTIONS:
+            self._warn_off(predicted, cached)
+            cached.phase = Phase.SETTLED
         else:
-            self._correct(regime, _corrected(regime.profile, profile) if is_timed else regime.profile)
+            self._correct(cached, _corrected(cached.profile, profile) if is_timed else cached.profile)
 
-    def _keep_less(self, regime: CachedPlan, peak: int) -> None:
-        """After a step that took more than the budget; `peak` is that of its saved tensors, on the worst of the ranks.
+    def _plan_smaller(self, cached: CachedPlan, peak: int) -> None:
+        """Plans again after a step that exceeded the device's budget.
 
-        What it took besides is known by now, and left free by the next plan.
+        Args:
+            cached: the entry whose plan was in use.
+            peak: the step's peak of saved tensors in bytes, the largest of all ranks. Its other memory is in `limits`.
         """
-        assert regime.plan is not None
-        assert regime.profile is not None
-        regime.margin_bytes = max(regime.margin_bytes, peak - regime.predicted_peak_bytes)
-        if regime.corrections == MAX_CORRECTIONS:
-            self._give_up(regime, f"{MAX_CORRECTIONS + 1} of them took more device memory than the budget")
+        assert cached.plan is not None
+        assert cached.profile is not None
+        cached.margin_bytes = max(cached.margin_bytes, peak - cached.predicted_peak_bytes)
+        if cached.corrections == MAX_CORRECTIONS:
+            self._give_up(cached, f"{MAX_CORRECTIONS + 1} plans took more device memory than the budget")
             return
-        regime.corrections += 1
+        cached.corrections += 1
         try:
-            self._plan(regime)
+            self._plan(cached)
         except MemoError as error:
-            self._give_up(regime, str(error))
+            self._give_up(cached, str(error))
 
-    def _correct(self, regime: CachedPlan, profile: Profile) -> None:
-        """Plans again, of what is known now."""
-        regime.corrections += 1
+    def _correct(self, cached: CachedPlan, profile: Profile) -> None:
+        """Plans again from a corrected profile; keeps the plan if none can be made."""
+        cached.corrections += 1
         try:
-            regime.profile = profile
-            self._plan(regime)
+            cached.profile = profile
+            self._plan(cached)
         except MemoError as error:
-            regime.phase = Phase.SETTLED
+            cached.phase = Phase.SETTLED
             self._warn("no-plan", f"the plan stays as it is: {error}")
 
-    def _warn_off(self, predicted: StagePrediction, regime: CachedPlan) -> None:
-        signature = self._regimes.signature
+    def _warn_off(self, predicted: StagePrediction, cached: CachedPlan) -> None:
+        signature = self._cache.signature
         assert signature is not None
-        measured = "" if regime.measured_s is None else f"{format_duration(regime.measured_s)} and "
+        measured = "" if cached.measured_s is None else f"{format_duration(cached.measured_s)} and "
         self._warn(
             f"off {signature}",
             f"the plan for {signature.batch} x {signature.tokens} tokens predicts "
-            f"{format_duration(predicted.microbatch_s)} and {format_bytes(regime.predicted_peak_bytes)} of activations; "
-            f"measured {measured}{format_bytes(regime.measured_peak_bytes or 0)}",
+            f"{format_duration(predicted.microbatch_s)} and {format_bytes(cached.predicted_peak_bytes)} of activations; "
+            f"measured {measured}{format_bytes(cached.measured_peak_bytes or 0)}",
         )
 
-    def _tell_excess(self, excess: int) -> None:
+    def _warn_excess(self, excess: int) -> None:
         assert self._shape is not None
         self._warn(
             "excess",
-            f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} of device memory more "
+            f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} more device memory "
             f"than its budget",
         )
 
@@ -401,7 +412,7 @@ class AutoPlan:
 
 
 def _corrected(profile: Profile, measured: Profile) -> Profile:
-    """The profile with the times of a later step. Its bytes stay: a layer that is kept shows no levels."""
+    """Returns the profile with the times of a later step and its own bytes: a layer that is kept shows no levels."""
     fresh = measured.layer_profiles()
     by_class: dict[str, list[tuple[float, float]]] = {}
     for name, layer in zip(profile.layers, fresh, strict=True):

@@ -1,7 +1,7 @@
-"""How much memory training has on its device and how much it takes: what a plan's device budget is measured with.
+"""Device memory of a training process: its budget, its use and its peak.
 
-On a GPU that is the allocator's count, torch's or the planned one's; on a CPU, where host memory is the device, the
-process's resident set.
+On a GPU these are the counters of the allocator in use, torch's or the planned one. On a CPU, where host memory is the
+device, they are the process's resident set.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from memo.allocator import allocated_bytes, peak_allocated_bytes, restart_peaks
 from memo.machine import peak_rss_bytes, rss_bytes
 from memo.swap import available_host_bytes, local_part
 
-__all__ = ["DeviceBudget", "device_memory", "gradients_to_come"]
+__all__ = ["DeviceBudget", "device_budget_of", "missing_gradient_bytes"]
 
 USABLE = 0.94
-"""Of a GPU's memory: the context, libraries' workspaces and what an allocator cannot fill take the rest."""
+"""Usable share of a GPU's memory; the CUDA context, library workspaces and fragmentation take the rest."""
 USABLE_RSS = 0.8
-"""Of what host memory is free on a CPU, which is everybody's."""
+"""Usable share of the free host memory on a CPU, which other processes share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBudget:
-    """Of one process."""
+    """Budget and counters of one process's device memory."""
 
     total_bytes: int
-    """What training may take in all."""
+    """Bytes that training may use in all."""
     peak_bytes: Callable[[], int]
-    """The most that was in use since the last `restart`."""
+    """Returns the most bytes in use since the last `restart`."""
     restart: Callable[[], None]
-    now_bytes: Callable[[], int] = lambda: 0
-    """In use at this moment."""
-    falls_at_once: bool = True
-    """What is let go of counts no more, so that each part of a step has a peak of its own."""
+    """Restarts the peak."""
+    used_bytes: Callable[[], int] = lambda: 0
+    """Returns the bytes in use now."""
+    frees_at_once: bool = True
+    """True: freed memory leaves the count at once, so that each part of a step has a peak of its own."""
 
 
-def device_memory(device: torch.device, budget: int | None) -> DeviceBudget:
-    """With `budget`, or all that there is."""
+def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
+    """Returns a device's budget: `budget` bytes, or its usable memory for None. A GPU's is capped at that."""
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory * USABLE)
         return DeviceBudget(
@@ -47,26 +48,26 @@ def device_memory(device: torch.device, budget: int | None) -> DeviceBudget:
             # torch.cuda's own functions raise where another allocator than torch's serves the device.
             peak_bytes=lambda: peak_allocated_bytes(device),
             restart=lambda: restart_peaks(device),
-            now_bytes=lambda: allocated_bytes(device),
+            used_bytes=lambda: allocated_bytes(device),
         )
     return DeviceBudget(
         total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
         peak_bytes=peak_rss_bytes,
-        restart=_forget_peak_rss,
-        now_bytes=rss_bytes,
-        falls_at_once=False,  # the C library keeps what it was given back
+        restart=_restart_peak_rss,
+        used_bytes=rss_bytes,
+        frees_at_once=False,  # the C library keeps freed memory
     )
 
 
-def gradients_to_come(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes that the gradients will take which are not there now."""
+def missing_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of the gradients that backward has still to allocate."""
     missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
     return sum(local_part(parameter.detach()).nbytes for parameter in missing)
 
 
-def _forget_peak_rss() -> None:
+def _restart_peak_rss() -> None:
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
             control.write("5")  # proc(5): resets the peak resident set to the current one
     except OSError:
-        pass  # the peak then stays that of the whole run: more is held back than need be
+        pass  # the peak then stays that of the whole run, and plans use less memory than they might

@@ -1,14 +1,14 @@
-"""How much device memory a step takes beside saved tensors: looked at from edge to edge of its layers.
+"""Peaks of device memory within one step, layer by layer: saved tensors, and everything else beside them.
 
-The peak of all memory and that of saved tensors need not come together: logits stand when the layers have moved, gradients
-when nothing is saved any more. Of a whole step their difference says too little. Between two edges one layer is all that
-runs, or what stands around the layers, and what a plan changes of saved tensors is the same all the while: there the
-difference is what has to be left free.
+The peak of all memory and that of saved tensors need not come together: logits exist after the layers have moved their
+tensors, gradients when little is saved any more. So the difference of a whole step's two peaks is too small. Between
+two layer boundaries one layer runs, or the code around the layers, and a plan changes saved tensors by a constant:
+there the difference is the memory that must be left free.
 
-    edges      begin | end | begin | end  ...  backward reaches the last | the one before | ...  backward's end
+    boundaries begin | end | begin | end  ...  backward reaches the last | the one before | ...  backward's end
     between    layer 0     | layer 1     head                            | layer 1        | layer 0           the optimizer
 
-Owns the peaks of one step, and forgets none of them where the program restarts the device's own.
+Owns the peaks of one step, and keeps them where the program restarts the device's own counter.
 """
 
 from __future__ import annotations
@@ -23,84 +23,88 @@ if TYPE_CHECKING:
     from memo.autoplan.device_budget import DeviceBudget
     from memo.swap import Stats
 
-__all__ = ["DevicePeaks", "Place", "StepUse"]
+__all__ = ["DevicePeaks", "Outside", "StepPeaks"]
 
 
-class Place(enum.Enum):
-    """Where no layer runs."""
+class Outside(enum.Enum):
+    """A part of the step in which no layer runs."""
 
-    AROUND = enum.auto()
-    """Before, behind and between the layers; or anywhere, where nobody tells the edges."""
-    BEYOND = enum.auto()
+    LAYERS = enum.auto()
+    """Before, after and between the layers; or all of the step, where layer boundaries are not observed."""
+    BACKWARD = enum.auto()
     """After backward: nothing is saved, and nothing has to be left free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepUse:
-    """The most that one step held, each at a time of its own."""
+class StepPeaks:
+    """Peaks of one step, in bytes; each may be at another time."""
 
     saved_bytes: int
     """Of saved tensors."""
-    others: Mapping[str | Place, int]
-    """Beside them, while each layer ran and around them."""
+    others: Mapping[str | Outside, int]
+    """Of everything else, by layer name and outside of the layers."""
 
 
 class DevicePeaks:
-    """Of one device, and the engine's ledger of it."""
+    """Observes the peaks of one device, and of the engine's own count of saved tensors.
 
-    def __init__(self, memory: DeviceBudget, stats: Stats) -> None:
-        self.has_edges = False
-        """A step without is one interval, and the device's peak the program's to restart."""
-        self._memory = memory
+    Attributes:
+        by_layer: layer boundaries are observed. Without, a step is one interval, and the program may restart the
+            device's peak.
+    """
+
+    def __init__(self, budget: DeviceBudget, stats: Stats) -> None:
+        self.by_layer = False
+        self._budget = budget
         self._stats = stats
-        self._place: str | Place = Place.AROUND
-        self._others: dict[str | Place, int] = {}
+        self._where: str | Outside = Outside.LAYERS
+        self._others: dict[str | Outside, int] = {}
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self.restart()
 
     @property
     def peak_bytes(self) -> int:
-        """The most of everything since the step began; saved tensors alone where memory cannot be told."""
-        device = max(self._peak_bytes, self._noted_bytes, self._memory.peak_bytes())
+        """The most bytes in use since the step began; saved tensors only where the device has no counter."""
+        device = max(self._peak_bytes, self._noted_bytes, self._budget.peak_bytes())
         return max(device, self._saved_bytes, self._stats.recent_peak_bytes)
 
     def note(self) -> None:
-        """The device's peak may be restarted after this."""
-        self._noted_bytes = max(self._noted_bytes, self._memory.peak_bytes())
+        """Reads the device's peak, which may be restarted after this call."""
+        self._noted_bytes = max(self._noted_bytes, self._budget.peak_bytes())
 
-    def edge(self, begins: str | None) -> None:
-        """What comes now, the layer of this name or what is around them, is looked at apart from what was."""
-        self._begin(Place.AROUND if begins is None else begins)
+    def cross_boundary(self, begins: str | None) -> None:
+        """Begins the interval of the named layer, or for None that around the layers."""
+        self._begin(Outside.LAYERS if begins is None else begins)
 
     def end_backward(self) -> None:
-        """What comes now may be the program's own."""
-        if self.has_edges:
-            self._begin(Place.BEYOND)
+        """Ends the last layer's interval; memory used from now on is the program's own."""
+        if self.by_layer:
+            self._begin(Outside.BACKWARD)
         else:
             self.note()
 
-    def end_step(self) -> StepUse:
-        """Of the step that is over; the next one begins."""
-        self._begin(Place.AROUND)
-        self._others.pop(Place.BEYOND, None)
-        step = StepUse(saved_bytes=self._saved_bytes, others=self._others)
+    def end_step(self) -> StepPeaks:
+        """Returns the peaks of the step that has ended, and begins the next one."""
+        self._begin(Outside.LAYERS)
+        self._others.pop(Outside.BACKWARD, None)
+        step = StepPeaks(saved_bytes=self._saved_bytes, others=self._others)
         self.restart()
         return step
 
     def restart(self) -> None:
-        """Forgets what was used before."""
+        """Forgets the peaks so far."""
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
-        self._place = Place.AROUND
+        self._where = Outside.LAYERS
         self._others = {}
         self._stats.restart_peak()
-        self._memory.restart()
+        self._budget.restart()
 
-    def _begin(self, place: str | Place) -> None:
+    def _begin(self, where: str | Outside) -> None:
         self.note()
         saved = self._stats.restart_peak()
-        self._memory.restart()
-        self._others[self._place] = max(self._others.get(self._place, 0), self._noted_bytes - saved)
+        self._budget.restart()
+        self._others[self._where] = max(self._others.get(self._where, 0), self._noted_bytes - saved)
         self._saved_bytes = max(self._saved_bytes, saved)
         self._peak_bytes = max(self._peak_bytes, self._noted_bytes)
         self._noted_bytes = 0
-        self._place = place
+        self._where = where

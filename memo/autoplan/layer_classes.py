@@ -1,8 +1,8 @@
-"""From what was measured of each layer to the classes of a profile: the one place where measured layers become alike.
+"""Layer classes of a profile, from measurements of single layers.
 
-Two measurements end here: the step that a manager runs before it plans (memo.autoplan.profile_from_step), and `memo
-profile`'s (memo.profiling.measure). Layers of one name that save the same at each level are one class and
-share their median times, so that noise makes no two of them differ.
+Used for the steps that a manager measures before it plans (memo.autoplan.profile_from_step) and for `memo.profile`
+(memo.profiling.measure). Layers of one name that save the same bytes at each level are one class and share their median
+times, so that noise does not make equal layers differ.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "la
 
 
 def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
-    """In how many tiles layers compute their MLP: memo's own GPT says; other models know no tiles."""
+    """Returns the number of tiles of the layers' MLP: `mlp.tiles` in memo's own GPT, 1 in other models."""
     found = (getattr(getattr(module, "mlp", None), "tiles", 1) for module in modules)
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
 def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:
-    """What is known of each level: one that never ran, or saves no less than the one before it, is none."""
+    """Converts costs to level profiles; a level that never ran, or saves nothing more, is left out."""
     found: list[LevelProfile] = []
     for level, name in _LEVELS.items():
         if name not in costs.bytes_per_token:
@@ -58,25 +58,25 @@ def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:
 
 
 def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...], tuple[str, ...]]:
-    """The classes, and the class of each layer. The second class of one name is `name#2`."""
+    """Groups equal layers; returns the classes and each layer's class name. A second class of one name is `name#2`."""
     groups: dict[tuple[object, ...], list[LayerProfile]] = {}
     for layer in layers:
-        groups.setdefault(_kind(layer), []).append(layer)
+        groups.setdefault(_class_key(layer), []).append(layer)
     shared: dict[tuple[object, ...], LayerProfile] = {}
-    for kind, alike in groups.items():
-        same_name = sum(other[0] == kind[0] for other in shared)
+    for key, alike in groups.items():
+        same_name = sum(other[0] == key[0] for other in shared)
         name = alike[0].name if not same_name else f"{alike[0].name}#{same_name + 1}"
-        shared[kind] = _one_for_all(name, alike)
-    return tuple(shared.values()), tuple(shared[_kind(layer)].name for layer in layers)
+        shared[key] = _merged(name, alike)
+    return tuple(shared.values()), tuple(shared[_class_key(layer)].name for layer in layers)
 
 
-def _kind(layer: LayerProfile) -> tuple[object, ...]:
+def _class_key(layer: LayerProfile) -> tuple[object, ...]:
     levels = ((known.level, known.saved_bytes, known.beside_bytes) for known in layer.levels)
     return layer.name, layer.always_bytes, layer.other_bytes, *levels
 
 
-def _one_for_all(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:
-    """Median times; transients and storages that hold for each."""
+def _merged(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:
+    """Medians of the times, maxima of transients and storages."""
     levels = tuple(
         dataclasses.replace(known, recompute_s=statistics.median(layer.levels[number].recompute_s for layer in alike))
         for number, known in enumerate(alike[0].levels)

@@ -1,14 +1,13 @@
-"""Which plan a batch's shape gets: its own, that of a slightly larger one, or a new one that the shapes to come can share.
+"""Cache of plans by batch shape (signature): a shape uses its own plan, or that of a slightly larger shape.
 
-Owns the shapes that a run has shown and what planning knows of each; it makes no plan (memo.autoplan.controller does).
-Batches padded to their longest sequence have a new length each step, and a plan for each of them would be made and
-never be used again:
+Owns the shapes of a run and the state of planning for each; memo.autoplan.controller makes the plans. Batches padded to
+their longest sequence have a new length in each step, and a plan for every length would never be used again. So:
 
-    first shape          measured and planned exactly: runs of one length have the best plan there is
-    a smaller one        runs by a plan for at most an eighth more tokens: its fractions hold, and fewer bytes are kept
-    another              planned for its length rounded up, eight lengths to an octave
+    first shape          is measured and planned exactly: runs of one length have the best plan
+    slightly smaller     uses a plan for at most 1/8 more tokens: its fractions hold, and fewer bytes are kept
+    other shapes         are planned for the length rounded up, to one of eight lengths per power of two
 
-A plan is never used for more tokens than it was made for.
+Invariant: a plan is never used for more tokens than it was made for.
 """
 
 from __future__ import annotations
@@ -31,112 +30,126 @@ if TYPE_CHECKING:
 __all__ = ["CachedPlan", "Phase", "PlanCache", "growth", "joint"]
 
 MAX_PLANS = 32
-"""Signatures whose plans are kept; the one not used for longest goes."""
+"""Signatures whose plans are kept; one more evicts the one not used for longest."""
 LENGTHS_PER_OCTAVE = 8
+"""Planned lengths between two powers of two."""
 
 
 class Phase(enum.Enum):
+    """State of planning for one signature; each phase but the last one lasts one step."""
+
     WARM_UP = enum.auto()
+    """First step, at the safest setting."""
     MIXED = enum.auto()
+    """First step with tokens at each level."""
     PROFILING = enum.auto()
+    """The same once more, measured; the plan is made of it."""
     PLANNED = enum.auto()
     """The plan's first step."""
     COMPARING = enum.auto()
+    """The plan's second step, compared with its prediction."""
     SETTLED = enum.auto()
+    """The plan holds, or there is none."""
 
     @property
     def measures(self) -> bool:
+        """True in phases whose step is timed."""
         return self in (Phase.PROFILING, Phase.COMPARING)
 
     @property
     def precedes_plan(self) -> bool:
+        """True in phases before the first plan."""
         return self in (Phase.WARM_UP, Phase.MIXED, Phase.PROFILING)
 
 
 @dataclasses.dataclass(slots=True)
 class CachedPlan:
-    """One signature's state."""
+    """State of planning for one signature."""
 
     phase: Phase = Phase.WARM_UP
     setting: ActivationPlan | Setting = MEASURING
     profile: Profile | None = None
     corrections: int = 0
     calls: int = 1
-    """How often a step runs each layer: its microbatches."""
+    """Calls of each layer in a step: its microbatches."""
     margin_bytes: int = 0
-    """By how much a measured peak was above its prediction: whole storages are kept where fractions were planned."""
+    """Bytes by which a measured peak was above its prediction; the next plan leaves them free."""
     predicted_peak_bytes: int = 0
-    """Of saved tensors, by the plan."""
+    """Predicted peak of saved tensors on the device."""
     step_off: float | None = None
+    """Measured over predicted step time, minus 1."""
     peak_off: float | None = None
+    """Measured over predicted peak, minus 1."""
     measured_s: float | None = None
     measured_peak_bytes: int | None = None
 
     @property
     def plan(self) -> ActivationPlan | None:
+        """The plan; None while a setting is used instead."""
         return None if isinstance(self.setting, Setting) else self.setting
 
     def planned(self, plan: ActivationPlan) -> None:
-        """Another plan is to be tried, unless it does nothing at all."""
+        """Takes a new plan, to be tried in the next step; one that moves and recomputes nothing is settled at once."""
         self.setting = plan
         self.phase = Phase.PLANNED if plan.declined is None else Phase.SETTLED
 
 
 class PlanCache:
-    """By signature; the one in force was used last."""
+    """Plans by signature, ordered by last use; the current one was used last."""
 
     def __init__(self) -> None:
         self._known: collections.OrderedDict[Signature, CachedPlan] = collections.OrderedDict()
         self.signature: Signature | None = None
-        """That the regime in force is for; the step's own, or a larger one."""
+        """Signature of the current entry: the step's own, or a slightly larger one."""
 
     @property
     def current(self) -> CachedPlan | None:
+        """Entry of the step under way."""
         return None if self.signature is None else self._known[self.signature]
 
     @property
     def plans(self) -> int:
-        """How many there are."""
-        return sum(regime.plan is not None for regime in self._known.values())
+        """Number of signatures that have a plan."""
+        return sum(cached.plan is not None for cached in self._known.values())
 
     def find(self, shape: Signature) -> CachedPlan | None:
-        """Brings the regime for a step's shape into force; None where there is none."""
+        """Makes the entry for a step's shape current and returns it; None if there is none."""
         found = shape if shape in self._known else self._covering(shape)
         if found is None:
-            found = self._moved(shape)
+            found = self._reassigned(shape)
         if found is None:
             return None
         self.signature = found
         self._known.move_to_end(found)
         return self._known[found]
 
-    def add(self, signature: Signature, regime: CachedPlan) -> None:
-        """Brings a new one into force."""
-        self._known[signature] = regime
+    def add(self, signature: Signature, cached: CachedPlan) -> None:
+        """Adds an entry and makes it current."""
+        self._known[signature] = cached
         self.signature = signature
         if len(self._known) > MAX_PLANS:
             self._known.popitem(last=False)
 
     def nearest(self, shape: Signature) -> CachedPlan | None:
-        """The profiled one to foretell a shape from: measured if there is any, and the nearest in size."""
-        profiled = [(known, regime) for known, regime in self._known.items() if regime.profile is not None]
+        """Returns the entry from whose profile to predict a shape: measured rather than predicted, then nearest."""
+        profiled = [(known, cached) for known, cached in self._known.items() if cached.profile is not None]
 
-        def distance(known: Signature, regime: CachedPlan) -> tuple[bool, float]:
-            assert regime.profile is not None
-            return regime.profile.role is not Role.MEASURED, abs(math.log(growth(known, shape)))
+        def distance(known: Signature, cached: CachedPlan) -> tuple[bool, float]:
+            assert cached.profile is not None
+            return cached.profile.role is not Role.MEASURED, abs(math.log(growth(known, shape)))
 
         return min(profiled, key=lambda pair: distance(*pair), default=(shape, None))[1]
 
     def new_signature(self, shape: Signature) -> Signature:
-        """What to plan for where this shape comes up after others."""
+        """Signature to plan for: the first shape itself, and a later one rounded up in length."""
         return dataclasses.replace(shape, tokens=_rounded_up(shape.tokens)) if self._known else shape
 
     def _covering(self, shape: Signature) -> Signature | None:
-        """The smallest that was planned for a little more than this shape."""
+        """Smallest signature whose plan may be used for this shape."""
         fits = [
             known
-            for known, regime in self._known.items()
-            if regime.plan is not None
+            for known, cached in self._known.items()
+            if cached.plan is not None
             and dataclasses.replace(known, batch=shape.batch, tokens=shape.tokens) == shape
             and known.batch >= shape.batch
             and known.tokens >= shape.tokens
@@ -144,27 +157,29 @@ class PlanCache:
         ]
         return min(fits, key=_tokens, default=None)
 
-    def _moved(self, shape: Signature) -> Signature | None:
-        """What is being measured goes on at the next shape: one that never comes again would be measured for ever."""
-        regime = self.current
-        profiled = any(known.profile is not None for known in self._known.values())  # then others are planned at once
-        if regime is None or profiled or not regime.phase.precedes_plan:
+    def _reassigned(self, shape: Signature) -> Signature | None:
+        """Continues the first measurement at the next shape: the shape that it began with may never come again."""
+        cached = self.current
+        profiled = any(
+            known.profile is not None for known in self._known.values()
+        )  # then a new shape is planned at once
+        if cached is None or profiled or not cached.phase.precedes_plan:
             return None
         assert self.signature is not None
         del self._known[self.signature]
-        self._known[shape] = regime
+        self._known[shape] = cached
         return shape
 
 
 def joint(shapes: Sequence[Signature]) -> Signature:
-    """What covers all of several ranks' batches."""
+    """Smallest signature that covers the batches of several ranks."""
     return dataclasses.replace(
         shapes[0], batch=max(shape.batch for shape in shapes), tokens=max(shape.tokens for shape in shapes)
     )
 
 
 def growth(before: Signature, after: Signature) -> float:
-    """How many times as many tokens."""
+    """Tokens of `after` as a multiple of those of `before`."""
     return _tokens(after) / _tokens(before)
 
 

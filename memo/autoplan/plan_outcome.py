@@ -1,4 +1,4 @@
-"""What a report says of planning: the plan in force, and how far it held."""
+"""State of planning for a report: the plan in use, its predictions and what was measured."""
 
 from __future__ import annotations
 
@@ -16,40 +16,46 @@ __all__ = ["PlanOutcome"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutcome:
-    """One manager's planning, at one time."""
+    """Snapshot of one manager's planning."""
 
     phase: str
+    """Name of the phase in lower case, or "given" for a plan that was given."""
     signature: Signature | None
+    """Batch shape that the plan is for."""
     plan: ActivationPlan | None
+    """None: not made yet, or `why_not` says why there is none."""
     measured_s: float | None
-    """Of forward and backward; None before a planned step was measured."""
+    """Seconds of forward and backward; None before a planned step was measured."""
     predicted_peak_bytes: int
-    """Of saved tensors, by the plan."""
+    """Predicted peak of saved tensors on the device."""
     measured_peak_bytes: int | None
+    """Measured peak of saved tensors on the device; None before a planned step was measured."""
     plans: int
-    """How many signatures have one."""
+    """Number of batch shapes that have a plan."""
     planning_s: float
-    """Host time spent planning, in all."""
+    """Host time spent planning since construction, in seconds."""
     why_not: str | None
-    """Why there is no plan."""
+    """Reason why there is no plan."""
     others_bytes: int = 0
-    """Of device memory, in use for everything but saved tensors, whichever layer runs."""
+    """Device memory in use for anything but saved tensors, whichever layer runs."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Formats the lines of the report."""
         if self.plan is None:
-            return [f"plan: none yet ({self.phase})" if self.why_not is None else f"plan: none: {self.why_not}"]
+            return [f"plan: none yet (phase: {self.phase})" if self.why_not is None else f"plan: none: {self.why_not}"]
         stage = self.plan.stages[0]
         if self.plan.declined is not None:
-            used, budget = stage.peak_device_bytes, self.plan.problem.budgets.device_bytes
-            fits = f"{format_bytes(used + self.others_bytes)} of {format_bytes(budget + self.others_bytes)}"
-            return [f"plan: declined: fits in {fits}, {format_bytes(self.predicted_peak_bytes)} of it saved tensors"]
-        told = [
+            budget = self.plan.problem.budgets.device_bytes + self.others_bytes
+            return [
+                f"plan: declined: fits in {format_bytes(stage.peak_device_bytes + self.others_bytes)} of "
+                f"{format_bytes(budget)} of device memory, {format_bytes(self.predicted_peak_bytes)} of it saved tensors"
+            ]
+        lines = [
             f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"
             + ("" if self.measured_s is None else f", {format_duration(self.measured_s)} measured")
-            + f"; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)}; activations at "
-            f"most {format_bytes(self.predicted_peak_bytes)} on the device predicted"
+            + f"; recompute {format_duration(stage.recompute_s)}, stalls {format_duration(stage.stall_s)} predicted; "
+            f"saved tensors on the device at most {format_bytes(self.predicted_peak_bytes)} predicted"
             + ("" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured")
         ]
-        told += [f"because: {reason}" for reason in self.plan.binding]
-        return told
+        lines += [f"limited by: {reason}" for reason in self.plan.binding]
+        return lines

@@ -1,8 +1,7 @@
-"""From one measured step to what planning needs: a profile of the model, a description of the machine.
+"""Conversion of one measured step to the planner's input: a profile of the model and a description of the machine.
 
-Owns the arithmetic between the engine's figures (memo.autoplan.step_timeline), a layer's costs by level
-(memo.swap.token_levels) and the planner's nouns (memo.mip.inputs.profile, memo.mip.inputs.hardware). Nothing is
-measured here.
+Owns the arithmetic from the times of a step (memo.autoplan.step_timeline) and the layers' costs by level
+(memo.swap.token_levels) to Profile and Hardware (memo.mip.inputs). Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -20,26 +19,31 @@ if TYPE_CHECKING:
 
     from memo.autoplan.actuator_protocol import Limits
     from memo.autoplan.step_timeline import LayerTimes, StepTimes
+    from memo.machine import LinkRates
     from memo.swap import LayerCosts
 
 __all__ = ["beside_layers", "measured_hardware", "measured_profile", "scaled_profile", "seconds_of"]
 
-# A lane that nobody measured because nothing crosses it: never what a plan waits for.
 _NO_BOUND = 1e15
+"""Rate of a lane that the step did not use, in bytes per second: never what a plan waits for."""
 
 ALIKE = 0.05
-"""Of a layer's bytes: what stands beside layers may differ by so much, and they are one class all the same."""
+"""Layers are one class if the memory beside them differs by at most this fraction of the largest layer's bytes."""
 
 
 def measured_profile(
     times: StepTimes, costs: Mapping[str, LayerCosts], signature: Signature, *, mlp_tiles: int = 1
 ) -> Profile:
-    """What one step showed of each layer.
+    """Makes a profile from the times of one step.
 
-    `costs` has the layers that can be treated token by token; of the others only whole tensors are known.
+    Args:
+        times: the step's times, layer by layer.
+        costs: costs by level, for layers that can be recomputed by tokens; the other layers have SAVE_ALL only.
+        signature: batch shape of the step.
+        mlp_tiles: tiles in which the layers compute their MLP.
 
     Raises:
-        PlanError: a layer ran forward and not backward, or not at all.
+        PlanError: a layer ran forward without backward.
     """
     classes, names = classes_of([_layer(name, layer, costs.get(name)) for name, layer in times.layers.items()])
     head_ns = times.turn_ns[1] - times.turn_ns[0]
@@ -60,7 +64,9 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
     calls = times.calls
     always_bytes = 0
     levels: tuple[LevelProfile, ...] = (LevelProfile(level=Level.SAVE_ALL, saved_bytes=times.saved_bytes // calls),)
-    if costs is not None and len(costs.recompute_s_per_token) > 1:  # beside SAVE_ALL, so a recompute was accepted
+    if (
+        costs is not None and len(costs.recompute_s_per_token) > 1
+    ):  # a level other than SAVE_ALL: its trial was accepted
         always_bytes, levels = costs.always_bytes, levels_of(costs)
     return LayerProfile(
         name="layer",
@@ -74,10 +80,13 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
 
 
 def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
-    """The profile with what else the device holds while each layer runs, and how much of that it holds whichever runs.
+    """Adds the device memory in use beside saved tensors to a profile, as transient bytes of each layer.
 
-    Gradients come layer by layer, when what is kept has begun to go. Layers beside which about as much stands remain alike,
-    and a plan treats them alike.
+    It differs by layer, since gradients are allocated layer by layer while saved tensors are released. Layers with
+    about the same bytes remain one class, which a plan treats alike.
+
+    Returns:
+        The profile, and the bytes that are in use whichever layer runs; its transients are the bytes above that.
     """
     if not limits.beside_layers:
         return profile, limits.others_bytes
@@ -105,10 +114,11 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
 
 
 def scaled_profile(profile: Profile, signature: Signature) -> Profile:
-    """What a step of another batch or length is expected to show, until it is measured itself.
+    """Predicts the profile of another batch shape from a measured one.
 
-    Bytes grow with the tokens of the batch, and so does the time of everything but attention, which grows with the length
-    once more. What is recomputed at the last level is all but attention: the rest of the forward counts as attention's.
+    Bytes, and the time of everything but attention, are linear in the tokens of the batch; attention's time is also
+    proportional to the sequence length. The recompute at SAVE_ATTENTION is the forward without attention, so the rest
+    of the forward's time is taken as attention's. Backward is split by the same ratio.
     """
     before = profile.signature
     linear = (signature.batch * signature.tokens) / (before.batch * before.tokens)
@@ -154,24 +164,29 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
 
 
 def seconds_of(profile: Profile) -> float:
-    """All of its layers' forwards and backwards, and both ends."""
+    """Seconds of one microbatch: forward and backward of all layers, embedding and head."""
     layers = sum(layer.forward_s + layer.backward_s for layer in profile.layer_profiles())
     return layers + profile.embedding.forward_s + profile.head.forward_s
 
 
 def measured_hardware(
-    times: StepTimes, *, device_bytes: int, host_bytes: int, link: tuple[float, float, float] | None = None
+    times: StepTimes, *, device_bytes: int, host_bytes: int, link: LinkRates | None = None
 ) -> Hardware:
-    """The machine as a rank saw it while all of its node's ranks were at work, so nothing is shared once more.
+    """Describes the machine as one rank measured it, while the node's other ranks worked: rates are not divided again.
 
-    `link` has bytes per second out, in, and both ways at once, where they were measured on their own; otherwise they are
-    what the step's copies reached. A disk that the step did not use is no lane.
+    Args:
+        times: a step, for the rates that its copies reached.
+        device_bytes: this rank's device budget.
+        host_bytes: this rank's host budget.
+        link: rates of the device's link, measured alone; None takes those of the step's copies. A disk that the step
+            did not use has rate 0.
     """
     rates = {lane: use.bytes_per_s for lane, use in times.lanes.items() if use.nbytes}
     out, back = rates.get(Lane.D2H, _NO_BOUND), rates.get(Lane.H2D, _NO_BOUND)
     both = out + back
     if link is not None:
-        out, back, both = link
+        out, back = link.d2h_bytes_per_s, link.h2d_bytes_per_s
+        both = link.d2h_together_bytes_per_s + link.h2d_together_bytes_per_s
     write = rates.get(Lane.DISK_WRITE, 0.0)
     return Hardware(
         name="measured",

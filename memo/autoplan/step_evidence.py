@@ -1,7 +1,8 @@
-"""What one measured step showed, and what ranks that must carry out the same plan make of each other's: the worst of all.
+"""Evidence of one measured step for planning, and its merge over ranks that must use the same plan.
 
-Recompute repeats a layer's collectives, so ranks that talk within a layer have to treat it alike. Each measures for
-itself; the plan is made of the slowest times, the slowest links, the least room and the levels that every one of them has.
+Recompute repeats a layer's collectives, so ranks that communicate within a layer must treat it alike. Each rank
+measures its own steps; the plan is made of the slowest times, the slowest links, the smallest budgets, and the levels
+that all have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from memo.mip.inputs import Hardware
 
-__all__ = ["Everyones", "StepEvidence", "alone", "least", "worst"]
+__all__ = ["AllGather", "StepEvidence", "least", "single_rank", "worst"]
 
 _T = TypeVar("_T")
 
@@ -34,38 +35,40 @@ _RATES = (
 _OF_LEVELS = ("saved_bytes", "beside_bytes", "recompute_s")
 
 
-class Everyones(Protocol):
-    """What every rank says that must act alike, this one's among it, in the same order on each. A collective call."""
+class AllGather(Protocol):
+    """Collects a value from all ranks that must use the same plan, in the same order on each. A collective call."""
 
-    def __call__(self, value: _T, /) -> list[_T]: ...
+    def __call__(self, value: _T, /) -> list[_T]:
+        """Returns the values of all ranks; each rank must make the same calls in the same order."""
 
 
-def alone(value: _T, /) -> list[_T]:
-    """Nobody else has a say."""
+def single_rank(value: _T, /) -> list[_T]:
+    """The AllGather of one rank."""
     return [value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvidence:
-    """Of one step, and one rank or the worst of several."""
+    """Measurements of one step, on one rank or merged over several."""
 
     profile: Profile | None = None
-    """None where `problem` says why there is none."""
+    """None: `problem` says why."""
     hardware: Hardware | None = None
-    """Only where links were looked at."""
+    """None: links were not measured in this step."""
     calls: int = 1
-    """How often a layer ran: microbatches of the step."""
+    """Most calls of one layer: the step's microbatches."""
     measured_s: float = 0.0
-    """From the first forward to the end of the last backward."""
+    """Seconds from the first forward to the end of the last backward."""
     peak_bytes: int = 0
-    """Of saved tensors on the device."""
+    """Most bytes of saved tensors on the device at one time."""
     trials: int = 0
-    """Recomputes that were tried out in the step: its time is not that of one without."""
+    """Trial recomputes in the step, which make it longer."""
     problem: str | None = None
+    """Reason why the step shows nothing."""
 
 
 def worst(found: Sequence[StepEvidence]) -> StepEvidence:
-    """What holds for every rank."""
+    """Merges evidence: slowest times, largest peak, slowest links; the first problem, if a rank has one."""
     problem = next((one.problem for one in found if one.problem is not None), None)
     if problem is not None:
         return StepEvidence(problem=problem)
@@ -80,7 +83,7 @@ def worst(found: Sequence[StepEvidence]) -> StepEvidence:
 
 
 def least(limits: Sequence[Limits]) -> Limits:
-    """The room that every rank has."""
+    """Merges limits: the smallest budgets, the most other bytes."""
     return Limits(
         device_bytes=min(one.device_bytes for one in limits),
         others_bytes=max(one.others_bytes for one in limits),
@@ -106,7 +109,7 @@ def _slowest(profiles: Sequence[Profile]) -> Profile:
 
 
 def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
-    """Classes are made anew: what one rank took for alike may not be on another."""
+    """Merges one layer over ranks, with the levels that all have; layers equal on one rank may differ on another."""
     levels = []
     for known in layers[0].levels:
         everywhere = [level for layer in layers if (level := layer.level(known.level)) is not None]

@@ -1,7 +1,7 @@
-"""Adds up one step's events: how long each layer took, how long it waited, and how fast each lane was.
+"""Sums of one step's events: time and waits of each layer, bytes and rate of each lane.
 
-It listens to the engine like a trace does, and hands every event on where a trace is being written. What it owns is sums;
-it draws no conclusions (memo.autoplan.profile_from_step does).
+A StepTimeline receives the engine's events as a trace does, and passes them on to the run's own trace, if there is one.
+It only adds up; memo.autoplan.profile_from_step interprets the sums.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["LaneUse", "LayerTimes", "StepTimeline", "StepTimes"]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class LayerTimes:
-    """One layer's time in a step, in nanoseconds, over all of its calls."""
+    """Sums of one layer in a step, over all of its calls."""
 
     calls: int = 0
     forward_ns: int = 0
     backward_ns: int = 0
-    """From its first request to its last, waiting and recompute included."""
+    """From the layer's first request for a saved tensor to its last one, waits and recompute included."""
     recompute_ns: int = 0
     waited_ns: int = 0
-    """Host time within `backward_ns` that went into waiting for reloads."""
+    """Part of `backward_ns` spent waiting for reloads."""
     saved_bytes: int = 0
-    """Of storages that may move, whole."""
+    """Bytes of the storages that may be moved."""
     storages: int = 0
-    """How many these are."""
+    """Number of these storages."""
     largest_storage_bytes: int = 0
 
     def saved(self, nbytes: int) -> None:
-        """Counts one storage."""
+        """Counts one saved storage."""
         self.saved_bytes += nbytes
         self.storages += 1
         self.largest_storage_bytes = max(self.largest_storage_bytes, nbytes)
@@ -44,77 +44,83 @@ class LayerTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaneUse:
-    """What one lane carried."""
+    """Traffic of one lane in a step."""
 
     nbytes: int
     busy_ns: int
-    """While at least one copy ran."""
+    """Time during which at least one copy ran."""
 
     @property
     def bytes_per_s(self) -> float:
-        """While it was busy; 0 where nothing was carried."""
+        """Rate while at least one copy ran; 0 without copies."""
         return self.nbytes / self.busy_ns * 1e9 if self.busy_ns else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One step, from the beginning of its first forward to the end of the last layer's backward."""
+    """Times of one step; points in time are nanoseconds of the trace's clock."""
 
     layers: dict[str, LayerTimes]
     """By name, in the order of their forwards."""
     lanes: dict[Lane, LaneUse]
     begin_ns: int
+    """Begin of the first forward of the model."""
     first_layer_ns: int
-    """When the first layer began; times are of the trace's clock."""
+    """Begin of the first layer's forward."""
     turn_ns: tuple[int, int]
-    """When the last forward ended, and the first backward began: the head and the loss are between."""
+    """End of the last forward of a layer, begin of the first backward of one; head and loss are in between."""
     end_ns: int
+    """End of the last backward of a layer."""
     stalls_ns: dict[StallCause, int]
 
     @property
     def span_ns(self) -> int:
-        """Forward and backward together."""
+        """Duration of forward and backward."""
         return self.end_ns - self.begin_ns
 
 
 class StepTimeline:
-    """Satisfies `memo.events.Tracer`. `beyond` is the trace being written, or None."""
+    """Tracer that adds up one step's events.
 
-    def __init__(self, beyond: Tracer | None = None) -> None:
-        self._beyond = beyond
+    Args:
+        tracer: the run's own trace, which gets every event too, or None.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer
         self._step = 0
         self.restart()
 
     @property
     def step(self) -> int:
-        """Of the trace, where there is one."""
-        return self._step if self._beyond is None else self._beyond.step
+        """Number of the step under way."""
+        return self._step if self._tracer is None else self._tracer.step
 
     @step.setter
     def step(self, value: int) -> None:
         self._step = value
-        if self._beyond is not None:
-            self._beyond.step = value
+        if self._tracer is not None:
+            self._tracer.step = value
 
     def now(self) -> int:
-        """Nanoseconds of the trace's clock, or of the machine's monotonic one."""
-        return time.monotonic_ns() if self._beyond is None else self._beyond.now()
+        """Nanoseconds of the trace's clock, or of the monotonic clock without a trace."""
+        return time.monotonic_ns() if self._tracer is None else self._tracer.now()
 
     def at(self, monotonic_ns: int) -> int:
-        """The same for a reading of `time.monotonic_ns()`."""
-        return monotonic_ns if self._beyond is None else self._beyond.at(monotonic_ns)
+        """Converts a reading of `time.monotonic_ns()` to the clock of `now`."""
+        return monotonic_ns if self._tracer is None else self._tracer.at(monotonic_ns)
 
     def emit(self, event: Event) -> None:
-        """Adds one event up, and hands it on."""
-        if self._beyond is not None:
-            self._beyond.emit(event)
+        """Adds one event to the sums, and passes it on to the trace."""
+        if self._tracer is not None:
+            self._tracer.emit(event)
         if isinstance(event, Span):
             if event.module is not None:
-                self._worked(event, event.module)
+                self._add_work(event, event.module)
             elif event.nbytes is not None:
                 self._copies.setdefault(event.lane, []).append((event.t, event.t + event.d, event.nbytes))
         elif isinstance(event, StateChange):
-            if event.module is not None:  # only with a life's first state
+            if event.module is not None:  # on a storage's first state only
                 self._layer(event.module).saved(event.nbytes)
         elif isinstance(event, Stall):
             self._stalls[event.cause] = self._stalls.get(event.cause, 0) + event.d
@@ -122,7 +128,7 @@ class StepTimeline:
                 self._layer(event.module).waited_ns += event.d
 
     def restart(self) -> None:
-        """Forgets what was added up: another step begins now."""
+        """Clears the sums: a step begins now."""
         self._begin_ns = self.now()
         self._layers: dict[str, LayerTimes] = {}
         self._copies: dict[Lane, list[tuple[int, int, int]]] = {}
@@ -131,7 +137,7 @@ class StepTimeline:
         self._backwards: list[tuple[int, int]] = []
 
     def times(self) -> StepTimes | None:
-        """The sums; None where no layer ran forward and backward."""
+        """Returns the sums; None if no layer ran forward and backward."""
         if not self._forwards or not self._backwards:
             return None
         return StepTimes(
@@ -147,7 +153,7 @@ class StepTimeline:
     def _layer(self, module: str) -> LayerTimes:
         return self._layers.setdefault(module, LayerTimes())
 
-    def _worked(self, span: Span, module: str) -> None:
+    def _add_work(self, span: Span, module: str) -> None:
         layer = self._layer(module)
         if span.lane is Lane.RECOMPUTE:
             layer.recompute_ns += span.d
@@ -161,7 +167,7 @@ class StepTimeline:
 
 
 def _use(copies: list[tuple[int, int, int]]) -> LaneUse:
-    """The union of the copies' intervals: a disk runs several at a time."""
+    """Sums the bytes, and the union of the intervals: copies on a disk overlap."""
     busy, covered = 0, 0
     for begin, end, _ in sorted(copies):
         busy += max(0, end - max(begin, covered))

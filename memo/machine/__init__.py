@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memo.machine.link_bandwidth import (
         DiskRates as DiskRates,
         HostFacts as HostFacts,
+        LinkRates as LinkRates,
         measure_lanes as measure_lanes,
         measure_link as measure_link,
     )
@@ -29,7 +30,7 @@ else:
         __name__,
         {
             "doctor": "Diagnosis Disk Gpu examine",
-            "link_bandwidth": "DiskRates HostFacts measure_lanes measure_link",
+            "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
             "process_memory": "peak_rss_bytes return_freed_memory rss_bytes",

@@ -1,4 +1,4 @@
-"""`memo.offload` and its context manager: arguments, what they open, where plans come from, the report."""
+"""`memo.offload`, the Manager it returns, the plan sources and the report."""
 
 from __future__ import annotations
 

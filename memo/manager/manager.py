@@ -1,7 +1,8 @@
-"""`memo.offload`: the context manager around a model's forward.
+"""`memo.offload` and the Manager that it returns: a context manager around a model's forward.
 
-It owns the choice of layers, budgets and tiers, and nothing of how bytes move (memo.swap). Hooks are on the model only
-between `__enter__` and `__exit__`; what was saved in between comes back in backward, wherever that runs.
+Owns the choice of layers, budgets, tiers and plan source; memo.swap moves the bytes. Invariant: the model has hooks
+only between `__enter__` and `__exit__`. Tensors that were saved in between are restored in backward, inside or outside
+of it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import model_steps
-from memo.autoplan import Actuator, AutoPlan, alone, device_memory, gradients_to_come
+from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import MemoError, UsageError
 from memo.machine import require_layer_within_norm_limit
-from memo.manager.plan_source import FixedPlan, FixedSetting, Planning, checked_plan, own_part, read_plan
+from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
-from memo.manager.resources import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
-from memo.manager.validate import require_kinds
+from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import needs
 from memo.parallel import PipelineOrder, everyones, group_of
 from memo.swap import (
@@ -45,12 +47,12 @@ from memo.swap import (
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from memo.autoplan import Everyones
+    from memo.autoplan import AllGather
     from memo.mip.activation import ActivationPlan
     from memo.swap import Stats
     from memo.swap.backends import Backend
@@ -63,13 +65,20 @@ __all__ = ["Manager", "offload"]
 _Path = str | os.PathLike[str]
 
 
+Fallback = Literal["swap", "recompute"]
+"""Treatment of a layer whose recompute by tokens is not proven: move whole tensors, or run the layer again."""
+OnFull = Literal["spill", "raise", "recompute"]
+"""Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
+_LayerLevels = float | Sequence[float] | Level | TokenLevels
+
+
 def offload(
     model: nn.Module,
     *,
     plan: ActivationPlan | _Path | None = None,
     alpha: float | Sequence[float] | TokenLevels | None = None,
-    levels: Mapping[int | str, Any] | None = None,
-    fallback: str = "swap",
+    levels: Mapping[int | str, _LayerLevels] | None = None,
+    fallback: Fallback = "swap",
     exact: bool = False,
     device: int | str | None = None,
     host: int | str = "auto",
@@ -77,82 +86,96 @@ def offload(
     disk_budget: int | str | None = None,
     layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
     min_bytes: int | str = "64KiB",
-    on_full: str = "spill",
+    on_full: OnFull = "spill",
     verify: bool = False,
     trace: _Path | None = None,
     group: ProcessGroup | None = None,
     schedule: Any = None,
 ) -> Manager:
-    """Keeps, moves or recomputes what the model's repeated layers save for backward, as a plan says.
+    """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
 
-    Gradients are bit-identical to the same model without memo: what moves always, what is computed again wherever a kernel
-    gives a token the same bits however many are beside it (`exact`). With neither `plan` nor `alpha` nor `levels` the first
-    steps of each batch shape are measured at the safest setting, and the rest run by the plan that is made of them: nothing
-    is done where everything fits, and otherwise what costs the shortest step.
+    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are wherever a
+    kernel's result for a token does not depend on how many tokens it computes (see `exact`).
+
+    Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
+    then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
+    planned from the same measurements. Where everything fits, nothing is moved or recomputed.
 
     Args:
-        model: any module with repeated layers; it is not modified outside the `with`.
-        plan: an activation plan, or the file of one, for all steps; its checker's complaint is an error. Of a plan for a
-            pipeline's stages, `schedule` says which one is carried out here.
-        alpha: instead of a plan, the same for every layer: the fraction of the tokens whose token-wise activations move;
-            those of the rest are computed again in backward. The layers' inputs and attention's results move whole. 1.0
-            moves everything, host memory first, then disk. A layer that is not proven to treat tokens apart moves whole
-            tensors; the report says which, and why. Three fractions, or TokenLevels, divide the tokens among three levels:
-            everything moves, the results of matrix products move and element-wise work is repeated, all but attention is
-            repeated.
-        levels: the same for single layers, by position or name; `Level.SAVE_INPUT` moves a layer's input alone and runs the
-            layer again whole, attention too. `Manager.choose_levels` changes them between steps.
-        fallback: "swap" moves whole tensors of a layer that is not proven to treat tokens apart; "recompute" runs it again
-            whole, attention too.
-        exact: a layer whose recompute is not found equal bit for bit to what it saved moves whole tensors. Otherwise a
-            few roundings are let pass, such as matrix kernels make at another height; the report says of which layers.
-        device: bytes of device memory that training may take in all, parameters included, as int or "80GiB"; None for all
-            there is. It decides what a plan keeps; with a fixed `alpha`, how far ahead of backward is reloaded.
-        host: bytes of host memory for activations on this node, shared by the ranks that run on it (with a process group
-            initialised, every rank must make this call); "auto" takes a share of what is free when the model is on a GPU and
-            nothing when it is on the CPU, where host memory is the device; 0 turns the tier off.
-        disk: a directory or a list of them for an anonymous scratch file; None uses the system's temporary directory
-            when the model is on the CPU and no disk otherwise.
-        disk_budget: bytes of disk on this node, shared like `host`; None takes what the file system has free, as it
-            is needed.
-        layers: a ModuleList, a list of modules or a class, when the automatic choice is not wanted.
-        min_bytes: smaller storages stay where they are.
-        on_full: "spill" hands over to the next tier when one is full; "raise" raises at once; "recompute" hands over, and
-            runs a layer again whole, attention too, where no tier has room for what it saved.
-        verify: keep a checksum of each block on disk and compare it when it is read.
-        trace: file, or directory (made, if the name ends in a slash), for `trace.rank0.jsonl`; links are measured first.
-            None records nothing.
-        group: the ranks that talk within this model's layers (tensor and context parallelism). Without `plan`, `alpha` and
-            `levels` they agree on one plan, made for the slowest and narrowest of them, and on the step at which it changes;
-            they must run the same forwards. A model that `memo.parallelize` divided knows its own.
-        schedule: torch's pipeline schedule that runs the model, where one does: says from the first step on how many
-            microbatches are in flight here, which plans and shares of a node's budgets follow, and in which order backward
-            comes to them.
+        model: Module with repeated layers. It is modified only inside `with manager:`.
+        plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
+            `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
+        alpha: Fraction of the tokens, 0 to 1, whose token-wise activations are moved; those of the other tokens are
+            recomputed in backward. Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
+            Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
+            everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
+            all but attention). Default None: planned, or 1.0 where `levels` is given.
+        levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
+            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the layer's input only and runs the whole layer again,
+            attention included. Default None. `Manager.choose_levels` changes them between steps.
+        fallback: Treatment of a layer that is not proven to compute each token separately. "swap" (default) moves its
+            tensors whole; "recompute" runs the whole layer again, attention included. The report names the layers.
+        exact: True moves whole tensors for a layer whose recompute is not bit-identical to what it saved. Default False
+            accepts differences within a few roundings, as matrix kernels make for another number of tokens; the report
+            shows the largest one.
+        device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
+            keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
+            the GPU's memory, or on a CPU what the process uses and 80 % of the free host memory.
+        host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
+            "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
+            memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
+        disk: Directory for an anonymous scratch file, or a list of directories that share the load. Default None: the
+            system's temporary directory for a model on the CPU without `host`, no disk otherwise.
+        disk_budget: Bytes of disk on this node, shared by its ranks, as `host`. Default None: what the file systems
+            have free, reserved as needed.
+        layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
+        min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
+        on_full: Response to a full tier. "spill" (default) uses the next tier; "raise" raises at once; "recompute" uses
+            the next tier, and runs a layer again whole where no tier has room for its tensors.
+        verify: True stores a checksum with each block on disk and compares it when the block is read. Default False.
+        trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
+            missing. The links are measured first, for a fraction of a second. Default None: no trace.
+        group: Ranks that communicate within the model's layers (tensor or context parallelism). Without `plan`, `alpha`
+            and `levels` they agree on one plan, made for the slowest rank with the least room, and on the step at which
+            it changes; they must run the same forwards. Default None: the group that `memo.parallelize` set, else none.
+        schedule: Torch's pipeline schedule that runs the model. It gives, from the first step on, the number of
+            microbatches in flight on this rank and the order of their backwards. Default None: no pipeline.
+
+    Returns:
+        A Manager, to be entered around each forward. `Manager.close` releases its memory and files.
 
     Raises:
-        UsageError: an argument that cannot mean anything.
-        NoRepeatedLayers: no layers were found.
-        ScratchUnusable, ScratchFull: the scratch directory cannot be used or has no room for `disk_budget`.
+        UsageError: An argument is invalid, or arguments exclude each other.
+        NoRepeatedLayers: The model has no repeated layers, and `layers` names none.
+        PlanError: `plan` cannot be read, breaks a rule, or does not fit the model or the schedule.
+        ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
+        TraceError: The trace cannot be written.
+        After any of them the model is unmodified, and no activations are managed.
+
+    Example:
+        manager = memo.offload(model, host="64GiB")
+        for batch in data:
+            with manager:
+                loss = model(**batch).loss
+            loss.backward()
     """
     require_kinds(
         model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule
     )
     fixed = None if plan is None else read_plan(plan)
     if fixed is not None and (alpha is not None or levels is not None):
-        raise UsageError("plan: a plan says what alpha and levels say; give one of them")
-    if on_full not in ("spill", "raise", "recompute"):
-        raise UsageError(f"on_full: {on_full!r} is neither 'spill' nor 'raise' nor 'recompute'")
-    if fallback not in ("swap", "recompute"):
-        raise UsageError(f"fallback: {fallback!r} is neither 'swap' nor 'recompute'")
+        raise UsageError("plan: it excludes alpha and levels; give one of the three")
+    require_choice("on_full", on_full, get_args(OnFull))
+    require_choice("fallback", fallback, get_args(Fallback))
     automatic = fixed is None and alpha is None and levels is None
     setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
     where = device_of(model)
-    memory = device_memory(where, None if device is None else parse_bytes(device, what="device"))
+    budget = device_budget_of(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
-    course = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
-    fixed = None if fixed is None else own_part(fixed, course)
-    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, course))
+    order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
+    fixed = None if fixed is None else own_part(fixed, order)
+    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, order))
     recorder = None if trace is None else open_recorder(trace, model, room)
     backend = open_backend(where, timing=recorder is not None or automatic or fixed is not None)
     tiers, store = open_tiers(room, backend, verify=verify)
@@ -163,8 +186,8 @@ def offload(
         spill=on_full != "raise",
         tracer=recorder,
     )
-    if course is not None:
-        engine.expect(course.backward)
+    if order is not None:
+        engine.expect(order.backward)
     tokenwise = TokenWise(
         engine,
         setting,
@@ -174,39 +197,54 @@ def offload(
     )
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     with contextlib.ExitStack() as undo:
-        undo.callback(manager.close)  # what the model's layers cannot follow leaves no file and no buffer behind
+        undo.callback(manager.close)  # a plan or levels that do not fit the model leave no file or buffer behind
         if levels is not None:
             manager.choose_levels(levels)
-        carrier = Actuator(
+        actuator = Actuator(
             engine,
             tokenwise,
             found,
-            memory,
+            budget,
             tracer=recorder,
-            link=functools.partial(link_rates, where),
-            gradients_to_come=lambda: gradients_to_come(model.parameters()),
+            link=functools.partial(measured_link, where),
+            missing_gradient_bytes=lambda: missing_gradient_bytes(model.parameters()),
         )
         if automatic:
-            planning = AutoPlan(
-                carrier,
+            source = AutoPlan(
+                actuator,
                 checked_plan,
-                everyones=_everyones(group or group_of(model)),
-                held=None if course is None else course.held,
-                turns=None if course is None else course.turns,
-                beyond=recorder,
+                all_gather=_all_gather(group or group_of(model)),
+                held=None if order is None else order.held,
+                turns=None if order is None else order.turns,
+                tracer=recorder,
                 model=type(model).__name__,
             )
-            manager.plan_with(planning)
+            manager.plan_with(source)
         elif fixed is not None:
-            manager.plan_with(FixedPlan(carrier, fixed))
+            manager.plan_with(FixedPlan(actuator, fixed))
         elif device is not None:
-            manager.plan_with(FixedSetting(carrier))
+            manager.plan_with(FixedSetting(actuator))
         undo.pop_all()
     return manager
 
 
 class Manager:
-    """A reusable context manager around forwards, of one thread at a time; made by `memo.offload`."""
+    """Context manager around a model's forwards; made by `memo.offload`.
+
+    It can be entered any number of times, by one thread at a time, and once more inside itself. Backward may run after
+    the `with`, and also after the manager is gone.
+
+    Attributes:
+        step: Number of the training step under way, as the trace shows it; `step_done` counts on. Set it before the
+            first forward to begin at another number.
+
+    Example:
+        with memo.offload(model, alpha=1.0) as manager:
+            loss = model(batch).loss
+        loss.backward()
+        print(manager.report())
+        manager.close()
+    """
 
     def __init__(
         self,
@@ -229,24 +267,23 @@ class Manager:
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
         self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
-        self._planning: Planning | None = None
+        self._plan_source: PlanSource | None = None
         self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())
-        # Graphs that are still to be backwarded hold the engine and not this object, so it may go first:
-        # `with memo.offload(model): loss = model(x)` and then `loss.backward()` is a program that works.
+        # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
+        # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
-        """Number of the step under way, for the trace; set it before the first forward to count from elsewhere."""
         self._in_step = False
 
     @property
     def stats(self) -> Stats:
-        """Counters since construction."""
+        """Counters of the engine since construction; they change while copies are in flight."""
         return self._engine.stats
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """The layers whose activations are managed."""
+        """The layers whose activations are managed, in the order of the model."""
         return self._layers
 
     def __enter__(self) -> Manager:
@@ -272,16 +309,16 @@ class Manager:
         if self._recorder is not None and not self._in_step:
             self._recorder.begin_step(self.step)
             self._in_step = True
-        if self._planning is not None:
-            self._planning.before_forward()
+        if self._plan_source is not None:
+            self._plan_source.before_forward()
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
-        # With nothing to note, one call less for each saved tensor.
-        idle = self._tokenwise.is_idle and self._planning is None  # planning may change that at the first layer
+        # Without recompute the engine packs directly, which saves one call per saved tensor.
+        idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack = self._engine.pack if idle else self._tokenwise.pack
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
@@ -304,7 +341,7 @@ class Manager:
         self._engine.end_forwards()
 
     def _is_elsewhere(self) -> bool:
-        """True in a thread that has not entered, of which autograd hands us nothing. Backward's own threads have."""
+        """True in a thread that has not entered the manager, and that is not one of backward's."""
         return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
 
     def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
@@ -314,8 +351,8 @@ class Manager:
             hidden = layer_input(args, kwargs)
             if hidden is not None:
                 require_layer_within_norm_limit(layer.name, module, hidden)
-            if self._planning is not None:
-                self._planning.before_layer(args, kwargs)
+            if self._plan_source is not None:
+                self._plan_source.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
             self._running.setdefault(position, []).append(group)
             self._tokenwise.begin(layer, group, args, kwargs)
@@ -329,14 +366,18 @@ class Manager:
 
         return hook_forward(layer.module, begin, end)
 
-    def choose_levels(self, levels: Mapping[int | str, Any]) -> None:
-        """From the next forward on these layers, by position or name, have these levels, and the others `alpha`'s.
+    def choose_levels(self, levels: Mapping[int | str, _LayerLevels]) -> None:
+        """Sets the recompute levels of single layers from the next forward on, and ends planning.
 
-        Each may be TokenLevels, a Level, a fraction as alpha, or three of them. A layer's first call at new levels tries
-        the recompute out. What is saved already comes back as it was saved. Planning ends: the choice is the caller's now.
+        A layer's first call at new levels compares a trial recompute with what was saved. Tensors that are saved
+        already are restored as they were saved.
+
+        Args:
+            levels: Level of each named layer, by position or name: a fraction of the tokens as `alpha` of
+                `memo.offload`, three fractions, TokenLevels, or a Level. Layers not named have the levels of `alpha`.
 
         Raises:
-            UsageError: a layer that is not managed, levels that cannot mean anything, or a forward is under way.
+            UsageError: Unknown layer, invalid level, or a forward is under way. Levels are as before.
         """
         if self._depth > 0:
             raise UsageError("levels: choose them between forwards, not inside `with manager:`")
@@ -348,31 +389,34 @@ class Manager:
             if isinstance(key, str) and key not in names:
                 raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
             chosen[names[key] if isinstance(key, int) else key] = setting_of(value)
-        if self._planning is not None:
-            self._planning = None
+        if self._plan_source is not None:
+            self._plan_source = None
             self._engine.place({})
             self._engine.listen(self._recorder)
         self._tokenwise.choose(chosen)
 
     def levels_profile(self) -> list[LayerCosts]:
-        """Bytes and recompute seconds of each level for each layer, as the steps so far had them.
+        """Returns the bytes moved and the recompute seconds of each layer at each level, as measured so far.
 
-        Bytes are there for all levels once a layer has run with tokens to recompute; seconds for the levels that it ran
-        at, so a step with `alpha=(1/3, 1/3, 1/3)` measures all of them.
+        Bytes are known for all levels once a layer has run with tokens to recompute. Seconds are known for the levels
+        at which it ran; a step with `alpha=(1/3, 1/3, 1/3)` measures all of them.
         """
         return self._tokenwise.costs()
 
-    def plan_with(self, planning: Planning) -> None:
-        """From now on `planning` decides what becomes of each layer's tensors."""
-        self._planning = planning
+    def plan_with(self, source: PlanSource) -> None:
+        """Sets the plan source that is asked at each forward from now on."""
+        self._plan_source = source
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """In force now; None with a fixed alpha, and until one has been made."""
-        return None if self._planning is None else self._planning.plan
+        """The plan in use; None with a fixed `alpha`, and until a plan has been made."""
+        return None if self._plan_source is None else self._plan_source.plan
 
     def step_done(self) -> None:
-        """Marks the end of a training step, in the trace and for the planned allocator, and counts on."""
+        """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.
+
+        Optional; call it after the optimizer's step, with no forward or backward under way.
+        """
         self._engine.end_step()
         if self._steps is not None:
             self._steps.done()
@@ -382,14 +426,17 @@ class Manager:
         self.step += 1
 
     def report(self) -> Report:
-        """Bytes moved, peaks, waits and recomputes so far. Waits for the device where times are still to come."""
+        """Returns bytes moved, peaks, stalls and recomputes since construction; `print` shows it as a table.
+
+        Waits for the device if times of its work are still to be read.
+        """
         self._engine.settle_times()
         return Report.of(
             self._engine,
             layers=len(self._layers),
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
-            plan=None if self._planning is None else self._planning.use(),
+            plan=None if self._plan_source is None else self._plan_source.outcome(),
         )
 
     def _disk_use(self) -> DiskUse | None:
@@ -405,7 +452,13 @@ class Manager:
         )
 
     def close(self) -> None:
-        """Waits for running copies, gives back every buffer and the scratch file, ends the trace. Idempotent."""
+        """Waits for copies in flight, releases all buffers and the scratch file, and ends the trace. Idempotent.
+
+        Afterwards a backward that needs moved tensors raises, and the manager cannot be entered again.
+
+        Raises:
+            SwapError: A copy in flight failed. The trace is ended all the same.
+        """
         if self._closer.detach() is None:
             return
         if self._steps is not None:
@@ -419,20 +472,20 @@ class Manager:
                 self._recorder.close()
 
 
-def _weights(plan: ActivationPlan | None, course: PipelineOrder | None) -> tuple[int, int]:
-    """This rank's needs of host and disk: what its plan says, else in proportion to the activations that it holds."""
+def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[int, int]:
+    """Weights of this rank in sharing its node's host and disk budgets: its plan's bytes, else its calls in flight."""
     if plan is not None:
         host, disk = needs(plan)
-        return max(host, 1), max(disk, 1)  # a tier that is on has some room
-    return (1, 1) if course is None else (course.weight, course.weight)
+        return max(host, 1), max(disk, 1)  # a tier that is turned on has some room
+    return (1, 1) if order is None else (order.weight, order.weight)
 
 
-def _everyones(group: ProcessGroup | None) -> Everyones:
-    return alone if group is None or group.size() == 1 else functools.partial(everyones, group=group)
+def _all_gather(group: ProcessGroup | None) -> AllGather:
+    return single_rank if group is None or group.size() == 1 else functools.partial(everyones, group=group)
 
 
 def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:
-    """Nobody holds the engine any more, so nothing it saved can be asked for."""
+    """Closes everything once the engine is collected: no saved tensor can be asked for any more."""
     for tier in tiers:
         tier.close()
     backend.close()

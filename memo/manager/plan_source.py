@@ -1,8 +1,8 @@
-"""What a manager asks before its forwards: which plan is in force.
+"""Plan sources of a Manager: asked at each forward, they apply plans to its engine.
 
-AutoPlan        measures and plans (memo.autoplan.controller)
-FixedPlan       a plan that somebody made before
-FixedSetting    one alpha for all; the device budget only bounds how far ahead is reloaded
+AutoPlan        measures steps and makes plans (memo.autoplan.controller)
+FixedPlan       one given plan for all steps
+FixedSetting    no plan: a fixed alpha; the device budget only limits how far reloads run ahead
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ if TYPE_CHECKING:
     from memo.mip.activation import ActivationProblem
     from memo.parallel import PipelineOrder
 
-__all__ = ["FixedPlan", "FixedSetting", "Planning", "checked_plan", "own_part", "read_plan"]
+__all__ = ["FixedPlan", "FixedSetting", "PlanSource", "checked_plan", "own_part", "read_plan"]
 
 
-class Planning(Protocol):
-    """Asked at each forward."""
+class PlanSource(Protocol):
+    """Decides which plan is in use. Plans change only between steps."""
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """In force now."""
+        """The plan in use."""
 
     def before_forward(self) -> None:
-        """A forward is about to begin."""
+        """Called before each forward of the model."""
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A layer is about to run."""
+        """Called before each forward of a layer, with its arguments."""
 
-    def use(self) -> PlanOutcome | None:
-        """For a report."""
+    def outcome(self) -> PlanOutcome | None:
+        """Returns the state of planning for a report."""
 
 
 def checked_plan(problem: ActivationProblem) -> ActivationPlan:
-    """Solved, checked against every rule, and played event by event.
+    """Solves a problem, checks the plan against every rule, and simulates it event by event.
 
     Raises:
-        Infeasible: no plan fits; the message says what would.
-        PlanInvalid: the simulation leaves a budget or the prediction: a bug of ours, found before the plan is used.
+        Infeasible: no plan fits; the message says which budget would.
+        PlanInvalid: the simulated step exceeds a budget or the prediction. This is a bug, found before the plan is
+            used.
     """
-    from memo.mip.activation import solve_problem  # runs that plan nothing need no solver
+    from memo.mip.activation import solve_problem  # imported here: runs with a given plan need no solver
 
     plan = solve_problem(problem)
     prove(plan)
@@ -64,10 +65,10 @@ def checked_plan(problem: ActivationProblem) -> ActivationPlan:
 
 
 def read_plan(plan: ActivationPlan | str | os.PathLike[str]) -> ActivationPlan:
-    """A plan, or the file of one, that keeps every rule.
+    """Reads a plan, if given as a file, and checks it against every rule.
 
     Raises:
-        PlanError: the file cannot be read or is no activation plan; or the plan breaks a rule, which is named.
+        PlanError: the file cannot be read or is no activation plan, or the plan breaks a rule, which the message names.
     """
     if not isinstance(plan, ActivationPlan):
         plan = read_activation_plan(plan)
@@ -75,84 +76,86 @@ def read_plan(plan: ActivationPlan | str | os.PathLike[str]) -> ActivationPlan:
     return plan
 
 
-def own_part(plan: ActivationPlan, course: PipelineOrder | None) -> ActivationPlan:
-    """What this rank carries out of a plan: all of it, or the stage that its pipeline's schedule gives it.
+def own_part(plan: ActivationPlan, order: PipelineOrder | None) -> ActivationPlan:
+    """Returns this rank's part of a plan: all of it, or the pipeline stages that the schedule gives to this rank.
 
     Raises:
-        PlanError: the plan is for another pipeline, or for others or fewer microbatches in flight.
+        PlanError: the plan is for another pipeline or schedule, or for fewer microbatches in flight.
     """
     pipeline = plan.problem.pipeline
     if pipeline.stages == 1:
         return plan
-    if course is None:
+    if order is None:
         raise PlanError(
-            f"plan: it is for {pipeline.stages} pipeline stages, and no schedule says which of them is here"
+            f"plan: it is for {pipeline.stages} pipeline stages; give the schedule, which says which of them is here"
         )
     stages = pipeline.stages * pipeline.chunks
-    if course.stages != stages:
-        raise PlanError(f"plan: it is for {stages} pipeline stages, and the schedule has {course.stages}")
+    if order.stages != stages:
+        raise PlanError(f"plan: it is for {stages} pipeline stages, and the schedule has {order.stages}")
     for stage in range(pipeline.stages):
-        if pipeline.places(stage) == list(course.own):
-            _require_room(plan, stage, course)
+        if pipeline.places(stage) == list(order.own):
+            _require_room(plan, stage, order)
             return stage_plan(plan, stage)
     raise PlanError(
-        f"plan: it is for {pipeline.schedule}, which gives no rank stages {course.own}, as the schedule does"
+        f"plan: it is for {pipeline.schedule}, which gives no rank stages {order.own}, as the schedule does"
     )
 
 
-def _require_room(plan: ActivationPlan, stage: int, course: PipelineOrder) -> None:
-    """The schedule holds no more at any time than the plan was made for."""
+def _require_room(plan: ActivationPlan, stage: int, order: PipelineOrder) -> None:
+    """Raises PlanError if the schedule has more microbatches in flight, at any time, than the plan was made for."""
     pipeline = plan.problem.pipeline
     if pipeline.chunks == 1:
         held = pipeline.in_flight(stage)
-        if course.held > held:
+        if order.held > held:
             raise PlanError(
-                f"plan: it is for {held} microbatches in flight on stage {stage}, and the schedule holds {course.held}; "
-                f"plan for its --schedule and --accumulate, or leave the planning to the run"
+                f"plan: it is for {held} microbatches in flight on stage {stage}, and the schedule holds {order.held}; "
+                f"make a plan for its --schedule and --accumulate, or give no plan"
             )
         return
     sizes = tuple(len(chunk) for chunk in chunk_layers(plan.problem, stage))
-    if course.turns is None or course.turns.layers != sizes:
+    if order.turns is None or order.turns.layers != sizes:
         raise PlanError(f"plan: the stages of rank {stage} have {sizes} layers there, and others in the model")
-    if not holds_no_more(course.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
+    if not holds_no_more(order.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
         raise PlanError(
             f"plan: it is for {pipeline.schedule} of {pipeline.microbatches} microbatches, and the schedule holds other "
-            f"ones at a time; plan for its --schedule and --accumulate, or leave the planning to the run"
+            f"ones at a time; make a plan for its --schedule and --accumulate, or give no plan"
         )
 
 
 class FixedPlan:
-    """The same plan for every step; fractions hold at other lengths too, what they were chosen for may not.
+    """One given plan for every step.
+
+    Its fractions are also used for batches of other shapes, for which its prediction and its peaks do not hold.
 
     Raises:
-        PlanError: the plan has more or fewer layers than the model, or computes their MLPs in other tiles.
+        PlanError: the plan has another number of layers than the model, or its layers another number of MLP tiles.
     """
 
-    def __init__(self, carrier: Actuator, plan: ActivationPlan) -> None:
-        if len(plan.layers) != carrier.n_layers:
-            raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {carrier.n_layers}")
+    def __init__(self, actuator: Actuator, plan: ActivationPlan) -> None:
+        if len(plan.layers) != actuator.n_layers:
+            raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {actuator.n_layers}")
         tiles = plan.problem.profile.mlp_tiles
-        if tiles != carrier.mlp_tiles:
+        if tiles != actuator.mlp_tiles:
             raise PlanError(
-                f"plan: it is for MLPs in {tiles} tiles, and the model computes them in {carrier.mlp_tiles}; give the "
+                f"plan: it is for MLPs in {tiles} tiles, and the model computes them in {actuator.mlp_tiles}; give the "
                 f"model mlp_tiles={tiles}"
             )
         self._plan = plan
-        carrier.use(plan)
+        actuator.apply(plan)
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """The one given."""
+        """The given plan."""
         return self._plan
 
     def before_forward(self) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
-    def use(self) -> PlanOutcome | None:
-        """As it was made."""
+    def outcome(self) -> PlanOutcome | None:
+        """Returns the plan's predictions; nothing is measured."""
         return PlanOutcome(
             phase="given",
             signature=self._plan.problem.profile.signature,
@@ -167,24 +170,24 @@ class FixedPlan:
 
 
 class FixedSetting:
-    """No plan. What the device budget leaves beside everything else may be filled with reloads ahead of backward."""
+    """No plan: device memory that the rest of training leaves free, within the budget, is used for earlier reloads."""
 
-    def __init__(self, carrier: Actuator) -> None:
-        self._actuator = carrier
+    def __init__(self, actuator: Actuator) -> None:
+        self._actuator = actuator
 
     @property
     def plan(self) -> ActivationPlan | None:
-        """There is none."""
+        """Always None."""
         return None
 
     def before_forward(self) -> None:
-        """After each step it is known what the rest of training takes."""
+        """Between steps, sets how far reloads run ahead, from the last step's peak."""
         if self._actuator.idle:
             self._actuator.reload_ahead()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
-    def use(self) -> PlanOutcome | None:
-        """There is nothing to tell."""
+    def outcome(self) -> PlanOutcome | None:
+        """Always None."""
         return None

@@ -1,4 +1,7 @@
-"""What a manager did, as numbers and as a table for people."""
+"""Report of a Manager: bytes, times and counts since its construction; `str()` formats them for people.
+
+Owns the snapshot and its wording; the engine owns the counters. Every line names its units.
+"""
 
 from __future__ import annotations
 
@@ -17,70 +20,73 @@ __all__ = ["DiskUse", "Report", "TierUse", "TokenWiseUse"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """One tier's share."""
+    """Bytes of one tier."""
 
     tier: Tier
     moved_bytes: int
-    """Bytes moved into the tier since construction; for the device, bytes that stayed until backward took them."""
+    """Moved into the tier since construction; for the device, bytes that backward used before a copy replaced them."""
     peak_bytes: int
+    """The most at one time."""
     budget_bytes: int | None
+    """None: no budget."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """What the scratch disk did, as the device saw it: whole blocks."""
+    """Traffic of the scratch disk, counted in whole blocks."""
 
     written_bytes: int
     read_bytes: int
     write_busy_s: float
-    """Time during which at least one write was running; reads likewise."""
+    """Time during which at least one write ran."""
     read_busy_s: float
+    """Time during which at least one read ran."""
     elapsed_s: float
-    """Since the manager was made."""
+    """Time since the manager was made."""
 
     @property
     def busy_s(self) -> float:
-        """Time of writes plus time of reads."""
+        """Sum of the busy times of writes and reads."""
         return self.write_busy_s + self.read_busy_s
 
     @property
     def write_bytes_per_s(self) -> float:
-        """While writing."""
+        """Rate of writes while at least one ran; 0 without writes."""
         return self.written_bytes / self.write_busy_s if self.write_busy_s else 0.0
 
     @property
     def read_bytes_per_s(self) -> float:
-        """While reading."""
+        """Rate of reads while at least one ran; 0 without reads."""
         return self.read_bytes / self.read_busy_s if self.read_busy_s else 0.0
 
     @property
     def wear_bytes_per_day(self) -> float:
-        """What a day at this rate would write: an SSD's endurance is given in terabytes written."""
+        """Bytes written in a day at the average rate so far; an SSD's endurance is given in terabytes written."""
         return self.written_bytes / self.elapsed_s * 86400 if self.elapsed_s else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWiseUse:
-    """What token-wise recompute did."""
+    """Recompute by tokens: the layers, their treatment and its cost."""
 
     levels: str
-    """How the tokens are divided."""
+    """Division of the tokens among the levels, for people."""
     accepted: int
-    """Layers that swap a part of the tokens and compute the rest again."""
+    """Number of layers that move a part of the tokens and recompute the rest."""
     repeated: dict[str, str]
-    """Layers that run again whole, attention included, and why."""
+    """Layers that are recomputed whole, attention included, and the reason of each."""
     refused: dict[str, str]
-    """Layers that swap whole tensors, and why."""
+    """Layers whose tensors are moved whole, and the reason of each."""
     deviation: float
-    """Largest difference that any trial so far found between recomputed and saved, as a share of what is accepted; 0 is bit
-    for bit."""
+    """Largest difference between recomputed and saved values in any trial, as a share of the accepted bound; 0 means
+    bit-identical."""
     recomputed_bytes: int
     recompute_s: float | None
-    """None where the device's time is not measured."""
+    """None: the device's time is not measured."""
 
     @classmethod
     def of(cls, engine: Engine, tokenwise: TokenWise) -> TokenWiseUse | None:
-        """None where all tensors are swapped whole anyway."""
+        """Reads the counters; None where every tensor is moved whole by choice."""
         if tokenwise.is_idle:
             return None
         return cls(
@@ -94,54 +100,64 @@ class TokenWiseUse:
         )
 
     def lines(self) -> list[str]:
-        """For people: one line, and one for each reason with its layers."""
-        exact = "bit for bit" if self.deviation == 0 else f"within {100 * self.deviation:.0f} % of the bound"
-        told = [
-            f"token-wise: {self.levels}, {self.accepted} layers ({exact}), recomputed "
-            f"{format_bytes(self.recomputed_bytes)} in {_duration(self.recompute_s)}"
+        """Formats one line, and one more for each reason with its layers."""
+        exact = "bit for bit" if self.deviation == 0 else f"off by up to {100 * self.deviation:.0f} % of the bound"
+        seconds = "not measured" if self.recompute_s is None else format_duration(self.recompute_s)
+        lines = [
+            f"recompute by tokens: {self.levels}, {self.accepted} layers ({exact}), "
+            f"{format_bytes(self.recomputed_bytes)}, time {seconds}"
         ]
-        told += _by_reason("recomputed whole, attention too", self.repeated)
-        told += _by_reason("whole tensors", self.refused)
-        return told
+        lines += _by_reason("recomputed whole, attention included", self.repeated)
+        lines += _by_reason("moved as whole tensors", self.refused)
+        return lines
 
 
-def _duration(seconds: float | None) -> str:
-    return "a time that was not measured" if seconds is None else format_duration(seconds)
-
-
-def _by_reason(what: str, layers: dict[str, str]) -> list[str]:
-    """One line for each reason."""
-    told = []
+def _by_reason(treatment: str, layers: dict[str, str]) -> list[str]:
+    """Formats one line for each reason."""
+    lines = []
     for reason in dict.fromkeys(layers.values()):
         names = [name for name, why in layers.items() if why == reason]
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        told.append(f"{what}: {names[0]}{others}: {reason}")
-    return told
+        lines.append(f"{treatment}: {names[0]}{others}: {reason}")
+    return lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A snapshot; `str()` is the table."""
+    """Snapshot of a manager's counters since its construction; `str()` formats it as a table and lines."""
 
     layers: int
+    """Number of managed layers."""
     tiers: tuple[TierUse, ...]
+    """Device, host, disk; tiers that are off are left out."""
     saved_tensors: int
+    """Tensors that autograd saved inside the manager."""
     deduplicated: int
+    """Of these, tensors whose storage had been saved already."""
     kept_bytes: int
-    """Bytes that stayed on the device because the plan says so."""
+    """Bytes that stayed on the device by the plan."""
     reloaded_bytes: int
+    """Bytes copied back to the device."""
     uses: dict[UseKind, int]
+    """Requests of backward, by where the bytes were."""
     cancelled: int
+    """Copies out that were cancelled before they began, because backward needed the bytes."""
     spilled: int
+    """Storages that went to a further tier because the first one was full."""
     failed_writes: int
+    """Disk writes that failed; their bytes went to another tier."""
     stalls_s: dict[StallCause, float]
     """Seconds that compute waited for copies, by cause, as far as they were measured."""
     untimed_waits: int
-    """Waits whose time is unknown: a device's times are measured only for a trace or a plan."""
+    """Waits of unknown duration: a device's times are measured only for a trace or a plan."""
     live_entries: int
+    """Storages whose backward is still to come."""
     tokenwise: TokenWiseUse | None = None
+    """None: no recompute."""
     disk: DiskUse | None
+    """None: no disk tier, or one whose traffic is not counted."""
     plan: PlanOutcome | None = None
+    """None: a fixed `alpha` or fixed levels."""
 
     @classmethod
     def of(
@@ -153,7 +169,7 @@ class Report:
         tokenwise: TokenWise | None = None,
         plan: PlanOutcome | None = None,
     ) -> Report:
-        """The state of `engine` now."""
+        """Reads the counters of `engine`."""
         stats = engine.stats
         moved = {Tier.HOST: stats.bytes_host, Tier.DISK: stats.bytes_disk}
         return cls(
@@ -190,14 +206,14 @@ class Report:
 
     @property
     def overlap(self) -> float | None:
-        """Share of the disk's busy time that nobody waited for; None without a disk, before its use, or if not measured."""
+        """Share of the disk's busy time that is hidden behind compute; None without a disk or timed stalls."""
         if self.disk is None or self.disk.busy_s == 0 or self.untimed_waits:
             return None
         return max(0.0, 1 - sum(self.stalls_s.values()) / self.disk.busy_s)
 
     @property
     def prefetch_hits(self) -> float | None:
-        """Share of the reloads that had been issued before backward asked; None when nothing was reloaded."""
+        """Share of the reloads that were issued before backward asked for them; None if nothing was reloaded."""
         reloads = self.uses[UseKind.PREFETCHED] + self.uses[UseKind.FETCHED]
         return self.uses[UseKind.PREFETCHED] / reloads if reloads else None
 
@@ -215,31 +231,32 @@ class Report:
         hits = self.prefetch_hits
         stalls = ", ".join(f"{cause} {format_duration(s)}" for cause, s in self.stalls_s.items() if s >= 5e-4) or "none"
         if self.untimed_waits:
-            stalls = f"not measured on the device (a trace measures them), {stalls} on the host"
+            stalls = f"not measured on the device (record a trace to measure them), {stalls} on the host"
         lines = [
             f"{self.layers} layers, {self.saved_tensors} saved tensors ({self.deduplicated} shared a storage)",
             *table,
-            f"reloaded {format_bytes(self.reloaded_bytes)}, prefetch hits "
-            + ("-" if hits is None else f"{100 * hits:.1f} %")
-            + f", forwarded {self.uses[UseKind.LIVE]}, cancelled {self.cancelled}, spilled {self.spilled}",
+            f"reloaded: {format_bytes(self.reloaded_bytes)}, prefetch hits "
+            + ("-" if hits is None else f"{100 * hits:.1f} %"),
+            f"storages: {self.uses[UseKind.LIVE]} used before they left the device, {self.cancelled} copies out "
+            f"cancelled, {self.spilled} spilled to a further tier",
             f"stalls: {stalls}",
         ]
         if self.kept_bytes:
-            lines.append(f"kept by plan: {format_bytes(self.kept_bytes)}")
+            lines.append(f"kept by plan: {format_bytes(self.kept_bytes)} on the device")
         if self.disk is not None and self.disk.written_bytes:
             overlap = self.overlap
             lines.append(
                 f"disk: write {format_bytes(self.disk.write_bytes_per_s)}/s, "
                 f"read {format_bytes(self.disk.read_bytes_per_s)}/s, "
-                + (f"{100 * overlap:.1f} % of its time hidden, " if overlap is not None else "")
-                + f"wear {self.disk.wear_bytes_per_day / 1e12:.3g} TB written a day at this rate"
+                + (f"{100 * overlap:.1f} % of its busy time hidden behind compute, " if overlap is not None else "")
+                + f"{self.disk.wear_bytes_per_day / 1e12:.3g} TB written a day at this rate"
             )
         if self.failed_writes:
-            lines.append(f"failed writes: {self.failed_writes} (their bytes went to another tier)")
+            lines.append(f"failed disk writes: {self.failed_writes} (their bytes went to another tier)")
         if self.plan is not None:
             lines += self.plan.lines()
         if self.tokenwise is not None:
             lines += self.tokenwise.lines()
         if self.live_entries:
-            lines.append(f"still saved: {self.live_entries} storages")
+            lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")
         return "\n".join(lines)

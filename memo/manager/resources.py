@@ -1,6 +1,6 @@
-"""From the arguments of `memo.offload` to what they name: the device, its backend, the tiers behind it, the trace.
+"""Resources of one Manager: device, backend, tiers and trace, opened from the arguments of `memo.offload`.
 
-Owns how budgets and directories are read and in what order things are opened. Whoever asked closes them.
+Owns the meaning of budgets and directories, and the order in which resources are opened. The caller closes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from memo.allocator import memory_share
 from memo.errors import TraceError, UsageError
-from memo.machine import measure_lanes, share_of_node
+from memo.machine import measure_lanes, measure_link, share_of_node
 from memo.swap import available_host_bytes
 from memo.swap.backends import CpuBackend
 from memo.swap.disk import DiskStore
@@ -30,31 +30,31 @@ from memo.units import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from memo.machine import LinkRates
     from memo.swap.backends import Backend, Disk
     from memo.swap.tiers import Tier
 
-__all__ = ["Room", "device_of", "link_rates", "open_backend", "open_recorder", "open_tiers"]
+__all__ = ["Room", "device_of", "measured_link", "open_backend", "open_recorder", "open_tiers"]
 
-# Of the host memory that is free at construction, what `host="auto"` may take: the rest is the data loader's, the
-# checkpoint's and the operating system's.
 AUTO_HOST_SHARE = 0.7
+"""Share of the free host memory that `host="auto"` takes; the rest is for data loader, checkpoints and system."""
 LINK_SECONDS = 0.05
-"""How long links are measured, each: long enough for a rate, short enough to begin with."""
+"""Duration of each link measurement: long enough for a stable rate, short enough for the start of a run."""
 
 _Path = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Where one rank's activations may go, and how many bytes of them."""
+    """Budgets of one rank's host and disk tiers."""
 
     device: torch.device
     host_bytes: int
     """0: the tier is off."""
     disk_bytes: int | None
-    """None is what the file systems have free, as it is needed."""
+    """None: what the file systems have free, reserved as needed."""
     directories: Sequence[Path]
-    """Empty: the tier is off."""
+    """Empty: the disk tier is off."""
 
     @classmethod
     def of(
@@ -66,12 +66,17 @@ class Room:
         disk_budget: int | str | None,
         weights: tuple[int, int] = (1, 1),
     ) -> Room:
-        """As `memo.offload` was told. A collective call where there is a process group: a node's ranks share budgets.
+        """Reads the budgets given to `memo.offload`. With a process group a collective call: a node's ranks share them.
 
-        `weights` are this rank's needs of host and disk, beside those of the others.
+        Args:
+            device: the model's device.
+            host: as of `memo.offload`.
+            disk: as of `memo.offload`.
+            disk_budget: as of `memo.offload`.
+            weights: this rank's weight, relative to the node's other ranks, in sharing host and disk.
 
         Raises:
-            UsageError: there is no room anywhere.
+            UsageError: both tiers are off, or a budget cannot be parsed.
         """
         disk_bytes = None
         if disk_budget is not None:
@@ -84,10 +89,10 @@ class Room:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one that the model's parameters are on.
+    """Returns the device of the model's parameters; a GPU if some are on the CPU.
 
     Raises:
-        UsageError: they are nowhere, or on several accelerators.
+        UsageError: the parameters are on the meta device or on several GPUs.
     """
     devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
     kinds = {device.type for device in devices}
@@ -101,7 +106,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _host_bytes(host: int | str, device: torch.device, weight: int) -> int:
-    """This rank's bytes of host memory: a budget is the node's, and its ranks share it."""
+    """This rank's share of the node's host budget."""
     if host == "auto":
         free = int(available_host_bytes() * AUTO_HOST_SHARE)
         return 0 if device.type == "cpu" else share_of_node(free, weight=weight)
@@ -118,7 +123,7 @@ def _directories(disk: _Path | Sequence[_Path] | None, device: torch.device, hos
 
 
 def open_backend(device: torch.device, *, timing: bool) -> Backend:
-    """The device's streams; with `timing` their events tell when copies ran."""
+    """Opens the device's backend; with `timing` its events measure when copies ran."""
     if device.type == "cpu":
         return CpuBackend()
     from memo.swap.backends import CudaBackend
@@ -126,19 +131,13 @@ def open_backend(device: torch.device, *, timing: bool) -> Backend:
     return CudaBackend(device, timing=timing)
 
 
-def link_rates(device: torch.device) -> tuple[float, float, float] | None:
-    """Out, in and both ways, in bytes per second; None where host memory is the device."""
-    if device.type == "cpu":
-        return None
-    from memo.machine import measure_link
-
-    rates = measure_link(device, seconds=LINK_SECONDS)
-    both = rates.d2h_together_bytes_per_s + rates.h2d_together_bytes_per_s
-    return rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, both
+def measured_link(device: torch.device) -> LinkRates | None:
+    """Measures a GPU's link to host memory with nothing else on it; None on a CPU, where host memory is the device."""
+    return None if device.type == "cpu" else measure_link(device, seconds=LINK_SECONDS)
 
 
 def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier], DiskStore | None]:
-    """Host first, then disk; and the store under the disk tier, whose counters the report shows."""
+    """Opens the host tier, then the disk tier; also returns the disk tier's store, whose counters the report shows."""
     tiers: list[Tier] = []
     store = None
     if room.host_bytes > 0:
@@ -150,10 +149,10 @@ def open_tiers(room: Room, backend: Backend, *, verify: bool) -> tuple[list[Tier
 
 
 def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
-    """The disk as the device reaches it, and the store under it.
+    """Opens the disk for the device, and its store, if it has one.
 
-    The CPU's memory is the store's own. A GPU's bytes go straight to the disk where GPUDirect Storage has just been seen
-    working there, and through page-locked host blocks otherwise; checksums need the host to see the bytes.
+    A CPU's tensors are written by the store directly. A GPU's go to disk by GPUDirect Storage where a trial shows that
+    it works, and through page-locked host blocks otherwise. Checksums need the bytes in host memory.
     """
     device, directories, nbytes = room.device, room.directories, room.disk_bytes
     if device.type == "cpu":
@@ -171,7 +170,7 @@ def _open_disk(room: Room, *, verify: bool) -> tuple[Disk, DiskStore | None]:
 
 
 def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
-    """This rank's trace, with what its links gave when nothing else used them."""
+    """Opens this rank's trace; its header has the budgets and the rates of the links, measured alone."""
     budgets = {"device": _device_bytes(room.device), "host": room.host_bytes, "disk": room.disk_bytes}
     links = measure_lanes(room.device, host=room.host_bytes > 0, directories=room.directories, seconds=LINK_SECONDS)
     meta = {
@@ -184,22 +183,22 @@ def open_recorder(trace: _Path, model: nn.Module, room: Room) -> TraceRecorder:
         "link_bytes_per_s": {lane.value: round(rate) for lane, rate in links.items()},
     }
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    return TraceRecorder.beside(_made(trace), rank=rank, world_size=ranks, meta=meta)
+    return TraceRecorder.beside(_trace_path(trace), rank=rank, world_size=ranks, meta=meta)
 
 
-def _made(trace: _Path) -> Path:
-    """The place for a trace; a name that ends in a slash is a directory, whether it is there yet or not."""
+def _trace_path(trace: _Path) -> Path:
+    """The path for a trace; a name that ends in a slash is a directory, which is made if missing."""
     name = os.fspath(trace)
     if name.endswith(os.sep):
         try:
             os.makedirs(name, exist_ok=True)
         except OSError as error:
-            raise TraceError(f"cannot make the trace's directory {name!r}: {error.strerror}") from None
+            raise TraceError(f"cannot make the directory {name!r} for the trace: {error.strerror}") from None
     return Path(name)
 
 
 def _device_bytes(device: torch.device) -> int | None:
-    """What this process may take of a GPU; the CPU's memory is not a device's."""
+    """Bytes of a GPU that this process may use; None on a CPU."""
     if device.type == "cpu":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory * memory_share(device))

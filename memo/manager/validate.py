@@ -1,13 +1,13 @@
-"""What `memo.offload` was given, each argument of a kind that can mean something.
+"""Type checks of the arguments of `memo.offload`.
 
-Owns the refusal of wrong kinds, in one line that says what is wanted; amounts, names and files are understood, and refused,
-where they are used. Invariant: nothing has been opened yet when this refuses.
+Owns the refusal of arguments of the wrong kind, in one line that says what is wanted. Amounts, layer names and files
+are parsed, and refused, where they are used. Invariant: nothing has been opened when these functions raise.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from memo.errors import UsageError
 from memo.mip.activation import ActivationPlan
 
-__all__ = ["require_kinds"]
+__all__ = ["require_choice", "require_kinds"]
 
 _PATH = (str, os.PathLike)
 
@@ -31,9 +31,9 @@ def require_kinds(
     group: object,
     schedule: object,
 ) -> None:
-    """Raises UsageError for the first argument that is of no kind that `memo.offload` takes; None is left out."""
+    """Raises UsageError for the first argument whose type `memo.offload` does not take; None is accepted."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model: {_told(model)} is no torch.nn.Module")
+        raise UsageError(f"model: {_shown(model)} is no torch.nn.Module")
     _require("plan", plan, (ActivationPlan, *_PATH), "an activation plan or the name of its file")
     _require("levels", levels, (Mapping,), "a dict from layers to levels, such as {0: 0.5}")
     _require("layers", layers, (Iterable, type), "a ModuleList, a list of modules, or a class")
@@ -43,22 +43,28 @@ def require_kinds(
             _require("disk", directory, _PATH, "the name of a directory")
     else:
         _require("disk", disk, _PATH, "the name of a directory, or a list of them")
-    _require_with("group", group, "size", "a torch.distributed process group")
-    _require_with("schedule", schedule, "step", "one of torch.distributed.pipelining's schedules")
+    _require_method("group", group, "size", "a torch.distributed process group")
+    _require_method("schedule", schedule, "step", "one of torch.distributed.pipelining's schedules")
 
 
-def _require(name: str, value: object, kinds: tuple[type, ...], words: str) -> None:
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises UsageError for a value that is none of the choices."""
+    if value not in choices:
+        raise UsageError(f"{name}: {_shown(value)} is none of {', '.join(map(repr, choices))}")
+
+
+def _require(name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        raise UsageError(f"{name}: {_told(value)} is not {words}")
-    if value == "":  # a shell's empty variable, which a path would take for the working directory
-        raise UsageError(f"{name}: an empty text is not {words}")
+        raise UsageError(f"{name}: {_shown(value)} is not {wanted}")
+    if value == "":  # an unset shell variable; as a path it would mean the working directory
+        raise UsageError(f"{name}: an empty text is not {wanted}")
 
 
-def _require_with(name: str, value: Any, method: str, words: str) -> None:
+def _require_method(name: str, value: Any, method: str, wanted: str) -> None:
     if value is not None and not callable(getattr(value, method, None)):
-        raise UsageError(f"{name}: {_told(value)} is not {words}")
+        raise UsageError(f"{name}: {_shown(value)} is not {wanted}")
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 and text.isprintable() else f"a {type(value).__name__}"

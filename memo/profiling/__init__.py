@@ -1,1 +1,1 @@
-"""`memo.profile`: what each layer of a model saves, computes and repeats, measured."""
+"""`memo.profile`: measures the bytes and times of each layer of a model, as input for a plan."""

@@ -1,4 +1,4 @@
-"""Counts FLOPs while they are done: of each layer's forward, and of what backward repeats."""
+"""Floating-point operations of a step, counted as it runs: of each layer's forward, and of recompute."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["Flops", "forward_flops", "repeated_flops"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """Of one layer's forward, or of the whole model's."""
+    """Floating-point operations of one forward, of a layer or of the model."""
 
     whole: float
+    """All of them, with causal attention."""
     attention: float
-    """The part of `whole`, as the causal half."""
+    """The part of `whole` that attention's scores do, counted as causal: half of the full square."""
 
 
 def forward_flops(step: Step, layers: Sequence[Layer]) -> tuple[list[Flops], Flops]:
-    """Of each layer's forward and of the whole forward."""
+    """Counts the operations of each layer's forward, and of the model's."""
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    # The CPU's kernel is the one that torch does not count.
+    # torch has no formula for the CPU's fused attention.
     counter = FlopCounterMode(display=False, custom_mapping={flash: _cpu_attention_flop})
     with counter:
         step.loss()
@@ -49,7 +50,7 @@ def _of(counts: dict[Any, int]) -> Flops:
 
 
 def repeated_flops(step: Step, *, disk: str | Path | None) -> float:
-    """What backward does more of where only attention's results are saved, over all layers."""
+    """Counts what backward recomputes at level SAVE_ATTENTION, over all layers."""
 
     def backward_flops(loss: torch.Tensor) -> float:
         with FlopCounterMode(display=False) as counter:

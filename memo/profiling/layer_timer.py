@@ -1,7 +1,7 @@
-"""Times each layer's forward and backward, and what stands before and behind the layers, in steps that run for real.
+"""Timer of each layer's forward and backward, of the embedding and of the head, in real steps.
 
-The layers' own time only: its hooks run inside those of a manager, so waiting for copies is not in it. On a GPU the
-device is waited for at every border, which makes the step slower and the parts right.
+Measures the layers' own time: its hooks run inside those of a manager, so waits for copies are not included. On a GPU
+it waits for the device at every boundary, which makes the step slower and the parts right.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ClockedStep", "LayerTimer", "time_step"]
+__all__ = ["LayerTimer", "TimedStep", "time_step"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ClockedStep:
-    """One forward and backward, in seconds."""
+class TimedStep:
+    """Seconds of the parts of one forward and backward."""
 
     forward_s: tuple[float, ...]
-    """Of each layer, in the order in which the layers are listed; backward likewise."""
+    """Forward of each layer, in the order of the layers."""
     backward_s: tuple[float, ...]
-    before_forward_s: float
-    """Embedding; the next likewise. The last two are the head's and the loss's."""
-    before_backward_s: float
-    behind_forward_s: float
-    behind_backward_s: float
+    """Backward of each layer, in the order of the layers."""
+    embedding_forward_s: float
+    """Before the first layer's forward."""
+    embedding_backward_s: float
+    """After the first layer's backward."""
+    head_forward_s: float
+    """After the last layer's forward, the loss included."""
+    head_backward_s: float
+    """Before the last layer's backward, the loss included."""
 
     @classmethod
-    def least(cls, steps: Sequence[ClockedStep]) -> ClockedStep:
-        """The shortest time seen of each part: what disturbs a measurement only ever adds to it."""
-        ends = ("before_forward_s", "before_backward_s", "behind_forward_s", "behind_backward_s")
+    def least(cls, steps: Sequence[TimedStep]) -> TimedStep:
+        """Takes the shortest time of each part: a disturbance only makes a part longer."""
+        ends = ("embedding_forward_s", "embedding_backward_s", "head_forward_s", "head_backward_s")
         return cls(
             forward_s=tuple(min(times) for times in zip(*(step.forward_s for step in steps), strict=True)),
             backward_s=tuple(min(times) for times in zip(*(step.backward_s for step in steps), strict=True)),
@@ -42,7 +46,14 @@ class ClockedStep:
 
 
 class LayerTimer:
-    """Enter it around one forward and backward of a model whose layers each run once."""
+    """Context manager that times one forward and backward of a model whose layers each run once.
+
+    The caller marks "begin", "loss" (the forward has ended) and "end".
+
+    Args:
+        layers: the layers, in any order; times are in the same order.
+        device: on "cuda" each mark waits for the device.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._layers = layers
@@ -66,13 +77,17 @@ class LayerTimer:
         self._hooks.clear()
 
     def mark(self, what: str, number: int = -1) -> None:
-        """Notes the time, when all work before it is done."""
+        """Records the time at which all work issued so far is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._marks.append((what, number, time.perf_counter()))
 
-    def times(self) -> ClockedStep:
-        """What was measured between the marks `begin`, `loss` and `end` and those of the layers."""
+    def times(self) -> TimedStep:
+        """Returns the times between the marks.
+
+        Raises:
+            KeyError: a layer did not run forward and backward.
+        """
         at: dict[tuple[str, int], list[float]] = {}
         for what, number, moment in self._marks:
             at.setdefault((what, number), []).append(moment)
@@ -80,13 +95,13 @@ class LayerTimer:
         forward = [at["forward", number] for number in range(count)]
         backward = [at["backward", number] for number in range(count)]
         (begin,), (loss,), (end,) = at["begin", -1], at["loss", -1], at["end", -1]
-        return ClockedStep(
+        return TimedStep(
             forward_s=tuple(span[-1] - span[0] for span in forward),
             backward_s=tuple(span[-1] - span[0] for span in backward),
-            before_forward_s=min(span[0] for span in forward) - begin,
-            before_backward_s=end - max(span[-1] for span in backward),
-            behind_forward_s=loss - max(span[-1] for span in forward),
-            behind_backward_s=min(span[0] for span in backward) - loss,
+            embedding_forward_s=min(span[0] for span in forward) - begin,
+            embedding_backward_s=end - max(span[-1] for span in backward),
+            head_forward_s=loss - max(span[-1] for span in forward),
+            head_backward_s=min(span[0] for span in backward) - loss,
         )
 
     def _marker(self, what: str, number: int) -> Callable[..., None]:
@@ -96,12 +111,12 @@ class LayerTimer:
         return mark
 
 
-def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> ClockedStep:
-    """One forward and backward."""
-    with LayerTimer(layers, device) as clock:
-        clock.mark("begin")
+def time_step(loss: Callable[[], torch.Tensor], layers: Sequence[nn.Module], device: torch.device) -> TimedStep:
+    """Runs and times one forward (`loss`) and backward."""
+    with LayerTimer(layers, device) as timer:
+        timer.mark("begin")
         value = loss()
-        clock.mark("loss")
+        timer.mark("loss")
         value.backward()
-        clock.mark("end")
-    return clock.times()
+        timer.mark("end")
+    return timer.times()

@@ -1,8 +1,8 @@
-"""Measures a profile: what each layer of a model saves at each level and how long it takes, in steps that run for real.
+"""`memo.profile`: bytes saved at each level and times of each layer, measured in real steps.
 
-Three things are run: a few steps under `memo.offload` with a third of the tokens at each level, which is the configuration
-with the least on the device and tells bytes and recompute times; a few plain steps under a clock; and one step without
-memory, which tells what stands on the device besides what is saved. Needs room for one plain step.
+Runs a few steps under `memo.offload` with a third of the tokens at each level, for bytes and recompute times; a few
+plain steps under a timer; and one step on byteless tensors, for transient memory. The device needs room for one plain
+step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from memo.errors import UsageError
 from memo.manager import offload
 from memo.mip.inputs import EndProfile, LayerProfile, Level, Profile, Role, Signature
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
-from memo.profiling.layer_timer import ClockedStep, time_step
+from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
-from memo.profiling.transient_memory import TransientMemory, transients_of
+from memo.profiling.transient_memory import TransientMemory, transient_memory_of
 from memo.record import Step
 from memo.swap import Layer, LayerCosts, Level as SwapLevel, comparing_nbytes, find_layers
 
@@ -41,19 +41,38 @@ def profile(
     disk: str | Path | None = None,
     device: torch.device | None = None,
 ) -> Profile:
-    """The profile of one microbatch on this machine.
+    """Measures the profile of a model on this machine: what each layer saves, and how long it runs.
+
+    A profile is the input of `memo plan`. Runs about `2 * repeats + 6` steps of one microbatch.
 
     Args:
-        build: returns a `Step`. Called twice: on tensors without bytes, to count transient bytes, then for real.
-        name: what the profile calls the model.
-        batch, tokens: the step's shape; attention is taken to be causal.
-        repeats: steps of each kind; the shortest times count.
-        disk: directory for what moves while levels are measured; the system's temporary one by default.
+        build: Callable that returns a `memo.record.Step`: a model and a callable that returns its scalar loss. Called
+            twice: on byteless tensors, to count transient bytes, then for real.
+        name: Name of the model in the profile.
+        batch: Sequences in the step's microbatch.
+        tokens: Tokens of each sequence. Attention is counted as causal.
+        repeats: Steps of each kind; the shortest time of each part counts. Default 3.
+        disk: Directory for what is moved while levels are measured. Default None: as of `memo.offload`.
+        device: Device to wait for when times are read. Default None: that of the model's first parameter.
+
+    Returns:
+        The profile of one microbatch: bytes, seconds and floating-point operations of each class of layers, of the
+        embedding and of the head.
 
     Raises:
-        UsageError: layers that run more than once a step, or not at all.
+        UsageError: A layer does not run exactly once in a step.
+        RecordError: The step cannot run on byteless tensors, since its shapes depend on data.
+        NoRepeatedLayers: The model has no repeated layers.
+        After any of them the model's weights are unchanged; it may hold gradients.
+
+    Example:
+        def build() -> Step:
+            model = GPT(config)
+            ids = torch.zeros(1, 4096, dtype=torch.long)
+            return Step(model=model, loss=lambda: model(ids, ids))
+        profile = memo.profile(build, name="gpt", batch=1, tokens=4096)
     """
-    transients = transients_of(build)
+    transients = transient_memory_of(build)
     step = build()
     layers = find_layers(step.model)
     where = next(step.model.parameters()).device if device is None else device
@@ -62,15 +81,15 @@ def profile(
     modules = [layer.module for layer in layers]
     step.loss().backward()  # the first plain step is slower than those that follow
     try:
-        times = ClockedStep.least([time_step(step.loss, modules, where) for _ in range(repeats)])
+        times = TimedStep.least([time_step(step.loss, modules, where) for _ in range(repeats)])
     except KeyError as error:
-        raise UsageError(f"profile: {error} is missing: every layer has to run exactly once a step") from None
+        raise UsageError(f"profile: {error} is missing: each layer must run exactly once in a step") from None
     flops, whole = forward_flops(step, layers)
     optimizer_s, state_bytes = _optimizer(step, where)
-    # The last layer's backward follows its forward at once, and it repeats nothing.
+    # The last layer recomputes nothing: its backward follows its forward at once.
     share = again / (sum(flop.whole - flop.attention for flop in flops[:-1]) or 1.0)
-    found = _Found(costs, storages, times, flops, transients, state_bytes, share)
-    classes, names = classes_of([_layer(layer, number, found) for number, layer in enumerate(layers)])
+    measured = _Measured(costs, storages, times, flops, transients, state_bytes, share)
+    classes, names = classes_of([_layer(layer, number, measured) for number, layer in enumerate(layers)])
     inside = {parameter for module in modules for parameter in module.parameters()}
     outside = sum(_bytes(parameter) for parameter in step.model.parameters() if parameter not in inside)
     a_token = whole.whole / (batch * tokens)
@@ -81,13 +100,13 @@ def profile(
         classes=classes,
         layers=names,
         embedding=EndProfile(
-            forward_s=max(times.before_forward_s, 0.0),
-            backward_s=max(times.before_backward_s, 0.0),
+            forward_s=max(times.embedding_forward_s, 0.0),
+            backward_s=max(times.embedding_backward_s, 0.0),
             saved_bytes=transients.saved_outside,
         ),
         head=EndProfile(
-            forward_s=max(times.behind_forward_s, 0.0),
-            backward_s=max(times.behind_backward_s, 0.0),
+            forward_s=max(times.head_forward_s, 0.0),
+            backward_s=max(times.head_backward_s, 0.0),
             forward_flops=max(whole.whole - sum(flop.whole for flop in flops), 0.0),
             transient_bytes=transients.outside,
             static_bytes=round(outside * state_bytes),
@@ -99,18 +118,18 @@ def profile(
     )
 
 
-# What runs.
+# Measurements.
 
 
 def _costs(
     step: Step, *, tokens: int, repeats: int, disk: str | Path | None
 ) -> tuple[list[LayerCosts], list[list[int]]]:
-    """Bytes and recompute times of each layer, from steps under the engine; and the sizes of its storages.
+    """Measures costs by level and sizes of storages of each layer, in steps under the engine.
 
-    Where a layer cannot repeat a part of its tokens, all that is known is what it saves.
+    Of a layer that cannot be recomputed by tokens only the bytes at SAVE_ALL are known.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # layers that move whole say so; here the profile tells
+        warnings.simplefilter("ignore", RuntimeWarning)  # of layers that move whole tensors, as the profile shows
         manager = offload(step.model, alpha=THIRDS, min_bytes=0, disk=disk)
         try:
             for _ in range(repeats + 1):
@@ -140,7 +159,7 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
 
 
 def _optimizer(step: Step, device: torch.device) -> tuple[float, float]:
-    """Seconds of AdamW's second step, and bytes of weight, gradient and state for each byte of weight."""
+    """Seconds of AdamW's second step, and bytes of weights, gradients and state per byte of weights."""
     adam = torch.optim.AdamW(step.model.parameters(), lr=0.0, weight_decay=0.0)
     took = 0.0
     for _ in range(2):
@@ -160,29 +179,29 @@ def _optimizer(step: Step, device: torch.device) -> tuple[float, float]:
     return took, 2.0 + state / weights
 
 
-# From numbers to a profile.
+# Conversion to a profile.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """All that was measured."""
+class _Measured:
+    """Measurements of all layers, in the order of the model."""
 
     costs: Sequence[LayerCosts]
     storages: Sequence[Sequence[int]]
-    times: ClockedStep
+    times: TimedStep
     flops: Sequence[Flops]
     transients: TransientMemory
     state_bytes: float
-    """Of weight, gradient and optimizer, for a byte of weight."""
+    """Bytes of weights, gradients and optimizer state per byte of weights."""
     repeated: float
-    """Of forward's matrix products, the part that level SAVE_ATTENTION repeats."""
+    """Fraction of the forward's matrix products that level SAVE_ATTENTION recomputes."""
 
 
-def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
-    costs, flop, forward_s = found.costs[number], found.flops[number], found.times.forward_s[number]
+def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
+    costs, flop, forward_s = measured.costs[number], measured.flops[number], measured.times.forward_s[number]
     weights = sum(_bytes(parameter) for parameter in layer.module.parameters())
-    repeated = (flop.whole - flop.attention) * found.repeated
-    levels, storages = levels_of(costs), found.storages[number]
+    repeated = (flop.whole - flop.attention) * measured.repeated
+    levels, storages = levels_of(costs), measured.storages[number]
     return LayerProfile(
         name=type(layer.module).__name__,
         always_bytes=costs.always_bytes,
@@ -191,17 +210,17 @@ def _layer(layer: Layer, number: int, found: _Found) -> LayerProfile:
             for known in levels
         ),
         forward_s=forward_s,
-        backward_s=found.times.backward_s[number],
+        backward_s=measured.times.backward_s[number],
         forward_flops=flop.whole,
         backward_flops=2 * flop.whole,
         attention_flops=flop.attention,
         attention_s=forward_s * flop.attention / flop.whole if flop.whole else 0.0,
-        # At the end of a layer's first forward its recompute is tried out, and compared with what was saved.
-        forward_transient_bytes=found.transients.forward.get(layer.name, 0)
+        # At the end of a layer's first forward a trial recompute is compared with what was saved.
+        forward_transient_bytes=measured.transients.forward.get(layer.name, 0)
         + (comparing_nbytes(max(storages, default=0)) if len(levels) > 1 else 0),
-        backward_transient_bytes=found.transients.backward.get(layer.name, 0),
-        static_bytes=round(weights * found.state_bytes),
-        # A recompute is given results of attention's two projections, too, which autograd need not save.
+        backward_transient_bytes=measured.transients.backward.get(layer.name, 0),
+        static_bytes=round(weights * measured.state_bytes),
+        # For recompute the results of attention's two projections are kept too, which autograd need not save.
         storages=len(storages) + (2 if len(levels) > 1 else 0),
         largest_storage_bytes=max(storages, default=0),
     )

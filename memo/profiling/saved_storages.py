@@ -1,4 +1,4 @@
-"""Lists what autograd saves of each layer, storage by storage, in one forward that runs for real."""
+"""Sizes of the storages that autograd saves in each layer, from one real forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ __all__ = ["saved_storages"]
 
 
 def saved_storages(loss: Callable[[], torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
-    """Their bytes by layer: storages that were saved there first and are no parameter's or buffer's."""
+    """Runs one forward; returns the bytes of each storage saved in it, by layer name.
+
+    A storage counts for the layer that saved it first; parameters and buffers do not count.
+    """
     found: dict[str, list[int]] = {layer.name: [] for layer in layers}
     running: list[str] = []
-    # Objects of storages live as long as the storages do, and these are kept alive here.
+    # Storage objects compare by identity; `seen` keeps them alive, so that none is reused for another storage.
     seen = {
         tensor.untyped_storage() for layer in layers for tensor in (*layer.module.parameters(), *layer.module.buffers())
     }

@@ -1,4 +1,7 @@
-"""What stands on the device besides what is saved, layer by layer, from a step that is run without memory."""
+"""Transient device memory of a step: bytes in use besides saved tensors, layer by layer.
+
+Counted in a step recorded on byteless tensors, so that neither the memory nor the device is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from collections.abc import Callable, Iterable
 from memo.allocator import Allocation, AllocationTrace
 from memo.record import Role, Step, record_step
 
-__all__ = ["TransientMemory", "transients_of"]
+__all__ = ["TransientMemory", "transient_memory_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransientMemory:
-    """Bytes of one step."""
+    """Peaks of one step, in bytes, not rounded to allocator blocks."""
 
     forward: dict[str, int]
-    """By layer, the most that it makes and gives up within its forward."""
+    """By layer name: allocated and freed within its forward."""
     backward: dict[str, int]
-    """The most gradients that are alive within its backward, without those of parameters."""
+    """By layer name: gradients alive within its backward, except those of parameters."""
     saved_outside: int
-    """What is saved before and behind the layers."""
+    """Bytes saved by embedding and head."""
     outside: int
-    """The most that is made there and given up within the step."""
+    """Allocated by embedding and head in forward, and freed within the step."""
 
 
-def transients_of(build: Callable[[], Step]) -> TransientMemory:
-    """From a step that is recorded with hollow tensors, in the sizes that were asked for."""
+def transient_memory_of(build: Callable[[], Step]) -> TransientMemory:
+    """Records one step on byteless tensors and sums it up; `build` is called with every tensor byteless."""
     recording = record_step(build, exact=True)
     trace = recording.trace
     forward: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What one training step allocates, recorded without a GPU and without its memory."""
+"""Recording of one training step's allocations, without a GPU and without the step's memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Says where in a model a training step is, so that a recorder can note where each allocation was made.
+"""Allocation sites: the module that runs, in forward and backward, for a recorder's notes.
 
-Forward: module hooks. Backward: autograd runs no modules, so each module's output carries its name on its node, and a
-hook that fires just before that node runs says that backward has come there. What runs next belongs to that module until
-another node speaks up: right to within an operator or two at a module's border.
+Forward uses module hooks. Backward runs no modules, so the autograd node of each module's output gets the module's name
+and a pre-hook, which fires just before backward enters that module. What runs next is attributed to it until another
+node's hook fires: right to within an operator or two at a module's boundary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer
 
-__all__ = ["Places"]
+__all__ = ["AllocationSites"]
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NAMED = "memo_module"
 
 
-class Places:
-    """Keeps `recorder.site` while it is entered. `phase` names the part of the step that begins."""
+class AllocationSites:
+    """Context manager that sets `recorder.site` to the module that runs.
+
+    Args:
+        recorder: notes `site` with each allocation.
+        model: its modules are hooked while this is entered.
+        layers: layers whose passes are grouped, so that an allocation shows its layer and pass.
+    """
 
     def __init__(self, recorder: Recorder, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._recorder = recorder
@@ -40,7 +46,7 @@ class Places:
         self._stack: list[AllocationSite] = []
         self._visits: collections.Counter[str] = collections.Counter()
 
-    def __enter__(self) -> Places:
+    def __enter__(self) -> AllocationSites:
         for name, module in self._model.named_modules():
             self._hooks += self._watch(name, self._layer_of(name), module)
         return self
@@ -51,15 +57,15 @@ class Places:
         self._hooks.clear()
         self._stack.clear()
 
-    def phase(self, name: str) -> None:
-        """The step goes on to another part."""
+    def phase(self, name: Literal["forward", "backward", "optimizer"]) -> None:
+        """Begins a phase of the step."""
         self._recorder.site = AllocationSite(phase=name)
 
     def _watch(self, name: str, layer: str, module: nn.Module) -> list[RemovableHandle]:
         def begin(_: nn.Module, args: object) -> None:
             before = self._recorder.site
             self._stack.append(before)
-            group = before.group  # a layer's part, or a recompute, stays in the pass that runs it
+            group = before.group  # inside a layer, and in a recompute, the group of the pass that runs it
             if layer and name == layer and before.phase == _FORWARD:
                 self._visits[layer] += 1
                 group = _group(layer, _FORWARD, self._visits[layer])
@@ -83,7 +89,7 @@ class Places:
     def _name(self, node: Node, reached: AllocationSite) -> None:
         notes: dict[str, Any] = node.metadata  # type: ignore[assignment]  # declared as the method it is not
         if _NAMED in notes:
-            return  # the output of an inner module, which says more
+            return  # the output of an inner module, whose name is more precise
         notes[_NAMED] = reached.module
 
         def reach(_: object) -> None:
@@ -92,12 +98,12 @@ class Places:
         node.register_prehook(reach)
 
     def _layer_of(self, name: str) -> str:
-        """The layer that the module is or lies in; empty outside of all."""
+        """Name of the layer that the module is or is part of; empty outside of the layers."""
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if prefix in self._layers), "")
 
 
 def _group(layer: str, way: str, visit: int) -> str:
-    """One pass through one layer; of several microbatches each has passes of its own."""
+    """Name of one pass through one layer; each microbatch has passes of its own."""
     return f"{layer}.{way}" if visit == 1 else f"{layer}.{way}.{visit}"

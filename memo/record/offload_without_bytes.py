@@ -1,8 +1,8 @@
-"""memo.offload's own engine over hollow tensors: every decision and every lifetime is the real one, only nothing is copied.
+"""The engine of `memo.offload` over byteless tensors: decisions and lifetimes are the real ones, but nothing is copied.
 
-The device's compute stream is the host, as on a CPU. Copies are over as soon as they are issued, and the tier they go to has
-all the room there is and keeps the count. So what is recorded is the order of a run whose copies keep up; buffers that wait
-for a slower link live longer on a real machine.
+The host is the device's compute stream, as on a CPU. Copies are done when they are issued, and their tier is unbounded
+and counts bytes. So the recording is of a run whose copies keep up with compute; with a slower link buffers live
+longer.
 """
 
 from __future__ import annotations
@@ -28,66 +28,63 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadWithoutBytes"]
 
-MIN_BYTES = parse_bytes("64KiB")  # memo.offload's default
+MIN_BYTES = parse_bytes("64KiB")
+"""Default of `memo.offload`."""
 
 
 class OffloadWithoutBytes:
-    """A manager whose tier is nowhere."""
+    """A Manager over an unbounded tier that stores nothing.
+
+    Args:
+        model: a model on byteless tensors.
+        layers: its repeated layers.
+        alpha: as of `memo.offload`.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], alpha: float) -> None:
-        self._tier = _Nowhere()
-        engine = Engine(_Lanes(), [self._tier], min_bytes=MIN_BYTES)
+        self._tier = _UnboundedTier()
+        engine = Engine(_BytelessBackend(), [self._tier], min_bytes=MIN_BYTES)
         self.manager = Manager(model, layers, engine, tokenwise=TokenWise(engine, TokenLevels.of_alpha(alpha)))
 
     @property
     def moved_nbytes(self) -> int:
-        """All bytes that have left the device so far."""
+        """Bytes copied out of the device so far."""
         return self.manager.stats.bytes_host
 
     @property
     def peak_away_nbytes(self) -> int:
-        """The most that was away at one time."""
+        """Most bytes in the tier at one time."""
         return self._tier.peak
 
     @property
     def whole_layers(self) -> dict[str, str]:
-        """Layers that move whole tensors though alpha is below 1, and why."""
+        """Layers that move whole tensors although alpha is below 1, and the reason of each."""
         use = self.manager.report().tokenwise
         return {} if use is None else dict(use.refused)
 
 
-class _Copied(Done):
-    """A copy, over since it began."""
-
-    def interval_ns(self) -> tuple[int, int] | None:
-        return None
-
-    def cancel(self) -> bool:
-        return False
-
-
-_COPIED = _Copied()
+_DONE = Done()
 
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """Room for one storage."""
+    """A storage's place in the tier; implements the tiers' Place."""
 
-    tier: _Nowhere
+    tier: _UnboundedTier
     nbytes: int
 
-    def copy_out(self, source: torch.Tensor, *, after: Event) -> _Copied:
-        return _COPIED
+    def copy_out(self, source: torch.Tensor, *, after: Event) -> Done:
+        return _DONE
 
-    def copy_in(self, target: torch.Tensor, *, after: Event) -> _Copied:
-        return _COPIED
+    def copy_in(self, target: torch.Tensor, *, after: Event) -> Done:
+        return _DONE
 
     def release(self) -> None:
         self.tier.used -= self.nbytes
 
 
-class _Nowhere:
-    """A tier with room for everything, which holds nothing."""
+class _UnboundedTier:
+    """A tier that counts bytes and stores none; implements Tier."""
 
     name = TierName.HOST
     lane_out = Lane.D2H
@@ -114,15 +111,17 @@ class _Nowhere:
 
 
 class _Stream:
+    """A copy stream whose copies are done when issued."""
+
     def wait(self, event: Event) -> None:
         return None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> _Copied:
-        return _COPIED
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
+        return _DONE
 
 
-class _Lanes(OneComputeStream):
-    """The backend: a device that is the CPU, with lanes on which nothing takes time."""
+class _BytelessBackend(OneComputeStream):
+    """A CPU backend whose copies take no time and move nothing."""
 
     device = torch.device("cpu")
 
@@ -130,8 +129,8 @@ class _Lanes(OneComputeStream):
         self.d2h = _Stream()
         self.h2d = _Stream()
 
-    def compute_event(self, stream: int | None = None) -> _Copied:
-        return _COPIED
+    def compute_event(self, stream: int | None = None) -> Done:
+        return _DONE
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
         return None
@@ -143,13 +142,13 @@ class _Lanes(OneComputeStream):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_slab(self, nbytes: int) -> HostSlab:
-        raise AssertionError("no tier here has memory")
+        raise AssertionError("the tier stores nothing")
 
     def synchronize(self) -> None:
         return None
 
     def stamp(self, stream: int | None = None) -> None:
-        return None  # nothing takes time
+        return None  # times are not measured
 
     def close(self) -> None:
         return None

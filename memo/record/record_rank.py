@@ -1,8 +1,8 @@
-"""One rank's step of our GPT under tensor and context parallelism, to be recorded without the other ranks.
+"""One rank's step of memo's GPT under tensor and context parallelism, for recording without the other ranks.
 
-Owns what such a step is made of; the group, in which nobody else is, is memo.parallel.solo_rank's. Parameters that would be
-sharded over replicas are whole, as they are while they are used. It stands apart from memo.record.recording, since
-importing it takes as long as recording a step.
+Owns how the step is built; memo.parallel.solo_rank simulates the process group. Parameters that data parallelism would
+shard are whole, as they are while in use. Separate from memo.record.recording, since importing this module takes as
+long as recording a step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ __all__ = ["rank_step"]
 def rank_step(
     config: GPTConfig, world: World, *, batch: int, tokens: int, precision: Precision = Precision.BF16
 ) -> Callable[[], Step]:
-    """What makes the step of a rank whose layout has one pipeline stage; called where tensors are to be hollow."""
+    """Returns a callable that builds one rank's step, for `record_step`; it is called with every tensor byteless.
+
+    Args:
+        config: the model.
+        world: the rank's place in the layout, which has one pipeline stage.
+        batch: sequences of the microbatch.
+        tokens: tokens of each sequence, over all ranks.
+        precision: dtypes of weights and computation.
+    """
     autocast = torch.bfloat16 if precision is Precision.BF16_AUTOCAST else None
-    # Not under a mode that takes contents away: a mesh looks into its tensors to find its place.
+    # Built outside of the byteless mode: a device mesh reads its tensors to find the rank's place.
     (stage,) = divided_stages(config, world, seq=tokens, dtype=weight_dtype(precision), autocast=autocast)
 
     def build() -> Step:

@@ -1,8 +1,8 @@
-"""Records one training step without a GPU and without its memory: what `memo record` does.
+"""Recording of one training step's allocations without a GPU and without the step's memory, for `memo record`.
 
-Owns the step: forward, backward and, if wanted, the optimizer, of the GPT or of a user's model, whole, checkpointed or under
-`memo.offload`'s own engine. What an allocation is, and how tensors get by without bytes, is memo.allocator's to say; this
-names the place in the model where each was made, and sums up what autograd saved.
+Owns the step: forward, backward and optionally the optimizer, of memo's GPT or a user's model, plain, checkpointed or
+under the engine of `memo.offload`. memo.allocator records allocations on byteless tensors; this module adds the module
+that made each of them, and sums up what autograd saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memo.gpt import GPTConfig, Precision
 from memo.gpt.model import GPT
 from memo.gpt.optim import adamw, empty_state
 from memo.gpt.train import weight_dtype
-from memo.record.allocation_sites import Places
+from memo.record.allocation_sites import AllocationSites
 from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 
@@ -39,55 +39,63 @@ __all__ = ["Recording", "Role", "Step", "gpt_step", "load_step", "record_step"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one training step is made of."""
+    """A model and its forward: all that a training step needs."""
 
     model: nn.Module
     loss: Callable[[], torch.Tensor]
-    """Runs one forward; returns the scalar to backward from."""
+    """Runs one forward; returns the scalar loss."""
     inputs: tuple[torch.Tensor, ...] = ()
-    """What the forward reads beside the model, where that is known."""
+    """Tensors that the forward reads beside the model's; they count as static memory."""
     layers: Sequence[nn.Module] | None = None
-    """The repeated ones, where the model does not show them."""
+    """The repeated layers; None finds them in the model."""
 
 
 class Role(enum.StrEnum):
-    """What a saved activation is to the plan of keeping, moving and recomputing it."""
+    """Kind of a saved tensor, by how a plan may treat it."""
 
     INPUT = "input"
     """A layer's input."""
     ATTENTION = "attention"
     """The result of a fused attention kernel."""
     TOKEN_WISE = "token_wise"
-    """Everything else that a layer makes of a token's own numbers, queries, keys and values among it."""
+    """Any other result in a layer that depends on one token only; queries, keys and values included."""
     STATISTICS = "statistics"
-    """What norms and softmax keep beside their results."""
+    """Statistics that norms and softmax save beside their results."""
     WEIGHTS = "weights"
-    """Autocast's copies of parameters, which stay from their first use until the last."""
+    """Autocast's copies of parameters, which exist from their first use to their last."""
     OUTSIDE = "outside"
-    """Saved outside the layers, or made there: embedding, rotary tables, loss."""
+    """Saved or made outside of the layers: embedding, rotary tables, loss."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """One step, recorded."""
+    """Allocations of one step, and sums of its bytes."""
 
     trace: AllocationTrace
     layers: int
+    """Number of repeated layers; 0 if none were found."""
     static_nbytes: int
-    """Parameters, buffers, optimizer state and inputs: they exist before the step and are no part of the trace."""
+    """Parameters, buffers, optimizer state and inputs: they exist before the step and are not in the trace."""
     saved_nbytes: dict[Role, int]
-    """What the forward leaves for backward, each storage once, not rounded. Empty under offload, where it moves."""
+    """Bytes that forward saves for backward, each storage once, not rounded. Empty under offload."""
     moved_nbytes: int
-    """Under offload: what left the device."""
+    """Under offload: bytes copied out of the device."""
     peak_away_nbytes: int
-    """Under offload: the most that was away at one time, which host and disk must hold."""
+    """Under offload: most bytes off the device at one time, which host and disk must hold."""
     whole_layers: dict[str, str]
-    """Under offload with alpha below 1: layers that moved whole tensors, and why."""
+    """Under offload with alpha below 1: layers that moved whole tensors, and the reason of each."""
 
 
 def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision = Precision.BF16) -> Step:
-    """A step of our GPT."""
-    # Weights are drawn by a seed that is read from a tensor, and here tensors may have no contents; nobody reads them.
+    """Builds a step of memo's GPT on the CPU, with uninitialised weights.
+
+    Args:
+        config: the model.
+        batch: sequences of the microbatch.
+        tokens: tokens of each sequence.
+        precision: dtypes of weights and computation.
+    """
+    # Not initialised: random numbers need a seed read from a tensor, and byteless tensors have no contents.
     model = GPT(config, device="meta", dtype=weight_dtype(precision)).to_empty(device="cpu")
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
     targets = torch.zeros(batch, tokens, dtype=torch.int64)
@@ -100,10 +108,17 @@ def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision
 
 
 def load_step(name: str) -> Callable[..., Step]:
-    """A user's `module:function`, importable from here, as a maker of steps.
+    """Loads a user's function that builds a step.
 
-    The function is called with the keywords `batch` and `tokens` and returns (model, loss): a torch.nn.Module on the CPU,
-    and a callable without arguments that runs one forward and returns the scalar loss. Whatever both need is made inside.
+    The function takes the keywords `batch` and `tokens` and returns (model, loss): a torch.nn.Module on the CPU, and a
+    callable without arguments that runs one forward and returns the scalar loss.
+
+    Args:
+        name: `module:function`, importable from the working directory.
+
+    Returns:
+        A callable with the same keywords that returns a Step. It raises RecordError if the function returns anything
+        else.
 
     Raises:
         UsageError: there is no such function, or it does not take these keywords.
@@ -120,7 +135,7 @@ def load_step(name: str) -> Callable[..., Step]:
 
     try:
         inspect.signature(function).bind(batch=0, tokens=0)
-    except (TypeError, ValueError) as error:  # ValueError: one of C, which shows no signature
+    except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
         raise UsageError(f"{name} cannot be called with the keywords batch and tokens: {error}") from None
 
     def build(*, batch: int, tokens: int) -> Step:
@@ -141,25 +156,27 @@ def record_step(
     exact: bool = False,
     real: bool = False,
 ) -> Recording:
-    """Builds a model without memory and records one of its training steps.
+    """Builds a model on byteless tensors and records the allocations of one training step.
 
     Args:
-        build: makes the step; called with every tensor hollow.
-        alpha: as of `memo.offload`, whose engine then runs for real, but for the copies; None keeps all on the device.
-        checkpointed: every layer is recomputed whole in backward.
-        optimizer: the step ends with AdamW's and with the gradients' release, as a training step in its stride does; else
-            it ends after backward, with the gradients alive.
-        exact: sizes as tensors have them, not rounded as CUDA's allocator does.
-        real: with real tensors and real arithmetic on the CPU, for steps that depend on data; as large as the step is.
+        build: builds the step; called with every tensor byteless.
+        alpha: records the step under the engine of `memo.offload` with this alpha. Default None: all tensors stay.
+        checkpointed: True recomputes every layer whole in backward, as torch's checkpoint does.
+        optimizer: True ends the step with AdamW's and the release of the gradients; False after backward, with the
+            gradients allocated.
+        exact: True records the sizes of tensors; False rounds them as CUDA's allocator does.
+        real: True uses real tensors and arithmetic on the CPU, for steps that depend on data; it needs the step's
+            memory.
 
     Raises:
-        RecordError: the step needs the contents of a tensor, or a loss that is none.
-        UsageError: options that exclude each other.
+        RecordError: the step reads the contents of a tensor, or its loss is no scalar that depends on the parameters.
+        UsageError: options exclude each other.
+        NoRepeatedLayers: `alpha` or `checkpointed` needs layers, and the model has none.
     """
     if alpha is not None and checkpointed:
         raise UsageError("a step is either offloaded (alpha) or checkpointed, not both")
     if alpha is not None and real:
-        raise UsageError("an offloaded step (alpha) is recorded without bytes; it would get none back")
+        raise UsageError("an offloaded step (alpha) is recorded without bytes; leave out alpha or real")
     with contextlib.nullcontext() if real else BytelessMode():
         step = build()
         layers = _layers_of(step, needed=checkpointed or alpha is not None)
@@ -173,7 +190,7 @@ def record_step(
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would come when it likes, and free tensors in a cycle at another event each time."""
+    """Turns garbage collection off, which would free tensors in cycles at another event in each run."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -184,14 +201,14 @@ def no_collection() -> Iterator[None]:
 
 
 class _Run:
-    """One model, ready to step."""
+    """One model and the treatment of its step."""
 
     def __init__(self, step: Step, layers: list[Layer], *, adam: torch.optim.AdamW | None, alpha: float | None) -> None:
         self._step, self._layers, self._adam = step, layers, adam
         self.offload = None if alpha is None else OffloadWithoutBytes(step.model, layers, alpha)
 
     def warm_up(self) -> None:
-        """A step as the first is: layers are tried out, and the order of backward is learned."""
+        """Runs a first step, in which recompute is tried and the order of backward is learned."""
         self._run(Recorder())
         self._step.model.zero_grad(set_to_none=True)
 
@@ -199,7 +216,7 @@ class _Run:
         recorder = Recorder()
         step = self._step
         everything = (*step.model.parameters(), *step.model.buffers(), *self._optimizer_state(), *step.inputs)
-        static = [getattr(tensor, "_local_tensor", tensor) for tensor in everything]  # of a DTensor, this rank's part
+        static = [getattr(tensor, "_local_tensor", tensor) for tensor in everything]  # this rank's part of a DTensor
         recorder.adopt(static)
         saved = _Saved(recorder, self._layers)
         offload = self.offload
@@ -217,16 +234,16 @@ class _Run:
         )
 
     def _run(self, recorder: Recorder, saved: _Saved | None = None) -> None:
-        with Places(recorder, self._step.model, self._layers) as places:
-            places.phase("forward")
+        with AllocationSites(recorder, self._step.model, self._layers) as sites:
+            sites.phase("forward")
             with self._around_forward(saved):
                 loss = self._step.loss()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise RecordError("the loss is no scalar that depends on the model's parameters")
-            places.phase("backward")
+            sites.phase("backward")
             loss.backward()
             del loss
-            places.phase("optimizer")
+            sites.phase("optimizer")
             if self._adam is not None:
                 self._adam.step()
                 self._adam.zero_grad(set_to_none=True)
@@ -248,7 +265,7 @@ class _Run:
 
 
 class _Saved:
-    """What autograd saves in a forward, each storage once."""
+    """Bytes that autograd saves in a forward by role, each storage once."""
 
     def __init__(self, recorder: Recorder, layers: list[Layer]) -> None:
         self._recorder, self._layers = recorder, layers
@@ -256,7 +273,7 @@ class _Saved:
         self._roles: dict[Lifetime, Role] = {}
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called by autograd; keeps the tensor where it is."""
+        """Counts a saved tensor; a pack hook that keeps the tensor as it is."""
         life = self._recorder.lifetime_of(tensor)
         if life is not None and life not in self._roles:
             self._roles[life] = Role.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
@@ -264,7 +281,7 @@ class _Saved:
 
     @contextlib.contextmanager
     def inputs(self) -> Iterator[None]:
-        """Notes what the layers are given."""
+        """Notes the inputs of the layers."""
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
@@ -280,7 +297,7 @@ class _Saved:
                 hook.remove()
 
     def nbytes_by_role(self) -> dict[Role, int]:
-        """Bytes, not rounded."""
+        """Returns the bytes of each role, not rounded."""
         sums = dict.fromkeys(Role, 0)
         for life, role in self._roles.items():
             sums[role] += life.nbytes
@@ -311,13 +328,13 @@ def _layers_of(step: Step, *, needed: bool) -> list[Layer]:
 
 def _checkpoint(layers: list[Layer]) -> None:
     for layer in layers:
-        # The state of the generators lies in host memory on a GPU machine; without a dropout nobody asks for it.
+        # Saving the random state would allocate host memory on a GPU machine, and byteless tensors have no values.
         whole = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, preserve_rng_state=False)
         layer.module.forward = whole
 
 
 def _adam(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with the state that it has from its first step on."""
+    """AdamW with its state allocated, as after its first step."""
     optimizer = adamw(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
     empty_state(optimizer)
     return optimizer

@@ -27,7 +27,7 @@ from memo.allocator.pluggable import (
     peak_allocated_bytes,
     use_planned_allocator,
 )
-from memo.autoplan.device_budget import device_memory
+from memo.autoplan.device_budget import device_budget_of
 from memo.cli.main import main
 from memo.errors import AllocatorError, ExitCode, UsageError
 from memo.gpt.model import attention_kernel
@@ -155,10 +155,10 @@ def test_nothing_that_training_asks_of_memory_is_asked_of_torch(
     device, driver = torch.device("cuda", 0), Driver(machine[0])
     driver.malloc("a", 3 * KIB)
     driver.free("a")
-    memory = device_memory(device, None)
+    memory = device_budget_of(device, None)
     assert memory.peak_bytes() == 3 * KIB
     memory.restart()
-    assert memory.peak_bytes() == memory.now_bytes() == 0
+    assert memory.peak_bytes() == memory.used_bytes() == 0
     assert resources._device_bytes(device) == 1 << 30
     assert attention_kernel._memory_limit(device) == (1 << 20) + memory_stats(device).reserved_bytes
 

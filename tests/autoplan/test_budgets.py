@@ -53,11 +53,11 @@ def test_a_step_above_the_budget_is_told_and_planned_anew_though_all_was_settled
         step(auto, machine)
     first = auto.plan
     assert first is not None
-    assert auto.use().phase == "settled"
+    assert auto.outcome().phase == "settled"
     step(auto, machine, tokens=60)
     assert auto.plan is first
     machine.transient_bytes = taken = machine.device_bytes // 4
-    with pytest.warns(RuntimeWarning, match=r"a step of 2 x 60 tokens took .* of device memory more than its budget"):
+    with pytest.warns(RuntimeWarning, match=r"a step of 2 x 60 tokens took .* more device memory than its budget"):
         step(auto, machine)
     second = auto.plan
     assert second is not None
@@ -66,7 +66,7 @@ def test_a_step_above_the_budget_is_told_and_planned_anew_though_all_was_settled
         warnings.simplefilter("error", RuntimeWarning)
         for _ in range(4):
             step(auto, machine)
-    assert auto.use().phase == "settled"
+    assert auto.outcome().phase == "settled"
 
 
 @pytest.mark.filterwarnings("ignore:a step of .* more than its budget:RuntimeWarning")
@@ -97,7 +97,7 @@ def test_a_plan_that_does_nothing_is_looked_at_once_too() -> None:
     assert auto.plan is not None
     assert auto.plan.declined is not None
     machine.transient_bytes = machine.device_bytes * 3 // 4  # which the steps that were measured did not need
-    with pytest.warns(RuntimeWarning, match="more than its budget"):
+    with pytest.warns(RuntimeWarning, match="more device memory than its budget"):
         step(auto, machine)
     assert auto.plan is not None
     assert auto.plan.declined is None
@@ -115,7 +115,7 @@ def test_plans_that_never_hold_the_budget_give_way_to_the_safest_setting() -> No
                 machine.peak = machine.device_bytes + 1
     assert machine.used[-1] is SAFEST
     assert auto.plan is None
-    assert "took more device memory than the budget" in auto.use().lines()[0]
+    assert "took more device memory than the budget" in auto.outcome().lines()[0]
     assert sum("no plan" in str(one.message) for one in told) == 1
 
 
@@ -160,5 +160,5 @@ def test_a_budget_that_nothing_fits_leaves_the_safest_setting_and_says_why() -> 
     step(auto, machine)
     assert machine.used[-1] is SAFEST
     assert auto.plan is None
-    assert auto.use().why_not is not None
-    assert auto.use().lines()[0].startswith("plan: none: ")
+    assert auto.outcome().why_not is not None
+    assert auto.outcome().lines()[0].startswith("plan: none: ")

@@ -32,8 +32,8 @@ def test_the_plan_comes_after_a_measured_step_at_safe_settings_and_then_stays() 
     assert len(machine.used) == 3, "a prediction that holds needs no other plan"
     assert machine.used[2].declined is None
     assert machine.used[2].problem.profile.mlp_tiles == machine.mlp_tiles, "or the model could not be given it again"
-    assert auto.use().phase == "settled"
-    assert auto.use().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
+    assert auto.outcome().phase == "settled"
+    assert auto.outcome().measured_s == pytest.approx(machine.used[2].stages[0].microbatch_s, rel=0.05)
     assert machine.heard_by is None, "a settled run is listened to no longer"
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_done_where_everything_fits() -> None:
     assert plan is not None
     assert plan.declined is not None
     assert plan.declined.startswith("fits in ")
-    assert str(auto.use().lines()[0]).startswith("plan: declined: fits in ")
+    assert str(auto.outcome().lines()[0]).startswith("plan: declined: fits in ")
 
 
 def test_another_length_is_planned_at_once_and_remembered() -> None:
@@ -63,7 +63,7 @@ def test_another_length_is_planned_at_once_and_remembered() -> None:
     step(auto, machine)
     assert auto.plan is first
     assert machine.used[-1] is first
-    assert auto.use().plans == 2
+    assert auto.outcome().plans == 2
 
 
 def test_lengths_that_never_come_again_are_measured_as_one_and_share_plans() -> None:
@@ -80,7 +80,7 @@ def test_lengths_that_never_come_again_are_measured_as_one_and_share_plans() -> 
             assert auto.plan is not None
             made_for = auto.plan.problem.profile.signature.tokens
             assert length <= made_for <= 1.25 * length, "never for fewer tokens, nor for many more"
-    assert auto.use().plans <= 14, "at most eight an octave, and the first"
+    assert auto.outcome().plans <= 14, "at most eight an octave, and the first"
 
 
 def test_the_time_of_a_step_with_a_trial_is_compared_with_nothing() -> None:
@@ -93,7 +93,7 @@ def test_the_time_of_a_step_with_a_trial_is_compared_with_nothing() -> None:
     for _ in range(4):
         step(auto, machine)
     assert auto.plan is before
-    assert auto.use().phase == "settled"
+    assert auto.outcome().phase == "settled"
 
 
 def test_evaluation_is_no_step() -> None:
@@ -134,7 +134,7 @@ def test_a_step_that_takes_longer_than_predicted_is_planned_anew() -> None:
     assert before is not None
     assert after is not None
     assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
-    assert auto.use().phase == "settled"
+    assert auto.outcome().phase == "settled"
 
 
 def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None:
@@ -148,7 +148,7 @@ def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None
     said = [str(one.message) for one in told if one.category is RuntimeWarning]
     assert len(said) == 1, "one warning, however often"
     assert said[0].startswith(f"the plan for 2 x {TOKENS} tokens predicts")
-    assert auto.use().phase == "settled"
+    assert auto.outcome().phase == "settled"
 
 
 def test_replanning_is_quick(record_property: Any) -> None:
@@ -156,8 +156,8 @@ def test_replanning_is_quick(record_property: Any) -> None:
     auto = make(machine)
     for _ in range(4):
         step(auto, machine)
-    before = auto.use().planning_s
+    before = auto.outcome().planning_s
     for length in (72, 80, 88, 96):
         step(auto, machine, tokens=length)
-    record_property("replan_ms", (auto.use().planning_s - before) / 4 * 1e3)
-    assert auto.use().plans == 5
+    record_property("replan_ms", (auto.outcome().planning_s - before) / 4 * 1e3)
+    assert auto.outcome().plans == 5

@@ -13,7 +13,7 @@ from throttled_backend import PacedBackend
 from memo.autoplan.actuator import Actuator
 from memo.autoplan.controller import AutoPlan
 from memo.autoplan.device_budget import DeviceBudget
-from memo.autoplan.device_peaks import DevicePeaks, Place
+from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
@@ -50,34 +50,34 @@ class Told:
 def test_each_layer_and_what_is_around_them_is_looked_at_apart() -> None:
     told = Told()
     told.holds(saved=0, others=70)
-    told.use.edge("first")
+    told.use.cross_boundary("first")
     told.holds(saved=500, others=40)
-    told.use.edge(None)
+    told.use.cross_boundary(None)
     told.holds(saved=100, others=300)  # logits: the two peaks of the whole step come apart
-    told.use.edge("first")
+    told.use.cross_boundary("first")
     told.holds(saved=490, others=60)
     assert told.use.peak_bytes == 550
     step = told.use.end_step()
     assert step.saved_bytes == 500
-    assert step.others == {Place.AROUND: 300, "first": 60}
+    assert step.others == {Outside.LAYERS: 300, "first": 60}
 
 
 def test_a_step_of_which_nobody_tells_the_edges_has_the_difference_of_its_peaks() -> None:
     told = Told()
     told.holds(saved=500, others=40)
     told.holds(saved=100, others=300)
-    assert told.use.end_step().others == {Place.AROUND: 40}
+    assert told.use.end_step().others == {Outside.LAYERS: 40}
 
 
 def test_nothing_has_to_be_left_free_for_what_comes_after_backward() -> None:
     told = Told()
-    told.use.has_edges = True
-    told.use.edge("first")
+    told.use.by_layer = True
+    told.use.cross_boundary("first")
     told.holds(saved=100, others=20)
     told.use.end_backward()
     told.holds(saved=0, others=700)  # the optimizer
     assert told.use.peak_bytes == 700
-    assert told.use.end_step().others == {Place.AROUND: 0, "first": 20}
+    assert told.use.end_step().others == {Outside.LAYERS: 0, "first": 20}
 
 
 def test_a_program_that_restarts_the_peak_after_backward_hides_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_program_that_restarts_the_peak_after_backward_hides_nothing() -> None
     told.use.end_backward()
     told.peak = 0
     assert told.use.peak_bytes == 120
-    assert told.use.end_step().others == {Place.AROUND: 20}
+    assert told.use.end_step().others == {Outside.LAYERS: 20}
 
 
 class CountedBackend(PacedBackend):
@@ -128,7 +128,7 @@ class Run:
     def memory(self, budget: int) -> DeviceBudget:
         device = self.device
         return DeviceBudget(
-            total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, now_bytes=lambda: device.live
+            total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, used_bytes=lambda: device.live
         )
 
     def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, TokenWise]:
@@ -152,10 +152,10 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     found = []
     for number in range(12):
         peak = run.step(number, manager)
-        found.append(Step(phase=planning.use().phase, peak=peak))
+        found.append(Step(phase=planning.outcome().phase, peak=peak))
     assert found[-1].phase == "settled"
     plan = planning.plan
-    assert plan is not None, planning.use().why_not
+    assert plan is not None, planning.outcome().why_not
     assert plan.declined is None, "else nothing was tested"
     planned = [step.peak / budget for step in found if step.phase in ("planned", "comparing", "settled")]
     assert max(planned) <= 1
@@ -164,12 +164,12 @@ def test_all_of_a_planned_step_is_within_the_budget(share: float, batch: int, ho
     manager.close()
 
 
-def others(batch: int) -> dict[str | Place, int]:
+def others(batch: int) -> dict[str | Outside, int]:
     """Beside saved tensors, where three quarters of the tokens move and the others are computed again."""
     run = Run(batch)
     manager, engine, _ = run.manager(1 << 28, TokenLevels(all=0.75, attention=0.25))
     use = DevicePeaks(run.memory(1 << 40), engine.stats)
-    engine.at_layer_boundaries(use.edge)
+    engine.at_layer_boundaries(use.cross_boundary)
     for number in range(2):  # in the first one recomputes are tried out
         run.step(number, manager)
         step = use.end_step()

@@ -159,8 +159,8 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
     manager, engine, tokenwise = paced_manager(model)
     whole = _whole_bytes()
     memory = DeviceBudget(total_bytes=int(5 * whole), peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
-    planning = AutoPlan(carrier, checked_plan)
+    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    planning = AutoPlan(actuator, checked_plan)
     manager.plan_with(planning)
     phases = []
     for step in range(13):
@@ -168,7 +168,7 @@ def test_a_run_that_plans_itself_is_equal_in_every_phase_and_stays_in_its_budget
             train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
             train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
         )
-        phases.append(planning.use().phase)
+        phases.append(planning.outcome().phase)
     assert [name for name, _ in itertools.groupby(phases)][:4] == ["warm up", "mixed", "profiling", "planned"]
     plan = manager.plan
     assert plan is not None
@@ -189,16 +189,16 @@ def test_a_program_that_restarts_the_peaks_of_memory_hides_nothing_from_the_plan
     manager, engine, tokenwise = checked_manager(model, policy="eager")
     peak = 0
     memory = DeviceBudget(total_bytes=ROOM, peak_bytes=lambda: peak, restart=lambda: None)
-    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
     with manager:
         loss = forward(model, 0)
     peak = ROOM // 2  # in backward
     loss.backward()
     peak = 0  # by the program
-    saved = carrier.take_peak()
+    saved = actuator.take_peak()
     assert saved > 0
-    assert carrier.limits().others_bytes == ROOM // 2 - saved
-    assert carrier.limits().device_bytes == ROOM // 2 + saved
+    assert actuator.limits().others_bytes == ROOM // 2 - saved
+    assert actuator.limits().device_bytes == ROOM // 2 + saved
     manager.close()
 
 
@@ -210,7 +210,7 @@ def test_torchs_peaks_are_left_alone_once_a_plan_is_settled() -> None:
     planning = AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan)
     manager.plan_with(planning)
     train(model, lambda step: forward(model, step), manager, steps=5)
-    assert planning.use().phase == "settled"
+    assert planning.outcome().phase == "settled"
     before = next(restarts)
     train(model, lambda step: forward(model, step), manager, steps=2)
     assert next(restarts) == before + 1
@@ -236,8 +236,8 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
         warnings.simplefilter("always")
         got = train(model, lambda step: cut(model, step), manager, steps=steps)
     assert_equal(got, train(reference, lambda step: cut(reference, step), steps=steps))
-    assert manager.plan is not None, planning.use().why_not
-    assert 2 <= planning.use().plans < steps - 3
+    assert manager.plan is not None, planning.outcome().why_not
+    assert 2 <= planning.outcome().plans < steps - 3
     over = engine.stats.peak_device_bytes > memory.total_bytes
     assert over == any("more than its budget" in str(one.message) for one in told), "never without a word"
     assert engine.stats.peak_device_bytes <= 1.1 * memory.total_bytes, (
@@ -261,7 +261,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
             train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
             train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
         )
-    assert manager.plan is not None, planning.use().why_not
+    assert manager.plan is not None, planning.outcome().why_not
     assert manager.plan.declined is None
     assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
     assert engine.tiers[0].peak <= host * whole
@@ -272,7 +272,7 @@ def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monke
     model = fresh(3)
     manager, engine, tokenwise = paced_manager(model)
     memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
-    carrier = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
     costs = LayerCosts(
         layer="layers.0",
         tokens=100,
@@ -282,9 +282,11 @@ def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monke
         beside_per_token={SwapLevel.SAVE_MATMULS: 100.0},
         recompute_s_per_token={},
     )
-    monkeypatch.setattr(carrier, "costs", lambda: {"layers.0": costs})
-    assert carrier.spare_share(950_001, 1) == 0.0, "the host has room for all of them, but they come back to the device"
-    assert carrier.spare_share(950_000, 1) == 0.5
+    monkeypatch.setattr(actuator, "costs", lambda: {"layers.0": costs})
+    assert actuator.spare_share(950_001, 1) == 0.0, (
+        "the host has room for all of them, but they come back to the device"
+    )
+    assert actuator.spare_share(950_000, 1) == 0.5
     manager.close()
 
 
@@ -363,21 +365,21 @@ def test_a_plan_of_another_model_is_refused() -> None:
         memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
 
 
-def course(*own: int, stages: int = 2, held: int = 2) -> PipelineOrder:
+def order(*own: int, stages: int = 2, held: int = 2) -> PipelineOrder:
     return PipelineOrder(stages=stages, own=own, held=held, weight=held, backward=())
 
 
 def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_gives_it() -> None:
     alone = given_plan(6)
-    assert own_part(alone, None) is own_part(alone, course(0)) is alone
+    assert own_part(alone, None) is own_part(alone, order(0)) is alone
     problem = dataclasses.replace(alone.problem, pipeline=Pipeline(stages=2, microbatches=4))
     layers = (FIXED, FIXED, LayerPlan()) * 2
     plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
-    assert own_part(plan, course(1, held=1)) == stage_plan(plan, 1)
+    assert own_part(plan, order(1, held=1)) == stage_plan(plan, 1)
     for there, words in (
-        (None, "for 2 pipeline stages, and no schedule says which"),
-        (course(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
-        (course(1, held=4), "for 1 microbatches in flight on stage 1, and the schedule holds 4"),
+        (None, "for 2 pipeline stages; give the schedule"),
+        (order(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
+        (order(1, held=4), "for 1 microbatches in flight on stage 1, and the schedule holds 4"),
     ):
         with pytest.raises(PlanError, match=words):
             own_part(plan, there)
@@ -396,7 +398,7 @@ def test_of_a_plan_in_turns_a_rank_carries_out_both_of_its_stages() -> None:
     ) -> PipelineOrder:
         turns = rank_turns(schedule, ranks=2, rank=own[0], microbatches=4)
         known = OwnTurns(layers=layers, turns=turns)
-        return dataclasses.replace(course(*own, stages=4), turns=known)
+        return dataclasses.replace(order(*own, stages=4), turns=known)
 
     part = own_part(plan, told(0, 2))
     assert part == stage_plan(plan, 0)
@@ -427,7 +429,7 @@ def test_a_plan_is_for_the_tiles_in_which_the_model_computes_its_mlps() -> None:
 
 
 def test_a_plan_and_an_alpha_say_the_same_thing_twice() -> None:
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="give one of the three"):
         memo.offload(fresh(6), plan=given_plan(6), alpha=0.5, host="256MiB")
 
 

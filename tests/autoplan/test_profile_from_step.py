@@ -9,6 +9,7 @@ from memo.autoplan.profile_from_step import beside_layers, measured_hardware, me
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
+from memo.machine.link_bandwidth import LinkRates
 from memo.mip.inputs.profile import Level, Profile, Role, Signature
 from memo.swap.token_levels import LayerCosts, Level as SwapLevel
 
@@ -127,7 +128,10 @@ def test_lanes_are_as_fast_as_their_copies_were() -> None:
 
 def test_a_link_that_was_measured_alone_is_believed() -> None:
     lanes = {Lane.D2H: LaneUse(nbytes=1000, busy_ns=100)}
-    machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2, link=(7e9, 8e9, 9e9))
+    link = LinkRates(
+        d2h_bytes_per_s=7e9, h2d_bytes_per_s=8e9, d2h_together_bytes_per_s=4e9, h2d_together_bytes_per_s=5e9
+    )
+    machine = measured_hardware(times({"a": layer(1, 2)}, lanes), device_bytes=1, host_bytes=2, link=link)
     rates = machine.lanes(1)
     assert (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.duplex_bytes_per_s) == (7e9, 8e9, 9e9)
 

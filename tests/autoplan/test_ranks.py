@@ -50,7 +50,7 @@ class Together:
 
 def run_together(machines: Sequence[Machine], steps: int) -> list[AutoPlan]:
     group = Together(len(machines))
-    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+    autos = [AutoPlan(machine, solve_problem, all_gather=group.everyones(n)) for n, machine in enumerate(machines)]
 
     def run(rank: int) -> None:
         for _ in range(steps):
@@ -71,14 +71,14 @@ def test_ranks_of_a_group_carry_out_one_plan_made_for_the_worst_of_them() -> Non
     assert first.problem.budgets.device_bytes == narrow.device_bytes
     assert first.problem.profile.classes[0].forward_s == pytest.approx(1.5 * FORWARD_NS / 1e9)
     assert [type(one) for one in roomy.used] == [type(one) for one in narrow.used]
-    assert autos[0].use().phase == autos[1].use().phase
+    assert autos[0].outcome().phase == autos[1].outcome().phase
 
 
 def test_ranks_of_a_group_with_other_lengths_share_a_plan_for_the_longest() -> None:
     """Each has another length, of which only one is new at a time: nobody waits for anybody."""
     machines = [tight(12), tight(12)]
     group = Together(2)
-    autos = [AutoPlan(machine, solve_problem, everyones=group.everyones(n)) for n, machine in enumerate(machines)]
+    autos = [AutoPlan(machine, solve_problem, all_gather=group.everyones(n)) for n, machine in enumerate(machines)]
     lengths = [[64, 64, 64, 64, 64, 100, 64, 64], [50, 64, 50, 64, 90, 64, 64, 128]]
 
     def run(rank: int) -> list[ActivationPlan | None]:

@@ -15,17 +15,17 @@ def copy(lane: Lane, begin: int, end: int, nbytes: int) -> Span:
 
 
 def test_a_step_is_added_up_layer_by_layer() -> None:
-    figures = StepTimeline()
-    figures.emit(work("a", "forward", 10, 20))
-    figures.emit(work("b", "forward", 25, 40))
-    figures.emit(work("b", "backward", 50, 80))
-    figures.emit(work("a", "backward", 80, 120))
-    figures.emit(work("a", "backward", 85, 95, Lane.RECOMPUTE))
-    figures.emit(Stall(t=80, d=4, step=0, cause=StallCause.RELOAD, module="a"))
-    figures.emit(Stall(t=41, d=3, step=0, cause=StallCause.DRAIN, module="a"))
-    figures.emit(StateChange(t=11, step=0, id=7, to=TensorState.LIVE, nbytes=64, module="a"))
-    figures.emit(StateChange(t=13, step=0, id=7, to=TensorState.LEAVING, nbytes=64))
-    times = figures.times()
+    timeline = StepTimeline()
+    timeline.emit(work("a", "forward", 10, 20))
+    timeline.emit(work("b", "forward", 25, 40))
+    timeline.emit(work("b", "backward", 50, 80))
+    timeline.emit(work("a", "backward", 80, 120))
+    timeline.emit(work("a", "backward", 85, 95, Lane.RECOMPUTE))
+    timeline.emit(Stall(t=80, d=4, step=0, cause=StallCause.RELOAD, module="a"))
+    timeline.emit(Stall(t=41, d=3, step=0, cause=StallCause.DRAIN, module="a"))
+    timeline.emit(StateChange(t=11, step=0, id=7, to=TensorState.LIVE, nbytes=64, module="a"))
+    timeline.emit(StateChange(t=13, step=0, id=7, to=TensorState.LEAVING, nbytes=64))
+    times = timeline.times()
     assert times is not None
     assert list(times.layers) == ["a", "b"]
     a = times.layers["a"]
@@ -35,12 +35,12 @@ def test_a_step_is_added_up_layer_by_layer() -> None:
 
 
 def test_a_lane_is_busy_while_any_copy_runs() -> None:
-    figures = StepTimeline()
+    timeline = StepTimeline()
     for event in (work("a", "forward", 0, 5), work("a", "backward", 5, 90)):
-        figures.emit(event)
+        timeline.emit(event)
     for begin, end in ((10, 20), (15, 25), (12, 13), (40, 50)):
-        figures.emit(copy(Lane.DISK_WRITE, begin, end, 100))
-    times = figures.times()
+        timeline.emit(copy(Lane.DISK_WRITE, begin, end, 100))
+    times = timeline.times()
     assert times is not None
     use = times.lanes[Lane.DISK_WRITE]
     assert (use.nbytes, use.busy_ns) == (400, 25)
@@ -48,13 +48,13 @@ def test_a_lane_is_busy_while_any_copy_runs() -> None:
 
 
 def test_a_step_without_backward_tells_nothing() -> None:
-    figures = StepTimeline()
-    figures.emit(work("a", "forward", 0, 5))
-    assert figures.times() is None
-    figures.emit(work("a", "backward", 5, 9))
-    assert figures.times() is not None
-    figures.restart()
-    assert figures.times() is None
+    timeline = StepTimeline()
+    timeline.emit(work("a", "forward", 0, 5))
+    assert timeline.times() is None
+    timeline.emit(work("a", "backward", 5, 9))
+    assert timeline.times() is not None
+    timeline.restart()
+    assert timeline.times() is None
 
 
 def test_events_go_on_to_the_trace_that_is_written() -> None:
@@ -74,8 +74,8 @@ def test_events_go_on_to_the_trace_that_is_written() -> None:
             self.kept.append(event)
 
     trace = Trace()
-    figures = StepTimeline(trace)
+    timeline = StepTimeline(trace)
     event = work("a", "forward", 0, 5)
-    figures.emit(event)
+    timeline.emit(event)
     assert trace.kept == [event]
-    assert (figures.step, figures.now(), figures.at(1500)) == (4, 77, 500)
+    assert (timeline.step, timeline.now(), timeline.at(1500)) == (4, 77, 500)

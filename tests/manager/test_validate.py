@@ -63,6 +63,8 @@ def open_files() -> int:
         ({"host": 1.5}, "host: 1.5 is not a size"),
         ({"device": "80 gigs"}, "device: cannot read '80 gigs'"),
         ({"min_bytes": None}, "min_bytes: None is not a size"),
+        ({"fallback": "swop"}, "fallback: 'swop' is none of 'swap', 'recompute'"),
+        ({"on_full": None}, "on_full: None is none of 'spill', 'raise', 'recompute'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -113,6 +115,6 @@ def test_a_trace_has_a_directory_made_for_it_and_replaces_nothing_but_a_trace(tm
     notes.write_text("mine")
     with pytest.raises(MemoError, match="exists and is no trace"):
         memo.offload(Model(), alpha=1.0, trace=notes)
-    with pytest.raises(MemoError, match="cannot make the trace's directory"):
+    with pytest.raises(MemoError, match="cannot make the directory"):
         memo.offload(Model(), alpha=1.0, trace=f"{notes}/a/")
     assert notes.read_text() == "mine"

@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_budget_of = only_saved_tensors
     before: ActivationPlan | None = None
     with join(CPU):
         for schedule in TWO:

@@ -235,7 +235,7 @@ def disagreeing() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    memo.manager.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_budget_of = only_saved_tensors
     dist.init_process_group("gloo", timeout=PATIENCE)
     for case in sys.argv[1:]:
         globals()[case]()

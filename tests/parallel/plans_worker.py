@@ -99,8 +99,8 @@ def planned(world: World, budget: int, *, steps: int = 9) -> tuple[ActivationPla
     with closing(managed(stages, trainer, world, device=budget)) as manager:
 
         def note() -> None:
-            assert manager._planning is not None
-            use = manager._planning.use()
+            assert manager._plan_source is not None
+            use = manager._plan_source.outcome()
             assert use is not None
             phases.append(use.phase)
 
@@ -187,11 +187,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.manager.device_memory = only_saved_tensors
+    memo.manager.manager.device_budget_of = only_saved_tensors
     with join(CPU):
         early_stages_keep_less()
         ranks_of_a_layer_agree()
-        memo.manager.manager.device_memory = lambda device, budget: only_saved_tensors(device, 1 << 40)
+        memo.manager.manager.device_budget_of = lambda device, budget: only_saved_tensors(device, 1 << 40)
         schedules_are_followed_from_the_first_step()
 
 

@@ -131,9 +131,9 @@ def test_each_part_of_a_step_gets_its_own_time() -> None:
     assert (longest_forward, longest_backward) == (0, 1)
     assert times.forward_s[0] >= 0.2
     assert times.backward_s[1] >= 0.3
-    assert times.behind_forward_s >= 0.1
-    parts = sum(times.forward_s) + sum(times.backward_s) + times.before_forward_s + times.before_backward_s
-    assert 0.9 * whole < parts + times.behind_forward_s + times.behind_backward_s <= whole
+    assert times.head_forward_s >= 0.1
+    parts = sum(times.forward_s) + sum(times.backward_s) + times.embedding_forward_s + times.embedding_backward_s
+    assert 0.9 * whole < parts + times.head_forward_s + times.head_backward_s <= whole
 
 
 class Mixing(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from memo.autoplan.actuator_protocol import Limits, Setting
 from memo.autoplan.controller import AutoPlan
 from memo.events import Lane, Span, StateChange, TensorState, Tracer
+from memo.machine.link_bandwidth import LinkRates
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.activation.solver import solve_problem
 from memo.swap.token_levels import LayerCosts, Level
@@ -49,7 +50,7 @@ class Machine:
 
     def finish(self) -> None: ...
 
-    def use(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
+    def apply(self, setting: ActivationPlan | Setting, *, growth: float = 1.0) -> None:
         self.used.append(setting)
         self.growths.append(growth)
 
@@ -84,8 +85,10 @@ class Machine:
     def take_trials(self) -> int:
         return self.trials
 
-    def link(self) -> tuple[float, float, float] | None:
-        return (1e7, 1e7, 2e7)
+    def link(self) -> LinkRates | None:
+        return LinkRates(
+            d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, d2h_together_bytes_per_s=1e7, h2d_together_bytes_per_s=1e7
+        )
 
     def take_peak(self, *, growth: float | None = None) -> int:
         return self.peak
