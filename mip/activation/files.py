@@ -6,7 +6,6 @@ shown and simulated.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_p
 from memo.mip.address.problem import Plan
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
-from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format
+from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
     "plan_from_json",
@@ -91,15 +90,7 @@ def read_either_plan(path: Path_) -> ActivationPlan | Plan:
 
 
 def _document(name: str, value: object) -> str:
-    lines = [f'"format": "{name}"', f'"version": {VERSION}']
-    lines += [f"{json.dumps(key)}: {_value(entry)}" for key, entry in encode(value).items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _value(entry: Any) -> str:
-    if isinstance(entry, list) and entry and isinstance(entry[0], dict):
-        return "[\n" + ",\n".join(json.dumps(item) for item in entry) + "\n]"
-    return json.dumps(entry)
+    return write_json(name, VERSION, encode(value))
 
 
 def _parse(text: str, kind: type[T], name: str) -> T:
@@ -108,4 +99,4 @@ def _parse(text: str, kind: type[T], name: str) -> T:
 
 def _of(root: dict[str, Any], kind: type[T], name: str) -> T:
     require_format(root, name, version=VERSION)
-    return decode(kind, {key: value for key, value in root.items() if key not in ("format", "version")}, "the file")
+    return decode(kind, root, "the file", ignore=("format", "version"))
