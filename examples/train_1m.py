@@ -37,7 +37,7 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.files import plan_to_json, read_hardware
-from memo.mip.activation.mlp_tiles import TILES, solve_tiles
+from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS, solve_mlp_tiles
 from memo.mip.activation.plan import ActivationProblem, Budgets, Pipeline
 from memo.mip.address.files import write_file
 from memo.mip.inputs.hardware import Hardware, hardware_of
@@ -113,7 +113,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
         profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
-    plan = solve_tiles(problem, TILES if asked.mlp_tiles is None else [asked.mlp_tiles])
+    plan = solve_mlp_tiles(problem, MLP_TILE_COUNTS if asked.mlp_tiles is None else [asked.mlp_tiles])
     prove(plan)
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:

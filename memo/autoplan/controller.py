@@ -42,7 +42,7 @@ from memo.autoplan.step_evidence import StepEvidence, alone, least, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.lru import LRU
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
 from memo.mip.inputs import Signature
 from memo.swap import layer_input
 from memo.units import format_bytes, format_duration
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from memo.autoplan.step_evidence import Everyones
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
-    from memo.mip.activation import ActivationPlan, OwnTurns, StagePrediction
+    from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
     from memo.mip.inputs import Hardware, Profile
 
 __all__ = ["AutoPlan"]
@@ -79,7 +79,7 @@ class AutoPlan:
         *,
         everyones: Everyones = alone,
         held: int | None = None,
-        turns: OwnTurns | None = None,
+        turns: StageTurns | None = None,
         beyond: Tracer | None = None,
         model: str = "model",
     ) -> None:
@@ -294,7 +294,7 @@ class AutoPlan:
             raise answer
         regime.planned(answer)
         saved_alone = dataclasses.replace(answer.problem, profile=regime.profile)
-        regime.predicted_peak_bytes = predict(saved_alone, answer.layers)[0].peak_device_bytes
+        regime.predicted_peak_bytes = predict_stages(saved_alone, answer.layers)[0].peak_device_bytes
         self._watches = True  # also one that does nothing: what it was made of may have missed something
 
     def _pipeline(self, calls: int) -> Pipeline:

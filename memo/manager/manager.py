@@ -25,7 +25,7 @@ from memo.manager.plan_source import FixedPlan, FixedSetting, Planning, checked_
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, link_rates, open_backend, open_recorder, open_tiers
 from memo.manager.validate import require_kinds
-from memo.mip.activation import needs
+from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, everyones, group_of
 from memo.swap import (
     Around,
@@ -422,7 +422,7 @@ class Manager:
 def _weights(plan: ActivationPlan | None, course: PipelineOrder | None) -> tuple[int, int]:
     """This rank's needs of host and disk: what its plan says, else in proportion to the activations that it holds."""
     if plan is not None:
-        host, disk = needs(plan)
+        host, disk = lower_tier_nbytes(plan)
         return max(host, 1), max(disk, 1)  # a tier that is on has some room
     return (1, 1) if course is None else (course.weight, course.weight)
 

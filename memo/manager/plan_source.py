@@ -15,10 +15,10 @@ from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
     chunk_layers,
-    holds_no_more,
+    extract_stage_plan,
+    in_flight_within,
     read_activation_plan,
     require_valid,
-    stage_plan,
 )
 from memo.mip.simulate import prove
 
@@ -94,7 +94,7 @@ def own_part(plan: ActivationPlan, course: PipelineOrder | None) -> ActivationPl
     for stage in range(pipeline.stages):
         if pipeline.places(stage) == list(course.own):
             _require_room(plan, stage, course)
-            return stage_plan(plan, stage)
+            return extract_stage_plan(plan, stage)
     raise PlanError(
         f"plan: it is for {pipeline.schedule}, which gives no rank stages {course.own}, as the schedule does"
     )
@@ -114,7 +114,7 @@ def _require_room(plan: ActivationPlan, stage: int, course: PipelineOrder) -> No
     sizes = tuple(len(chunk) for chunk in chunk_layers(plan.problem, stage))
     if course.turns is None or course.turns.layers != sizes:
         raise PlanError(f"plan: the stages of rank {stage} have {sizes} layers there, and others in the model")
-    if not holds_no_more(course.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
+    if not in_flight_within(course.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
         raise PlanError(
             f"plan: it is for {pipeline.schedule} of {pipeline.microbatches} microbatches, and the schedule holds other "
             f"ones at a time; plan for its --schedule and --accumulate, or leave the planning to the run"

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.mip.activation import OwnTurns, most_held
+from memo.mip.activation import StageTurns, peak_in_flight
 from memo.mip.inputs import Kind, Turn
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PipelineOrder:
     """Calls of layers that the rank holds activations of at a time, at most: its need of what a node's ranks share."""
     backward: tuple[tuple[int, int], ...]
     """(layer, how often it was called before in the step), in the order in which backward comes to them."""
-    turns: OwnTurns | None = None
+    turns: StageTurns | None = None
     """Stage by stage, of a rank that has several, one behind the other in the order of its layers."""
 
     @classmethod
@@ -56,7 +56,7 @@ class PipelineOrder:
         inside = {index: _positions(layers, stage.submod) for index, stage in stages.items()}
         turns = tuple(_turns(order[rank], tuple(inside)))
         sizes = [len(own) for own in inside.values()]
-        held = most_held(turns, len(inside))
+        held = peak_in_flight(turns, len(inside))
         consecutive = [position for own in inside.values() for position in own] == list(range(len(layers)))
         return cls(
             stages=next(iter(stages.values())).num_stages,
@@ -64,7 +64,9 @@ class PipelineOrder:
             held=max(max(counts) for counts in held),
             weight=max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in held),
             backward=tuple(call for call, _ in itertools.groupby(_backward(turns, list(inside.values())))),
-            turns=OwnTurns(layers=tuple(sizes), turns=turns) if consecutive and all(sizes) and len(sizes) > 1 else None,
+            turns=StageTurns(layers=tuple(sizes), turns=turns)
+            if consecutive and all(sizes) and len(sizes) > 1
+            else None,
         )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from memo.mip.address import Plan
 
-__all__ = ["MAX_RECTANGLES", "packing_of"]
+__all__ = ["MAX_RECTANGLES", "address_plan_drawings"]
 
 MAX_RECTANGLES = 60_000
 
 
-def packing_of(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
+def address_plan_drawings(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
     """One picture for each arena, ready for json."""
     return [_arena(plan, arena.name, title, max_rectangles) for arena in plan.arenas]
 

@@ -22,7 +22,7 @@ from memo.events import CounterEvent, Lane, Note, Span, Stall, Tier
 from memo.trace.intervals import pack_rows
 from memo.trace.reader import Trace
 from memo.trace.stats import COPY_LANES
-from memo.trace.tensor_lifetimes import Life, holdings_of, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of, residency_changes
 
 __all__ = ["chrome_trace"]
 
@@ -47,7 +47,7 @@ class _Rank:
     def __init__(self, trace: Trace, shift_ns: int) -> None:
         self._trace = trace
         self._shift = shift_ns
-        self._lives = lives_of(trace.events)
+        self._lives = lifetimes_of(trace.events)
         self._modules = {life.id: life.module for life in self._lives}
         self._tid_of_span: dict[int, int] = {}  # by id(span): flows end on the row that their span was packed into
 
@@ -118,7 +118,7 @@ class _Rank:
 
     def _counters(self) -> Iterator[dict[str, Any]]:
         held = dict.fromkeys(Tier, 0)
-        changes = holdings_of(self._lives)
+        changes = residency_changes(self._lives)
         for (t, tier), group in itertools.groupby(changes, key=lambda change: (change.t, change.tier)):
             held[tier] += sum(change.delta for change in group)
             yield self._counter(t, f"{tier} saved", held[tier])
@@ -138,7 +138,7 @@ class _Rank:
     def _counter(self, t: int, name: str, nbytes: int) -> dict[str, Any]:
         return self._at(t, 0) | {"ph": "C", "name": name, "args": {"bytes": nbytes}}
 
-    def _flow(self, number: int, life: Life) -> Iterator[dict[str, Any]]:
+    def _flow(self, number: int, life: Lifetime) -> Iterator[dict[str, Any]]:
         """An arrow from copy to copy; each end lies within its span, which is how viewers find it."""
         copies = [span for span in life.moves if span.lane in COPY_LANES]
         if len(copies) < 2:

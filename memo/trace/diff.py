@@ -1,6 +1,6 @@
 """Two runs side by side: the figures of each one's representative step, and what changed.
 
-A Row is one figure with both values and the change in percent of the first. Which way is better is part of the row, so
+A DiffRow is one figure with both values and the change in percent of the first. Which way is better is part of the row, so
 that a terminal or a script can say "worse" without knowing the figure.
 """
 
@@ -15,14 +15,14 @@ from memo.trace.format import duration, percent, rate
 from memo.trace.report import Report
 from memo.units import format_bytes
 
-__all__ = ["Row", "compare_reports", "diff_to_json"]
+__all__ = ["DiffRow", "compare_reports", "diff_to_json"]
 
 NOTABLE_PERCENT = 1.0
 """A change under this is called none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DiffRow:
     """One figure of two runs; None where a run has no such figure."""
 
     name: str
@@ -57,7 +57,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def compare_reports(a: Report, b: Report) -> list[Row]:
+def compare_reports(a: Report, b: Report) -> list[DiffRow]:
     """Every figure that either run has."""
     first, second = (one.of_rank(one.rank).step(one.step) for one in (a, b))
     left, right = dict(_figures(first)), dict(_figures(second))
@@ -65,11 +65,11 @@ def compare_reports(a: Report, b: Report) -> list[Row]:
     for name in {**left, **right}:
         unit, better, _ = left.get(name) or right[name]
         value_a, value_b = (side[name][2] if name in side else None for side in (left, right))
-        rows.append(Row(name=name, a=value_a, b=value_b, unit=unit, better=better))
+        rows.append(DiffRow(name=name, a=value_a, b=value_b, unit=unit, better=better))
     return rows
 
 
-def diff_to_json(rows: list[Row]) -> dict[str, Any]:
+def diff_to_json(rows: list[DiffRow]) -> dict[str, Any]:
     """Figures by name; each says its unit."""
     return {
         row.name: {"a": row.a, "b": row.b, "unit": row.unit, "change_percent": row.change_percent, "word": row.word}

@@ -4,7 +4,7 @@ A column is a list of integers; names are indices into one list of strings; `t` 
 before, since those are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
 
 A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how in words: neighbouring spans of
-a lane that are shorter than a quantum become one block, the lives with the fewest bytes × time go, bytes in a tier
+a lane that are shorter than a quantum become one block, the lifetimes with the fewest bytes × time go, bytes in a tier
 change once a quantum. Stalls are never merged before everything else has been, and the figures never come from here.
 """
 
@@ -28,7 +28,7 @@ from memo.events import (
 )
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, Report
-from memo.trace.tensor_lifetimes import Life, holdings_of, layer_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
 
 __all__ = ["FORMAT", "MAX_ITEMS", "VERSION", "page_data"]
 
@@ -93,8 +93,8 @@ class _RankColumns:
         self._stalls = [event for event in events if isinstance(event, Stall)]
         self._counters = [event for event in events if isinstance(event, CounterEvent)]
         self._notes = [event for event in events if isinstance(event, Note)][:1000]
-        self._lives = list(one.lives)
-        self._changes = holdings_of(self._lives)
+        self._lives = list(one.lifetimes)
+        self._changes = residency_changes(self._lives)
         self._quantum = 0
         self._thin(room)
         self._by_id = self._numbers_by_id()
@@ -148,7 +148,7 @@ class _RankColumns:
         blocks = [list(block) for block in _merged(spans, self._quantum)]
         first = [block[0] for block in blocks]
         single = [block[0] if len(block) == 1 else None for block in blocks]
-        lives = [by_id.get(span.id, ()) if span and span.id is not None else () for span in single]
+        lifetimes = [by_id.get(span.id, ()) if span and span.id is not None else () for span in single]
         return {
             "lane": _LANES[lane],
             "row": row,
@@ -157,35 +157,35 @@ class _RankColumns:
             "phase": [_phase(span.phase) for span in first],
             "name": [self._names(span.module) if span else 0 for span in single],
             "nbytes": [sum(span.nbytes or 0 for span in block) for block in blocks],
-            "life": [_living(found, span.t) for found, span in zip(lives, first, strict=True)],
+            "life": [_living(found, span.t) for found, span in zip(lifetimes, first, strict=True)],
             "merged": [len(block) for block in blocks] if self._quantum else [],
         }
 
     def _numbers_by_id(self) -> dict[int, list[tuple[int, int]]]:
-        """(start, number) of the kept lives of each id."""
+        """(start, number) of the kept lifetimes of each id."""
         found: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for number, life in enumerate(self._kept):
             found[life.id].append((life.start_ns, number))
         return found
 
     def _life_columns(self) -> dict[str, Any]:
-        lives = self._kept
-        states = [state for life in lives for state in life.states]
-        uses = [use for life in lives for use in life.uses]
+        lifetimes = self._kept
+        states = [state for life in lifetimes for state in life.states]
+        uses = [use for life in lifetimes for use in life.uses]
         return {
-            "id": [life.id for life in lives],
-            "step": [life.step for life in lives],
-            "name": [self._names(life.module) for life in lives],
-            "nbytes": [life.nbytes for life in lives],
-            "shape": [self._names(_shape(life)) for life in lives],
-            "tier": [_TIERS[life.tier] for life in lives],
-            "start": self._times(life.start_ns for life in lives),
-            "end": self._times(life.end_ns for life in lives),
-            "states": [len(life.states) for life in lives],
+            "id": [life.id for life in lifetimes],
+            "step": [life.step for life in lifetimes],
+            "name": [self._names(life.module) for life in lifetimes],
+            "nbytes": [life.nbytes for life in lifetimes],
+            "shape": [self._names(_shape(life)) for life in lifetimes],
+            "tier": [_TIERS[life.tier] for life in lifetimes],
+            "start": self._times(life.start_ns for life in lifetimes),
+            "end": self._times(life.end_ns for life in lifetimes),
+            "states": [len(life.states) for life in lifetimes],
             "state_t": self._times(state.t for state in states),
             "state_to": [_STATES[state.to] for state in states],
             "state_tier": [_NONE if state.tier is None else _TIERS[state.tier] for state in states],
-            "uses": [len(life.uses) for life in lives],
+            "uses": [len(life.uses) for life in lifetimes],
             "use_t": self._times(use.t for use in uses),
             "use_how": [_USES[use.how] for use in uses],
         }
@@ -229,31 +229,31 @@ def _phase(phase: str | None) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
 
 
-def _shape(life: Life) -> str:
+def _shape(life: Lifetime) -> str:
     shape = "×".join(map(str, life.shape)) if life.shape is not None else ""
     return f"{shape} {life.dtype or ''}".strip()
 
 
 def _living(found: Sequence[tuple[int, int]], t: int) -> int:
-    """The last of an id's lives that had begun by `t`."""
+    """The last of an id's lifetimes that had begun by `t`."""
     begun = [number for start, number in found if start <= t]
     return begun[-1] if begun else _NONE
 
 
-def _weightiest(lives: Sequence[Life], count: int) -> list[Life]:
-    """The lives that matter most, those that were waited for first, in their old order."""
+def _weightiest(lifetimes: Sequence[Lifetime], count: int) -> list[Lifetime]:
+    """The lifetimes that matter most, those that were waited for first, in their old order."""
 
-    def weight(life: Life) -> tuple[int, int]:
+    def weight(life: Lifetime) -> tuple[int, int]:
         return sum(stall.d for stall in life.stalls), life.nbytes * (life.end_ns - life.start_ns)
 
     afforded, room = [], count
-    for life in sorted(lives, key=weight, reverse=True):
+    for life in sorted(lifetimes, key=weight, reverse=True):
         room -= len(life.states) + len(life.uses) + 1
         if room < 0:
             break
         afforded.append(life)
     chosen = {id(life) for life in afforded}
-    return [life for life in lives if id(life) in chosen]
+    return [life for life in lifetimes if id(life) in chosen]
 
 
 def _merged(spans: Sequence[Span], quantum: int) -> Iterator[Iterable[Span]]:

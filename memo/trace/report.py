@@ -1,4 +1,4 @@
-"""Everything that is said about a set of traces, computed once: lives, figures and verdicts of every rank and step.
+"""Everything that is said about a set of traces, computed once: lifetimes, figures and verdicts of every rank and step.
 
 The terminal, the page, the picture and the comparison all show a Report, so that they cannot disagree.
 """
@@ -15,10 +15,10 @@ from memo.events import Event
 from memo.trace.figures import RankStats, StepStats, to_json
 from memo.trace.reader import Trace
 from memo.trace.stats import rank_stats, representative_step
-from memo.trace.tensor_lifetimes import Life, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of
 from memo.trace.verdict import Evidence, Sentence, verdict
 
-__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "report_on"]
+__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "build_report"]
 
 FORMAT = "memo-trace-stats"
 VERSION = 1
@@ -27,7 +27,7 @@ VERSION = 1
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     trace: Trace
-    lives: Sequence[Life]
+    lifetimes: Sequence[Lifetime]
     stats: RankStats
     verdicts: dict[int | None, tuple[Sentence, ...]]
     """By step; None is the whole trace."""
@@ -79,31 +79,31 @@ class Report:
         }
 
 
-def report_on(traces: Sequence[Trace]) -> Report:
+def build_report(traces: Sequence[Trace]) -> Report:
     """The report of one run; the rank whose representative step took longest stands for it, since the others wait."""
-    lives = [lives_of(trace.events) for trace in traces]
-    stats = [rank_stats(trace, lives=own) for trace, own in zip(traces, lives, strict=True)]
+    lifetimes = [lifetimes_of(trace.events) for trace in traces]
+    stats = [rank_stats(trace, lifetimes=own) for trace, own in zip(traces, lifetimes, strict=True)]
     chosen = max((representative_step(one) for one in stats), key=lambda step: (step.duration_ns, -step.rank))
     ranks = [
-        RankReport(trace=trace, lives=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
-        for trace, own, one in zip(traces, lives, stats, strict=True)
+        RankReport(trace=trace, lifetimes=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
+        for trace, own, one in zip(traces, lifetimes, stats, strict=True)
     ]
     return Report(ranks=ranks, rank=chosen.rank, step=chosen.step)
 
 
 def _verdicts(
-    trace: Trace, lives: Sequence[Life], stats: RankStats, others: Sequence[RankStats]
+    trace: Trace, lifetimes: Sequence[Lifetime], stats: RankStats, others: Sequence[RankStats]
 ) -> dict[int | None, tuple[Sentence, ...]]:
     events: dict[int | None, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         events[event.step].append(event)
-    by_step: dict[int | None, list[Life]] = collections.defaultdict(list)
-    for life in lives:
+    by_step: dict[int | None, list[Lifetime]] = collections.defaultdict(list)
+    for life in lifetimes:
         by_step[life.step].append(life)
-    events[None], by_step[None] = list(trace.events), list(lives)
+    events[None], by_step[None] = list(trace.events), list(lifetimes)
     return {
         one.step: verdict(
-            Evidence(trace=trace, stats=one, events=events[one.step], lives=by_step[one.step], others=others)
+            Evidence(trace=trace, stats=one, events=events[one.step], lifetimes=by_step[one.step], others=others)
         )
         for one in (*stats.steps, stats.total)
     }

@@ -21,7 +21,7 @@ from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, Step
 from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Life, holdings_of, layer_of, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, lifetimes_of, residency_changes
 
 __all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
 
@@ -29,9 +29,9 @@ COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
 
 
-def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStats:
+def rank_stats(trace: Trace, *, lifetimes: Sequence[Lifetime] | None = None) -> RankStats:
     """Every figure of one rank's trace."""
-    residence = _Residence(trace, lives_of(trace.events) if lives is None else lives)
+    residence = _Residence(trace, lifetimes_of(trace.events) if lifetimes is None else lifetimes)
     by_step: dict[int, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         by_step[event.step].append(event)
@@ -71,12 +71,12 @@ def _naturals_by(keys: type[Any], found: object) -> dict[Any, int]:
 class _Residence:
     """Bytes of saved storages in each tier over time, and the most of them within a window."""
 
-    def __init__(self, trace: Trace, lives: Sequence[Life]) -> None:
-        self.module_of = {life.id: life.module for life in lives}
+    def __init__(self, trace: Trace, lifetimes: Sequence[Lifetime]) -> None:
+        self.module_of = {life.id: life.module for life in lifetimes}
         self._times: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         self._totals: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         held = dict.fromkeys(Tier, 0)
-        for change in holdings_of(lives):
+        for change in residency_changes(lifetimes):
             held[change.tier] += change.delta
             self._times[change.tier].append(change.t)
             self._totals[change.tier].append(held[change.tier])

@@ -1,7 +1,7 @@
 """The life of each saved storage, put together from the events that name its id; and the bytes it holds in each tier.
 
-A trace is a stream of transitions; a person asks about a tensor. `lives_of` groups by id (an id seen again after it
-was gone begins a new life); `holdings_of` replays the states into byte changes per tier, which every peak and every
+A trace is a stream of transitions; a person asks about a tensor. `lifetimes_of` groups by id (an id seen again after it
+was gone begins a new life); `residency_changes` replays the states into byte changes per tier, which every peak and every
 memory chart is made of. Both take what is there: a ring that dropped events must not stop the report.
 
     state      live  leaving        away          returning      back           gone
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from memo.events import Event, Lane, Span, Stall, StateChange, TensorState, Tier, Use
 
-__all__ = ["Holding", "Life", "holdings_of", "layer_of", "lives_of"]
+__all__ = ["Lifetime", "ResidencyChange", "layer_of", "lifetimes_of", "residency_changes"]
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _TIERS = tuple(Tier)  # iterating an Enum class is ten times slower
@@ -25,7 +25,7 @@ _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Lifetime:
     """One storage from its save to its end, as far as the trace saw it."""
 
     id: int
@@ -72,11 +72,11 @@ class _Draft:
     def gone(self) -> bool:
         return bool(self.states) and self.states[-1].to is TensorState.GONE
 
-    def finish(self, key: int) -> Life:
+    def finish(self, key: int) -> Lifetime:
         named = next((state for state in self.states if state.module is not None), None)
         everything: list[StateChange | Use | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
         sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
-        return Life(
+        return Lifetime(
             id=key,
             step=min(event.step for event in everything),
             module=(named.module or "") if named else "",
@@ -90,7 +90,7 @@ class _Draft:
         )
 
 
-def lives_of(events: Iterable[Event]) -> list[Life]:
+def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
     """Every life in events sorted by time, in order of birth."""
     open_lives: dict[int, _Draft] = {}
     drafts: list[tuple[int, _Draft]] = []
@@ -115,7 +115,7 @@ def lives_of(events: Iterable[Event]) -> list[Life]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class ResidencyChange:
     """From `t` on, life number `life` holds `delta` bytes more (or fewer) in `tier`."""
 
     t: int
@@ -124,14 +124,14 @@ class Holding:
     life: int
 
 
-def holdings_of(lives: Sequence[Life]) -> list[Holding]:
+def residency_changes(lifetimes: Sequence[Lifetime]) -> list[ResidencyChange]:
     """Every change of bytes in a tier, by time; at one instant what is given back stands before what is taken."""
-    changes = [holding for number, life in enumerate(lives) for holding in _replay(number, life)]
+    changes = [holding for number, life in enumerate(lifetimes) for holding in _replay(number, life)]
     changes.sort(key=lambda holding: (holding.t, holding.delta))
     return changes
 
 
-def _replay(number: int, life: Life) -> Iterator[Holding]:
+def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
     held = dict.fromkeys(_TIERS, 0)
     lower = Tier.HOST
     for state in life.states:
@@ -151,7 +151,7 @@ def _replay(number: int, life: Life) -> Iterator[Holding]:
             wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
         for tier in _TIERS:
             if wanted[tier] != held[tier]:
-                yield Holding(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)
+                yield ResidencyChange(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)
         held = wanted
 
 

@@ -15,7 +15,7 @@ from memo.trace.figures import LaneStats, RankStats, StepStats
 from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Life, layer_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of
 from memo.units import format_bytes
 
 __all__ = ["RULES", "Evidence", "Sentence", "verdict"]
@@ -40,12 +40,12 @@ class Sentence:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the rules may look at: one step of one rank, its events and lives, and the other ranks' figures."""
+    """What the rules may look at: one step of one rank, its events and lifetimes, and the other ranks' figures."""
 
     trace: Trace
     stats: StepStats
     events: Sequence[Event]
-    lives: Sequence[Life]
+    lifetimes: Sequence[Lifetime]
     others: Sequence[RankStats] = ()
 
     def lane(self, lane: Lane) -> LaneStats:
@@ -122,7 +122,7 @@ class _Episode:
 
 
 def _episodes(evidence: Evidence) -> list[_Episode]:
-    modules = {life.id: life.module for life in evidence.lives}
+    modules = {life.id: life.module for life in evidence.lifetimes}
     stalls = [event for event in evidence.events if isinstance(event, Stall)]
 
     def place(stall: Stall) -> tuple[StallCause, str]:
@@ -149,7 +149,7 @@ def _worst_stall(evidence: Evidence) -> str | None:
 def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
     """Late, if the lane had idle time since backward began that would have taken the wait; else the link is full."""
     stall = episode.first
-    life = next((life for life in evidence.lives if life.id == stall.id and life.start_ns <= stall.t), None)
+    life = next((life for life in evidence.lifetimes if life.id == stall.id and life.start_ns <= stall.t), None)
     returns = [state.t for state in life.states if state.to is TensorState.RETURNING] if life else []
     copies = [span for span in life.moves if span.lane in (Lane.H2D, Lane.DISK_READ)] if life else []
     if life is None or not copies:
@@ -172,7 +172,7 @@ def _is_backward_layer(event: Event) -> bool:
     return isinstance(event, Span) and event.lane is Lane.COMPUTE and event.phase == "backward"
 
 
-def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Life) -> str:
+def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Lifetime) -> str:
     """How many layers ahead the reload must begin to be `episode.d` earlier, and what the device holds more for it."""
 
     def layers_since(t: int) -> int:
@@ -182,7 +182,9 @@ def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequenc
     depth = max(now + 1, layers_since(begun - episode.d))
     layer = layer_of(life.module)
     needed = (depth - now) * sum(
-        one.nbytes for one in evidence.lives if one.step == life.step and one.moves and layer_of(one.module) == layer
+        one.nbytes
+        for one in evidence.lifetimes
+        if one.step == life.step and one.moves and layer_of(one.module) == layer
     )
     device = evidence.stats.peaks[0]
     room = None if device.budget_nbytes is None else device.budget_nbytes - device.used_nbytes

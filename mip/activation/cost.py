@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.memory_peaks import device_positions
+from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import (
     PAGE,
@@ -28,7 +28,7 @@ from memo.mip.inputs.profile import LayerProfile
 __all__ = [
     "Traffic",
     "disk_delay",
-    "predict",
+    "predict_stages",
     "rounding_bytes",
     "stage_compute_s",
 ]
@@ -67,7 +67,7 @@ def disk_delay(link: float, disk: float) -> float:
     return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
-def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
+def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
     """What each stage does and holds under these layer plans.
 
     Raises:
@@ -90,7 +90,7 @@ def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> 
         of_chunks.append(PAGE * sum(layer.storages for layer in moving) + (largest if divided else 0))
     return max(
         sum(count * nbytes for count, nbytes in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.most_held(stage)
+        for held in problem.pipeline.peak_in_flight(stage)
     )
 
 
@@ -129,7 +129,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_positions(problem, stage))),
+        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_peak_candidates(problem, stage))),
         peak_host_bytes=round(_most(problem, stage, host)),
         peak_disk_bytes=round(_most(problem, stage, disk)),
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
@@ -144,7 +144,7 @@ def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> fl
         of_chunks.append(sum(next(of_layers) for _ in chunk))
     return max(
         sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.most_held(stage)
+        for held in problem.pipeline.peak_in_flight(stage)
     )
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "plan_to_json",
     "profile_to_json",
     "read_activation_plan",
-    "read_either_plan",
+    "read_any_plan",
     "read_hardware",
     "read_profile",
 ]
@@ -72,7 +72,7 @@ def plan_from_json(text: str) -> ActivationPlan:
     return _parse(text, ActivationPlan, PLAN_FORMAT)
 
 
-def read_either_plan(path: Path_) -> ActivationPlan | Plan:
+def read_any_plan(path: Path_) -> ActivationPlan | Plan:
     """The activation plan, or the address plan, in a file, which is read once: it may be standard input.
 
     Raises:

@@ -11,10 +11,10 @@ import math
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
 
-__all__ = ["crossover_tokens"]
+__all__ = ["free_swap_tokens"]
 
 
-def crossover_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
+def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
     """The shortest length from which every layer's whole activations leave and return behind compute.
 
     All else stays as in the profile: batch, parallelism, machine. None: it never is. Of backward's time, attention is

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 
-__all__ = ["Moment", "Succession", "holds_no_more", "moments_of", "most_held", "successions_of"]
+__all__ = ["Moment", "Succession", "in_flight_within", "moments_of", "peak_in_flight", "successions_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +82,13 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
     return tuple(moment for moment in found if not any(_covers(other, moment) for other in found if other != moment))
 
 
-def most_held(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
+def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
     """Microbatches by chunk that are held at one time, wherever no other time has as many of each."""
     all_held = dict.fromkeys(moment.held for moment in moments_of(turns, chunks))
     return tuple(one for one in all_held if not any(_at_least(other, one) for other in all_held if other != one))
 
 
-def holds_no_more(turns: tuple[Turn, ...], than: tuple[Turn, ...], *, chunks: int) -> bool:
+def in_flight_within(turns: tuple[Turn, ...], than: tuple[Turn, ...], *, chunks: int) -> bool:
     """Whether whatever is held at a time in one order is also held, by itself or with more, at some time in the other."""
     others = moments_of(than, chunks)
     return all(any(other == one or _covers(other, one) for other in others) for one in moments_of(turns, chunks))

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from memo.errors import SolverFailed
 from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
-from memo.mip.activation.memory_peaks import Position, device_positions
+from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation.rounding import most_lost_bytes
@@ -207,7 +207,7 @@ class Model:
         x = {known.level: pulp.LpVariable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.levels if known.beside_bytes]
-        alone = self.problem.pipeline.most_held(stage) == ((1,),)
+        alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
             self._program += x[Level.SAVE_ALL] == 1  # it stands whole in any case: nothing of it is gathered
             given = []
@@ -315,7 +315,7 @@ class Model:
 
     def _device_rows(self, stage: int) -> None:
         device = self.problem.budgets.device_bytes
-        for position in _telling(device_positions(self.problem, stage)):
+        for position in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
                 kept, whole, still = (
@@ -342,7 +342,7 @@ class Model:
 
     def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
         """The most of a lower tier that one rank of a stage holds."""
-        counts = self.problem.pipeline.most_held(stage)
+        counts = self.problem.pipeline.peak_in_flight(stage)
         sums = [
             pulp.lpSum(
                 held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk)
@@ -427,10 +427,10 @@ def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
     return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
 
 
-def _telling(positions: Sequence[Position]) -> list[Position]:
+def _undominated(positions: Sequence[PeakCandidate]) -> list[PeakCandidate]:
     """From the last backwards: those that no other says more than."""
-    found: list[Position] = []
+    found: list[PeakCandidate] = []
     for position in sorted(positions, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
-        if not any(other.says_more_than(position) for other in found):
+        if not any(other.dominates(position) for other in found):
             found.append(position)
     return found

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationProblem
     from memo.mip.inputs.profile import LayerProfile
 
-__all__ = ["Position", "device_positions", "stage_static_bytes"]
+__all__ = ["PeakCandidate", "device_peak_candidates", "stage_static_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class PeakCandidate:
     """A place in a stage at which the device's bytes have a peak of their own."""
 
     name: str
@@ -43,7 +43,7 @@ class Position:
             count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
         )
 
-    def says_more_than(self, other: Position) -> bool:
+    def dominates(self, other: PeakCandidate) -> bool:
         """The other one holds nothing that this one does not."""
         mine = (*self.kept, *self.whole, *self.still, self.resident_bytes)
         others = (*other.kept, *other.whole, *other.still, other.resident_bytes)
@@ -61,7 +61,7 @@ def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
     return static
 
 
-def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
+def device_peak_candidates(problem: ActivationProblem, stage: int) -> list[PeakCandidate]:
     """Moment by moment, and within each in forward order: the embedding, each layer, the head."""
     moments = problem.pipeline.moments(stage)
     return [position for moment in moments for position in _Place(problem, stage, moment).positions()]
@@ -102,9 +102,9 @@ class _Tally:
         twin._counts = {how: list(counts) for how, counts in self._counts.items()}
         return twin
 
-    def position(self, name: str) -> Position:
+    def position(self, name: str) -> PeakCandidate:
         counts = {how.name.lower(): tuple(counts) for how, counts in self._counts.items()}
-        return Position(name=name, resident_bytes=self.resident_bytes, **counts)
+        return PeakCandidate(name=name, resident_bytes=self.resident_bytes, **counts)
 
 
 class _Place:
@@ -142,7 +142,7 @@ class _Place:
             tally.turn(self._chunks[moment.standing][-1], _As.KEPT)
         return tally
 
-    def positions(self) -> Iterator[Position]:
+    def positions(self) -> Iterator[PeakCandidate]:
         """Of the running chunk."""
         kind, own = self._moment.kind, self._own
         second_half = kind is Kind.WEIGHT
@@ -173,7 +173,7 @@ class _Place:
                 found[number] = _As.STILL
         return found
 
-    def _at(self, name: str, nbytes: int, running: Mapping[int, _As], *, ends_turn: bool = False) -> Position:
+    def _at(self, name: str, nbytes: int, running: Mapping[int, _As], *, ends_turn: bool = False) -> PeakCandidate:
         tally = self._others.copy()
         tally.resident_bytes += nbytes
         for number, how in running.items():

@@ -13,13 +13,15 @@ from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 from memo.mip.activation.solver import solve_problem
 
-__all__ = ["TILES", "solve_tiles"]
+__all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
 
-TILES = (1, 2, 4, 8, 16, 32, 64)
+MLP_TILE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """More save little: a sixty-fourth of the wide activations is less than one tensor of the residual stream's width."""
 
 
-def solve_tiles(problem_of: Callable[[int], ActivationProblem], counts: Sequence[int] = TILES) -> ActivationPlan:
+def solve_mlp_tiles(
+    problem_of: Callable[[int], ActivationProblem], counts: Sequence[int] = MLP_TILE_COUNTS
+) -> ActivationPlan:
     """The plan with the shortest step, of as few tiles as give it; `problem_of` asks the question for a number of them.
 
     `counts` ascend. Tiles only add to the computation, so none are tried that compute longer than the best step takes.

@@ -42,7 +42,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import Moment, moments_of, most_held
+from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
@@ -56,9 +56,9 @@ __all__ = [
     "Budgets",
     "ChunkPrediction",
     "LayerPlan",
-    "OwnTurns",
     "Pipeline",
     "StagePrediction",
+    "StageTurns",
     "chunk_layers",
     "stage_layers",
 ]
@@ -93,7 +93,7 @@ class Budgets:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OwnTurns:
+class StageTurns:
     """What a stage that is planned alone does in a step, where its rank has more than one chunk."""
 
     layers: tuple[int, ...]
@@ -135,7 +135,7 @@ class Pipeline:
     """Microbatches in flight, where the one stage of this problem is a part of a pipeline whose stages plan each for
     itself; its schedule may be another than 1F1B. None is as many as 1F1B holds."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    own: OwnTurns | None = None
+    own: StageTurns | None = None
     """Instead of `held`, of such a stage with more than one chunk."""
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Pipeline:
     def _check_schedule(self) -> None:
         if self.stages == 1:
             raise PlanError(f"pipeline: {self.schedule} has no meaning for one stage")
-        wrong = self.schedule.why_not(self.microbatches, self.stages)
+        wrong = self.schedule.reason_unsupported(self.microbatches, self.stages)
         if wrong is not None:
             raise PlanError(f"pipeline: a step of {self.microbatches} microbatches {wrong}")
         if self.stages * self.microbatches > MAX_TURNS:
@@ -198,9 +198,9 @@ class Pipeline:
         others = self.in_flight(stage) - 1
         return (Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), standing=0 if others else None),)
 
-    def most_held(self, stage: int) -> tuple[tuple[int, ...], ...]:
+    def peak_in_flight(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Microbatches that a stage holds at one time, by chunk, wherever no other time has as many of each."""
-        return most_held(self.turns(stage), self.chunks) if self.chunks > 1 else ((self.in_flight(stage),),)
+        return peak_in_flight(self.turns(stage), self.chunks) if self.chunks > 1 else ((self.in_flight(stage),),)
 
     def splits(self, stage: int, chunk: int) -> bool:
         """Whether a chunk's backward comes in two halves."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, StagePrediction, chunk_layers
 from memo.mip.inputs.profile import LayerProfile, Level
 
@@ -42,7 +42,7 @@ def in_tiles(
     """
     tokens, known = problem.profile.signature.rank_tokens, problem.profile.layer_profiles()
     layers = _moving_as_much(problem, [_rounded(plan, tokens) for plan in plans], plans)
-    stages = predict(problem, layers)
+    stages = predict_stages(problem, layers)
     if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
         return layers, stages
     shrunk = [
@@ -50,7 +50,7 @@ def in_tiles(
         for plan, layer in zip(plans, known, strict=True)
     ]
     layers = _moving_as_much(problem, shrunk, plans)
-    return layers, predict(problem, layers)
+    return layers, predict_stages(problem, layers)
 
 
 def _moving_as_much(

@@ -13,22 +13,18 @@ from collections.abc import Iterator, Sequence
 from memo.errors import Infeasible
 from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.checker import require_valid
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import (
-    ONE_STAGE,
     ActivationPlan,
     ActivationProblem,
-    Budgets,
     LayerPlan,
-    Pipeline,
 )
 from memo.mip.activation.rounding import in_tiles
-from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["plan_activations", "solve_problem"]
+__all__ = ["solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Of a step: what treating layers alike may cost."""
@@ -41,20 +37,16 @@ LEAST_SAVING = 1e-6
 """Of a step: what saves less is only the price that settles ties."""
 
 
-def plan_activations(
-    profile: Profile, hardware: Hardware, budgets: Budgets, pipeline: Pipeline = ONE_STAGE
-) -> ActivationPlan:
-    """The plan with the shortest step that these budgets allow; the same plan for the same input.
+def solve_problem(problem: ActivationProblem) -> ActivationPlan:
+    """Finds the plan with the shortest step that the budgets allow. The same problem gives the same plan.
+
+    Returns:
+        A plan that has passed `memo.mip.activation.checker`. `declined` is set where everything fits without a plan.
 
     Raises:
-        Infeasible: none fits; the message names the tier, the place, the bytes, and the smallest budgets that would do.
+        Infeasible: no plan fits; the message names the tier, the place, the bytes, and the smallest budgets that would do.
         SolverFailed: the solver crashed.
     """
-    return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
-
-
-def solve_problem(problem: ActivationProblem) -> ActivationPlan:
-    """As `plan_activations`."""
     kept = _keep_all(problem)
     if kept is not None:
         return kept
@@ -130,7 +122,7 @@ def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[i
 def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     """The plan that does nothing, where nothing has to be done."""
     layers = tuple(LayerPlan() for _ in problem.profile.layers)
-    stages = predict(problem, layers)
+    stages = predict_stages(problem, layers)
     peak, budget = max(stage.peak_device_bytes for stage in stages), problem.budgets.device_bytes
     if peak > budget:
         return None

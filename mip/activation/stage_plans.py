@@ -12,17 +12,17 @@ from memo.mip.activation.cost import rounding_bytes
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
-    OwnTurns,
     Pipeline,
+    StageTurns,
     chunk_layers,
     stage_layers,
 )
 from memo.mip.inputs.profile import EndProfile
 
-__all__ = ["needs", "stage_plan"]
+__all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
 
-def needs(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
+def lower_tier_nbytes(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
     """Bytes of host and disk that one rank of a stage may take, with what whole storages and pages take beyond the plan."""
     own = stage_layers(plan.problem, stage)
     rounding = rounding_bytes(plan.problem, stage, divided=any(plan.layers[index].divided for index in own))
@@ -32,11 +32,11 @@ def needs(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
     return host and host + rounding, disk and disk + rounding
 
 
-def stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
+def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
     """The part of one stage, which holds as many microbatches as in the whole pipeline; chunk after chunk of its layers."""
     problem, own = plan.problem, stage_layers(plan.problem, stage)
     profile, ranks = problem.profile, problem.budgets.ranks_per_node
-    host, disk = needs(plan, stage)
+    host, disk = lower_tier_nbytes(plan, stage)
     return dataclasses.replace(
         plan,
         problem=dataclasses.replace(
@@ -62,5 +62,5 @@ def _alone(problem: ActivationProblem, stage: int) -> Pipeline:
     if pipeline.chunks == 1:
         return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage))
     sizes = tuple(len(chunk) for chunk in chunk_layers(problem, stage))
-    own = OwnTurns(layers=sizes, turns=pipeline.turns(stage))
+    own = StageTurns(layers=sizes, turns=pipeline.turns(stage))
     return Pipeline(microbatches=pipeline.microbatches, own=own)

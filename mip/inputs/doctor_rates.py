@@ -15,12 +15,12 @@ from memo.errors import PlanError
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.strict_json import parse_json, read_as
 
-__all__ = ["with_measured"]
+__all__ = ["with_measured_rates"]
 
 MAX_RATE = 1e18
 
 
-def with_measured(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
+def with_measured_rates(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
     """The machine with the links, memories and disks of a doctor's report; what it could not measure stays.
 
     Raises:

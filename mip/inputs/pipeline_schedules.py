@@ -41,7 +41,7 @@ class PipelineSchedule(enum.StrEnum):
             return [rank, 2 * ranks - 1 - rank]
         return [rank, rank + ranks]
 
-    def why_not(self, microbatches: int, ranks: int) -> str | None:
+    def reason_unsupported(self, microbatches: int, ranks: int) -> str | None:
         """What is wrong with so many microbatches on so many ranks, in words that follow them; None: nothing."""
         if self is PipelineSchedule.GPIPE or ranks == 1:
             return None

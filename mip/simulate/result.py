@@ -18,8 +18,8 @@ from memo.mip.simulate.links import Copy
 
 __all__ = [
     "EndWork",
-    "Holding",
     "LayerWork",
+    "Occupancy",
     "Part",
     "Peak",
     "Simulation",
@@ -145,7 +145,7 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class Occupancy:
     """From `t_s` on a tier holds `nbytes` in all."""
 
     t_s: float
@@ -182,7 +182,7 @@ class StageSimulation:
     copies: tuple[Copy, ...]
     transitions: tuple[Transition, ...]
     usages: tuple[Usage, ...]
-    holdings: tuple[Holding, ...]
+    occupancies: tuple[Occupancy, ...]
     """By time; of several of one tier at one instant the last one counts."""
     peaks: tuple[Peak, ...]
     """One for each tier."""

@@ -31,8 +31,8 @@ from memo.mip.inputs.pipeline_schedules import Kind, Turn
 from memo.mip.simulate.links import Copy, Links, Queue
 from memo.mip.simulate.result import (
     EndWork,
-    Holding,
     LayerWork,
+    Occupancy,
     Part,
     Peak,
     Span,
@@ -183,7 +183,7 @@ class Stage:
             copies=tuple(self._links.copies),
             transitions=tuple(self._transitions),
             usages=tuple(self._usages),
-            holdings=tuple(self._ledger.holdings),
+            occupancies=tuple(self._ledger.occupancies),
             peaks=self._ledger.peaks(),
         )
 
@@ -357,7 +357,7 @@ class _Ledger:
     """Bytes in each tier, over time."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        self.holdings: list[Holding] = []
+        self.occupancies: list[Occupancy] = []
         self._budgets = budgets
         self._where = "begin"
         self._held = dict.fromkeys(Tier, 0)
@@ -373,7 +373,7 @@ class _Ledger:
         self._where = where or self._where
         if nbytes:
             held = self._held[tier] = self._held[tier] + nbytes
-            self.holdings.append(Holding(t_s=t_s, tier=tier, nbytes=held))
+            self.occupancies.append(Occupancy(t_s=t_s, tier=tier, nbytes=held))
             if held > self._most[tier][0]:
                 self._most[tier] = (held, t_s, self._where)
 

@@ -22,7 +22,7 @@ from memo.events import (
     Use,
 )
 from memo.mip.simulate.links import Copy
-from memo.mip.simulate.result import Holding, Part, StageSimulation, Wait
+from memo.mip.simulate.result import Occupancy, Part, StageSimulation, Wait
 
 __all__ = ["stage_events"]
 
@@ -38,7 +38,7 @@ def stage_events(stage: StageSimulation, *, end_s: float, step: int = 0) -> tupl
         *_spans(stage, step),
         *(_stall(wait, step) for wait in stage.waits),
         *(Use(t=_ns(usage.t_s), step=step, id=_ident(usage.call, usage.part), how=usage.how) for usage in stage.usages),
-        *_counters(stage.holdings, step),
+        *_counters(stage.occupancies, step),
     ]
     found.sort(key=operator.attrgetter("t"))  # stable: transitions at one instant stay in order
     begin = StepMark(t=0, step=step, phase="begin")
@@ -86,10 +86,10 @@ def _stall(wait: Wait, step: int) -> Stall:
     return Stall(t=start, d=end - start, step=step, cause=wait.cause, module=wait.module)
 
 
-def _counters(holdings: tuple[Holding, ...], step: int) -> Iterator[CounterEvent]:
+def _counters(occupancies: tuple[Occupancy, ...], step: int) -> Iterator[CounterEvent]:
     """All that a tier holds, after the last change of an instant."""
     last: dict[tuple[int, Tier], int] = {}
-    for holding in holdings:
-        last[_ns(holding.t_s), holding.tier] = holding.nbytes
+    for occupancy in occupancies:
+        last[_ns(occupancy.t_s), occupancy.tier] = occupancy.nbytes
     for (t, tier), nbytes in last.items():
         yield CounterEvent(t=t, step=step, tier=tier, nbytes=nbytes)
