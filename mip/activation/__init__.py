@@ -1,4 +1,4 @@
-"""Activation planning: what is kept, moved and recomputed, by a mixed-integer program; its cost and its checker."""
+"""Activation planning: a linear program decides what is kept, moved and recomputed; with its cost model and checker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads problems and plans that may come from anywhere, and writes plans: strict, versioned, bounded, atomic.
+"""Files of address problems and plans: JSON and CSV.
 
-Owns the two formats of docs/plan-format.md. Invariants: what is read is exactly what the format allows, or a PlanError
-says in one line what is not; a file appears under its name whole or not at all; equal plans make equal bytes.
+Owns the formats of docs/plan-format.md. Input may come from anywhere: what is read is exactly what the format allows, or
+a PlanError says in one line what is not. Output is atomic, and equal plans give equal bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Notes = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ProblemHead:
-    """Keys of a document beside its buffers."""
+    """Keys of a problem besides its buffers."""
 
     alignment: int = 1
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -64,8 +64,8 @@ class _PlanHead:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Beside:
-    """Keys of a buffer's entry that are no part of the buffer."""
+class _EntryExtras:
+    """Keys of a buffer's entry that are not fields of the buffer."""
 
     offset: int | None = None
     tag: str | None = None
@@ -83,13 +83,13 @@ def _field_names(kind: type) -> frozenset[str]:
 
 
 _HEAD_KEYS = {"format", "version", "buffers"}
-_BUFFER_KEYS, _BESIDE_KEYS = _field_names(Buffer), _field_names(_Beside)
+_BUFFER_KEYS, _EXTRA_KEYS = _field_names(Buffer), _field_names(_EntryExtras)
 _DEFAULTS = {"alignment": 1, "gaps": [], "arena": DEVICE, "group": ""}
 """Fields of a buffer that a file leaves out where they have this value."""
 
 
 def read_problem(path: Path_) -> Problem:
-    """The problem in a CSV file, or in a JSON file of ours; a plan's problem is its problem, too. `-` is standard input.
+    """Reads a problem from a CSV file, a problem file or a plan file; `-` is standard input.
 
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the line or the key.
@@ -98,7 +98,7 @@ def read_problem(path: Path_) -> Problem:
 
 
 def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
-    """The problem, and the notes of each of its buffers in the same order.
+    """Reads a problem and the notes of its buffers, in the same order.
 
     Raises:
         PlanError: as `read_problem`.
@@ -109,7 +109,7 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
 
 
 def read_plan(path: Path_) -> Plan:
-    """The plan in a JSON file. Only its form is checked; `memo.mip.address.checker` says whether it is valid.
+    """Reads a plan. Only the format is checked; `memo.mip.address.checker` decides whether the plan is valid.
 
     Raises:
         PlanError: as `read_problem`.
@@ -118,15 +118,20 @@ def read_plan(path: Path_) -> Plan:
 
 
 def write_file(path: Path_, text: str, *, overwrite: bool = False) -> None:
-    """`write_bytes` for text."""
+    """Writes a text file atomically.
+
+    Raises:
+        OutputExists: the file exists and `overwrite` is False.
+        PlanError: it cannot be written; nothing is left behind.
+    """
     write_bytes(path, text.encode(), overwrite=overwrite)
 
 
 def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None:
-    """Writes the content under a temporary name beside `path`, then gives it its name.
+    """Writes a file atomically: under a temporary name beside `path`, which is then renamed.
 
     Raises:
-        OutputExists: the file exists and may not be overwritten.
+        OutputExists: the file exists and `overwrite` is False.
         PlanError: it cannot be written; nothing is left behind.
     """
     target = Path(path)
@@ -166,7 +171,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_to_csv(plan: Plan) -> str:
-    """The plan as CSV: the columns of the input that are in use, and `offset`."""
+    """Writes a plan as CSV: the columns of the input that are in use, and `offset`."""
     rows = []
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
         gaps = " ".join(f"{start}-{end}" for start, end in buffer.gaps)
@@ -200,7 +205,7 @@ def address_plan_of(root: dict[str, Any]) -> Plan:
     head = decode(_PlanHead, root, "the file", ignore={*_HEAD_KEYS, *_field_names(_ProblemHead)})
     offsets = []
     for where, entry in _buffer_entries(root):
-        placed = decode(_Beside, entry, where, ignore=_BUFFER_KEYS)
+        placed = decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS)
         if placed.offset is None:
             raise PlanError(f"{where} has no offset")
         offsets.append(placed.offset)
@@ -211,14 +216,14 @@ def _problem_of(root: dict[str, Any]) -> Problem:
     require_format(root, PLAN_FORMAT, PROBLEM_FORMAT, version=VERSION)
     plan_keys = _field_names(_PlanHead) if root["format"] == PLAN_FORMAT else ()
     head = decode(_ProblemHead, root, "the file", ignore={*_HEAD_KEYS, *plan_keys})
-    buffers = tuple(decode(Buffer, entry, where, ignore=_BESIDE_KEYS) for where, entry in _buffer_entries(root))
+    buffers = tuple(decode(Buffer, entry, where, ignore=_EXTRA_KEYS) for where, entry in _buffer_entries(root))
     return Problem(buffers=buffers, alignment=head.alignment, capacities=head.capacities)
 
 
 def _annotated(root: dict[str, Any]) -> tuple[Problem, tuple[Notes, ...]]:
     problem = _problem_of(root)
-    found = (decode(_Beside, entry, where, ignore=_BUFFER_KEYS) for where, entry in _buffer_entries(root))
-    return problem, tuple(beside.notes for beside in found)
+    found = (decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS) for where, entry in _buffer_entries(root))
+    return problem, tuple(extras.notes for extras in found)
 
 
 def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
