@@ -1,4 +1,4 @@
-"""Trace events, their files, statistics and pictures. Imports no torch."""
+"""Traces of memo's events: files, statistics, verdicts, pictures. Imports no torch."""
 
 from __future__ import annotations
 

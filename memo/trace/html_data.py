@@ -1,11 +1,11 @@
-"""The numbers a page draws, as columns: what `memo.trace.html` embeds and the viewer turns into typed arrays.
+"""Data of the HTML report, as columns that `memo.trace.html` embeds and the viewer turns into typed arrays.
 
-A column is a list of integers; names are indices into one list of strings; `t` columns hold differences from the one
-before, since those are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
+A column is a list of integers; names are indices into one list of strings; `t` columns hold differences from the value
+before, which are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
 
-A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how in words: neighbouring spans of
-a lane that are shorter than a quantum become one block, the lifetimes with the fewest bytes × time go, bytes in a tier
-change once a quantum. Stalls are never merged before everything else has been, and the figures never come from here.
+A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how: neighbouring spans of a lane that
+are shorter than a quantum become one block, the lifetimes with the fewest bytes × time are left out, and bytes in a tier
+change once a quantum. Stalls are thinned last, and the figures never come from here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ _LANES, _CAUSES, _STATES, _USES, _TIERS = (
 
 
 def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """Everything the viewer needs, ready for json; `packing` holds what the second view draws, if anything."""
+    """Builds the viewer's data, ready for json.
+
+    Args:
+        report: of the run.
+        packing: drawings of an address plan for the second view (`address_plan_drawings`).
+        max_items: number of items that the page draws, over all ranks.
+    """
     names = _Names()
     origin = min((one.trace.origin_unix_ns for one in report.ranks), default=0)
     share = max(max_items // max(len(report.ranks), 1), 1000)
@@ -67,7 +73,7 @@ def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_ite
 
 
 class _Names:
-    """Strings by index, each stored once."""
+    """Table of strings, each stored once and named by its index."""
 
     def __init__(self) -> None:
         self.strings: list[str] = [""]
@@ -134,7 +140,7 @@ class _RankColumns:
         }
 
     def _rows(self) -> Iterator[tuple[Lane, int, list[Span]]]:
-        """Each lane as rows within which nothing overlaps."""
+        """Each lane as rows without overlap."""
         for lane in Lane:
             spans = [span for span in self._spans if span.lane is lane]
             rows: dict[int, list[Span]] = collections.defaultdict(list)
@@ -220,7 +226,7 @@ class _RankColumns:
         }
 
     def _times(self, times: Iterable[int]) -> list[int]:
-        """Each time as its difference from the one before; the first from the common origin."""
+        """Differences of each time from the one before; of the first one from the common origin."""
         shifted = [t + self._shift for t in times]
         return [t - before for t, before in zip(shifted, itertools.chain((0,), shifted), strict=False)]
 
@@ -235,13 +241,13 @@ def _shape(life: Lifetime) -> str:
 
 
 def _living(found: Sequence[tuple[int, int]], t: int) -> int:
-    """The last of an id's lifetimes that had begun by `t`."""
+    """Number of the last of an id's lifetimes that had begun by `t`."""
     begun = [number for start, number in found if start <= t]
     return begun[-1] if begun else _NONE
 
 
 def _weightiest(lifetimes: Sequence[Lifetime], count: int) -> list[Lifetime]:
-    """The lifetimes that matter most, those that were waited for first, in their old order."""
+    """Lifetimes to keep when thinning: stalled ones first, then by bytes × time; in their old order."""
 
     def weight(life: Lifetime) -> tuple[int, int]:
         return sum(stall.d for stall in life.stalls), life.nbytes * (life.end_ns - life.start_ns)
@@ -257,7 +263,7 @@ def _weightiest(lifetimes: Sequence[Lifetime], count: int) -> list[Lifetime]:
 
 
 def _merged(spans: Sequence[Span], quantum: int) -> Iterator[Iterable[Span]]:
-    """Runs of neighbours that lie within one quantum and are of one phase; each span alone when quantum is 0."""
+    """Runs of neighbours within one quantum and of one phase; single spans when quantum is 0."""
     run: list[Span] = []
     for span in spans:
         joins = run and span.t + span.d - run[0].t <= quantum and span.phase == run[0].phase
@@ -270,7 +276,7 @@ def _merged(spans: Sequence[Span], quantum: int) -> Iterator[Iterable[Span]]:
 
 
 def _summed(changes: Sequence[tuple[int, int, int]], quantum: int) -> Iterator[tuple[int, int, int]]:
-    """Changes of one layer within one quantum as one."""
+    """Sums the changes of one layer within one quantum."""
     for bucket, group in itertools.groupby(changes, key=lambda change: change[0] // quantum):
         sums: dict[int, int] = collections.defaultdict(int)
         for _, layer, delta in group:

@@ -1,6 +1,6 @@
-"""The picture of one step for a paper or an issue, drawn by matplotlib: lanes above, bytes in each tier below.
+"""Picture of one step for a paper or an issue, by matplotlib: lanes above, bytes in each tier below.
 
-matplotlib is imported only here and only when a picture is asked for (the `plot` extra).
+Matplotlib is imported only when a picture is asked for (the `plot` extra).
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ _COLOURS = {
     "stalls": "#d55e00",
 }
 _MAX_LAYERS = 64
-"""More bands than this in a stack are thinner than a printed line: neighbours are added up."""
+"""Bands of a stack; of more layers neighbours are summed, since bands would be thinner than a printed line."""
 
 
 def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: int = 150) -> None:
-    """Writes one picture; the suffix chooses the kind (.png, .pdf, .svg).
+    """Draws one step of one rank to a file; the suffix chooses the format (.png, .pdf, .svg).
+
+    Args:
+        report: of the run.
+        path: the file, which is replaced.
+        rank: the rank to draw.
+        step: the step to draw; None draws the whole trace.
+        dpi: dots per inch.
 
     Raises:
+        UsageError: the report has no such rank or step.
         MemoError: matplotlib is not installed.
     """
     try:
@@ -72,7 +80,7 @@ def _no_date(path: Path) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """matplotlib reads `$` as mathematics."""
+    """Escapes `$`, which matplotlib reads as mathematics."""
     return printable(text, limit=200).replace("$", r"\$")
 
 
@@ -136,7 +144,7 @@ def _unit(nbytes: int) -> tuple[int, str]:
 def _series(
     changes: Sequence[ResidencyChange], lifetimes: Sequence[Lifetime], window: tuple[int, int]
 ) -> tuple[list[float], list[list[int]], list[str]]:
-    """Bytes by layer at every change within the window: (times, one list a layer, layers by first appearance)."""
+    """Bytes by layer at every change within the window: (times, one list per layer, layers by first appearance)."""
     names = list(dict.fromkeys(layer_of(lifetimes[change.life].module) for change in changes))
     group = -(-len(names) // _MAX_LAYERS) or 1
     place = {name: index // group for index, name in enumerate(names)}

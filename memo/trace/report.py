@@ -1,6 +1,6 @@
-"""Everything that is said about a set of traces, computed once: lifetimes, figures and verdicts of every rank and step.
+"""Report on a set of traces, computed once: lifetimes, figures and verdicts of every rank and step.
 
-The terminal, the page, the picture and the comparison all show a Report, so that they cannot disagree.
+Terminal, page, picture and comparison all show a Report, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
+    """Trace, lifetimes, figures and verdicts of one rank."""
+
     trace: Trace
     lifetimes: Sequence[Lifetime]
     stats: RankStats
     verdicts: dict[int | None, tuple[Sentence, ...]]
-    """By step; None is the whole trace."""
+    """Sentences by step; None is the whole trace."""
 
     def step(self, step: int | None) -> StepStats:
-        """The figures of one step, or (None) of the whole trace.
+        """Returns the figures of one step, or of the whole trace for None.
 
         Raises:
             UsageError: the trace has no such step.
@@ -50,14 +52,14 @@ class RankReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Ranks by number, and the one rank and step that stand for the run."""
+    """Reports of all ranks, and the rank and step that represent the run."""
 
     ranks: Sequence[RankReport]
     rank: int
     step: int | None
 
     def of_rank(self, rank: int) -> RankReport:
-        """One rank's part.
+        """Returns one rank's report.
 
         Raises:
             UsageError: no trace of that rank was given.
@@ -70,6 +72,7 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Converts the report to the format of `memo trace stats --json`."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -80,7 +83,10 @@ class Report:
 
 
 def build_report(traces: Sequence[Trace]) -> Report:
-    """The report of one run; the rank whose representative step took longest stands for it, since the others wait."""
+    """Builds the report of one run.
+
+    The rank whose representative step took longest represents the run, since the others wait for it.
+    """
     lifetimes = [lifetimes_of(trace.events) for trace in traces]
     stats = [rank_stats(trace, lifetimes=own) for trace, own in zip(traces, lifetimes, strict=True)]
     chosen = max((representative_step(one) for one in stats), key=lambda step: (step.duration_ns, -step.rank))

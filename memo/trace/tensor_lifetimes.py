@@ -1,8 +1,8 @@
-"""The life of each saved storage, put together from the events that name its id; and the bytes it holds in each tier.
+"""Lifetimes of saved storages, from the events that name their ids, and the bytes that each holds in every tier.
 
-A trace is a stream of transitions; a person asks about a tensor. `lifetimes_of` groups by id (an id seen again after it
-was gone begins a new life); `residency_changes` replays the states into byte changes per tier, which every peak and every
-memory chart is made of. Both take what is there: a ring that dropped events must not stop the report.
+A trace is a stream of state changes. `lifetimes_of` groups them by id (an id seen again after it was gone begins a new
+lifetime); `residency_changes` replays the states into changes of bytes per tier, from which every peak and memory chart
+is made. Both accept incomplete traces: a ring that dropped events must not stop the report.
 
     state      live  leaving        away          returning      back           gone
     device     n     n              0             n              n              0
@@ -26,7 +26,7 @@ _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """One storage from its save to its end, as far as the trace saw it."""
+    """One storage from its save to its release, as far as the trace has it."""
 
     id: int
     step: int
@@ -37,23 +37,25 @@ class Lifetime:
     states: tuple[StateChange, ...]
     uses: tuple[Use, ...]
     moves: tuple[Span, ...]
-    """Its copies, in all lanes, by start."""
+    """Its copies in all lanes, by start."""
     stalls: tuple[Stall, ...]
 
     @property
     def start_ns(self) -> int:
+        """Time of the first event."""
         points: list[StateChange | Use | Span | Stall] = [*self.states[:1], *self.uses[:1]]
         return min(event.t for event in (*points, *self.moves[:1], *self.stalls[:1]))
 
     @property
     def end_ns(self) -> int:
+        """Time at which the last event ended."""
         points: list[StateChange | Use] = [*self.states[-1:], *self.uses[-1:]]
         spans: list[Span | Stall] = [*self.moves[-1:], *self.stalls[-1:]]
         return max([event.t for event in points] + [span.t + span.d for span in spans])
 
     @property
     def tier(self) -> Tier:
-        """The lowest tier it reached."""
+        """The lowest tier that it reached."""
         lanes = {move.lane for move in self.moves}
         seen = {state.tier for state in self.states}
         if Tier.DISK in seen or Lane.DISK_WRITE in lanes:
@@ -91,7 +93,7 @@ class _Draft:
 
 
 def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
-    """Every life in events sorted by time, in order of birth."""
+    """Collects the lifetimes in events sorted by time, in order of their first events."""
     open_lives: dict[int, _Draft] = {}
     drafts: list[tuple[int, _Draft]] = []
     for event in events:
@@ -116,7 +118,7 @@ def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyChange:
-    """From `t` on, life number `life` holds `delta` bytes more (or fewer) in `tier`."""
+    """Change by `delta` bytes of lifetime number `life` in `tier`, at `t`."""
 
     t: int
     tier: Tier
@@ -125,7 +127,7 @@ class ResidencyChange:
 
 
 def residency_changes(lifetimes: Sequence[Lifetime]) -> list[ResidencyChange]:
-    """Every change of bytes in a tier, by time; at one instant what is given back stands before what is taken."""
+    """Lists every change of bytes in a tier by time; at one instant releases come before allocations."""
     changes = [holding for number, life in enumerate(lifetimes) for holding in _replay(number, life)]
     changes.sort(key=lambda holding: (holding.t, holding.delta))
     return changes
@@ -144,10 +146,8 @@ def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
             wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
         if state.to in (TensorState.LEAVING, TensorState.AWAY):
             wanted[lower] = state.nbytes
-        elif state.to in (
-            TensorState.RETURNING,
-            TensorState.BACK,
-        ):  # the engine gives the place back with the last handle
+        elif state.to in (TensorState.RETURNING, TensorState.BACK):
+            # The engine frees the place in the lower tier with the last handle.
             wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
         for tier in _TIERS:
             if wanted[tier] != held[tier]:
@@ -156,6 +156,6 @@ def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
 
 
 def layer_of(module: str) -> str:
-    """`model.layers.4` of `model.layers.4.mlp.up`; a name without a number is its own layer."""
+    """Returns the layer of a module: `model.layers.4` of `model.layers.4.mlp.up`; the name itself without a number."""
     found = _LAYER.match(module)
     return found[0] if found else module

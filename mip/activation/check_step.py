@@ -113,7 +113,7 @@ def saved_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 
 
 def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Bytes of a layer while it runs: all that autograd saves, and of a divided one what its recompute is given."""
+    """Bytes of a layer while it runs: all that autograd saves, and of a divided one the bytes beside."""
     given = {level.level.value: level.beside_bytes for level in layer.levels}
     fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
     divided = plan.matmul_tokens > 0 or plan.attention_tokens > 0

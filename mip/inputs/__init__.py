@@ -1,4 +1,4 @@
-"""The planners' inputs: hardware, profiles, a machine's measured rates, pipeline schedules."""
+"""Inputs of the planners: profiles, hardware, measured rates of a machine, pipeline schedules."""
 
 from __future__ import annotations
 

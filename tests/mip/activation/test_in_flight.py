@@ -9,11 +9,11 @@ import pytest
 from memo.errors import PlanError
 from memo.mip.activation.in_flight import (
     Moment,
-    Succession,
+    TurnCopy,
+    copies_between_turns,
     in_flight_within,
     moments_of,
     peak_in_flight,
-    successions_of,
 )
 from memo.mip.activation.plan import Pipeline, StageTurns
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
@@ -58,7 +58,7 @@ def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between
 
 def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
     order = turns("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1")
-    found = {(s.turn, s.beside): s.times for s in successions_of(order)}
+    found = {(s.turn, s.beside): s.times for s in copies_between_turns(order)}
     assert found == {
         ((0, Kind.FORWARD), (0, Kind.FORWARD)): 1,
         ((0, Kind.FORWARD), (1, Kind.FORWARD)): 1,
@@ -68,7 +68,7 @@ def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
 
 def test_what_went_after_the_backward_before_has_no_window() -> None:
     order = turns("0F0 0F1 0B0 0F2 1F0 1B0 0B2 0B1 1F1 1B1 1F2 1B2")
-    assert Succession(turn=(0, Kind.BACKWARD), beside=None, times=1) in successions_of(order)
+    assert TurnCopy(turn=(0, Kind.BACKWARD), beside=None, times=1) in copies_between_turns(order)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
