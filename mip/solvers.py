@@ -21,7 +21,7 @@ __all__ = ["Backend", "Solved", "pulp", "solve_model"]
 
 
 def _imported_alone(name: str) -> Any:
-    """Imports in a separate thread: PuLP keeps the errors of missing solvers, and with them the frames of its importer."""
+    """Imports in a separate thread: PuLP keeps the errors of missing solvers, and so the frames of its importer."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(importlib.import_module, name).result()
 

@@ -1,8 +1,8 @@
 """Strict reading and writing of versioned JSON documents: bounded text, no duplicate keys, dataclasses by their fields.
 
-Every file format of `memo.mip` is read and written here; the formats themselves belong to the packages that define them.
-Invariant: whatever the bytes are, the result is a value of the requested type or a PlanError of one line. The range of
-a value is checked by its dataclass, in `__post_init__`.
+Every file format of `memo.mip` is read and written here; the formats themselves belong to the packages that define
+them. Invariant: whatever the bytes are, the result is a value of the requested type or a PlanError of one line. The
+range of a value is checked by its dataclass, in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _lines(value: Any) -> str:
 
 
 def encode(value: object) -> Any:
-    """Converts a dataclass to JSON values: fields in their order without those that are None, mappings by sorted key."""
+    """Converts a dataclass to JSON values: fields that are not None in their order, mappings by sorted key."""
     if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, str):
@@ -187,7 +187,7 @@ def decode(kind: type[T], value: object, where: str, *, ignore: Collection[str] 
         ignore: keys that are allowed besides the fields and not read.
 
     Raises:
-        PlanError: an unknown, missing or mistyped key, or a value that the dataclass refuses; the message names the place.
+        PlanError: an unknown, missing or mistyped key, or a value that the dataclass refuses; names the place.
     """
     if not isinstance(value, dict):
         raise PlanError(f"{where} is not an object")

@@ -1,8 +1,8 @@
 """Strict decoding of one trace line to one event.
 
 The accepted fields and types are those of the dataclasses in `memo.events`, read once at import, so that the format has
-one definition. Refused with a TraceError: an unknown kind or field, a duplicate key, NaN or Infinity, a float in place of
-an integer, an integer outside [0, 2**63).
+one definition. Refused with a TraceError: an unknown kind or field, a duplicate key, NaN or Infinity, a float in place
+of an integer, an integer outside [0, 2**63).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Data types of the statistics: figures of a lane, a stall cause, a tier, a layer, a step, a rank.
 
-Pure data, computed by `memo.trace.stats` and defined by docs/trace-format.md. The unit is in the name, and the JSON of a
-figure has the same keys.
+Pure data, computed by `memo.trace.stats` and defined by docs/trace-format.md. The unit is in the name, and the JSON of
+a figure has the same keys.
 """
 
 from __future__ import annotations

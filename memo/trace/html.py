@@ -1,8 +1,8 @@
 """The report as one HTML file, without network or server.
 
-All foreign text enters the page in one way: as a JSON block in which `<`, `>`, `&` and U+2028/9 are escaped, and which the
-viewer shows by textContent alone. The content security policy forbids every load and every script and style but the two
-inlined here, which it names by their hashes.
+All foreign text enters the page in one way: as a JSON block in which `<`, `>`, `&` and U+2028/9 are escaped, and which
+the viewer shows by textContent alone. The content security policy forbids every load and every script and style but the
+two inlined here, which it names by their hashes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A column is a list of integers; names are indices into one list of strings; `t` columns hold differences from the value
 before, which are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
 
-A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how: neighbouring spans of a lane that
-are shorter than a quantum become one block, the lifetimes with the fewest bytes × time are left out, and bytes in a tier
-change once a quantum. Stalls are thinned last, and the figures never come from here.
+A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how: neighbouring spans of a lane
+that are shorter than a quantum become one block, the lifetimes with the fewest bytes × time are left out, and bytes in
+a tier change once a quantum. Stalls are thinned last, and the figures never come from here.
 """
 
 from __future__ import annotations

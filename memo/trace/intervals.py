@@ -1,7 +1,7 @@
 """Arithmetic on half-open time intervals: union, intersection, difference, length, and rows without overlap.
 
-Intervals are pairs of integers, so that each rule of the statistics is one line of set algebra. A list called "disjoint"
-is sorted, its intervals do not touch each other, and none is empty.
+Intervals are pairs of integers, so that each rule of the statistics is one line of set algebra. A list called
+"disjoint" is sorted, its intervals do not touch each other, and none is empty.
 """
 
 from __future__ import annotations

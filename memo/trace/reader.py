@@ -1,4 +1,4 @@
-"""Reader of trace files that may come from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
+"""Reader of trace files from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
 
 Owns the limits below. Invariant: a Trace holds only events of `memo.events`, sorted by time, and `remarks` names
 everything that is not as a finished run leaves it (torn line, no end line, dropped events). Files ending in `.gz` are
@@ -35,11 +35,11 @@ class Limits:
     """Limits beyond which a file is refused."""
 
     header_nbytes: int = 4 << 20
-    """Of the first line, whose `meta` may carry a whole plan."""
+    """Length of the first line, whose `meta` may carry a whole plan."""
     line_nbytes: int = 64 << 10
-    """Of any other line."""
+    """Length of any other line."""
     total_nbytes: int = 1 << 30
-    """Of the whole text, unpacked."""
+    """Length of the whole text, unpacked."""
     events: int = 2_000_000
     """Events kept in memory, about 300 bytes each; a longer run is read some steps at a time."""
     unpack_ratio: int = 60

@@ -1,7 +1,7 @@
 """Writer of a trace during a run: a bounded queue of events and an append-only file.
 
-Events are kept in memory until `flush`, which the training loop calls once a step. Between two flushes at most `capacity`
-events are kept; further ones are dropped and counted in the end line, so that memory does not grow.
+Events are kept in memory until `flush`, which the training loop calls once a step. Between two flushes at most
+`capacity` events are kept; further ones are dropped and counted in the end line, so that memory does not grow.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class TraceRecorder:
         """Creates the recorder of one rank, with a file of its own.
 
         Args:
-            where: a directory, for `trace.rank{rank}.jsonl` in it; or a file name, for rank 0. Another rank replaces `rank0`
-                in the name by its own, or adds it: `step.jsonl` becomes `step.rank1.jsonl`.
+            where: a directory, for `trace.rank{rank}.jsonl` in it; or a file name, for rank 0. Another rank replaces
+                `rank0` in the name by its own, or adds it: `step.jsonl` becomes `step.rank1.jsonl`.
             rank: the writer's rank.
             world_size: number of ranks of the run.
             meta: free-form object of the header.

@@ -152,7 +152,7 @@ def _worst_stall(evidence: Evidence) -> str | None:
 
 
 def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
-    """Why a reload was late: the prefetch began late if the lane had enough idle time before it, else the link is full."""
+    """Cause of a late reload: the prefetch began late if the lane had been idle long enough, else the link is full."""
     stall = episode.first
     life = next((life for life in evidence.lifetimes if life.id == stall.id and life.start_ns <= stall.t), None)
     returns = [state.t for state in life.states if state.to is TensorState.RETURNING] if life else []
@@ -267,7 +267,7 @@ def _budget(evidence: Evidence) -> str | None:
 
 
 def _recompute(evidence: Evidence) -> str | None:
-    """Mentioned only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes."""
+    """Said only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes."""
     stats = evidence.stats
     lower = [peak for peak in stats.peaks if peak.tier is not Tier.DEVICE and peak.used_nbytes]
     if lower and all(peak.budget_nbytes and peak.used_nbytes > TIGHT * peak.budget_nbytes for peak in lower):

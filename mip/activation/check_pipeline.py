@@ -171,7 +171,7 @@ class _Walker:
         return following is not None and following.call == self._turns[at].call
 
     def _read_ahead(self, at: int, latest: Turn | None) -> float:
-        """Reloads the first layer of the next backward while a turn's last layer runs; returns the seconds of its copies."""
+        """Reloads the first layer of the next backward during a turn's last layer; returns its copies' seconds."""
         following = self._following[at]
         if following is None or (latest is not None and following.call == latest.call):
             return 0.0
@@ -180,7 +180,7 @@ class _Walker:
         return 0.0 if index == self._chunks[-1][-1] else self._reach(following, index)
 
     def _reach(self, turn: Turn, index: int, *, exposed: bool = False) -> float:
-        """Reloads a layer if its forward has run; returns the seconds of its copies, which the clock adds if `exposed`."""
+        """Reloads a layer whose forward has run; returns its copies' seconds, which the clock adds if `exposed`."""
         key = turn.chunk, turn.microbatch, index
         if self._holds.get(key) in (None, _State.WHOLE):
             return 0.0

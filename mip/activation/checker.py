@@ -2,7 +2,8 @@
 
 Shares no code with the planner. It walks through one microbatch layer by layer with a clock and a balance of bytes, or
 through a whole step turn by turn where a rank has several chunks, and compares what it finds with the budgets and with
-the plan's own prediction. The first broken rule is returned, in the order of `Rule`; a plan is valid when there is none.
+the plan's own prediction. The first broken rule is returned, in the order of `Rule`; a plan is valid when there is
+none.
 """
 
 from __future__ import annotations

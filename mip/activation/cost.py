@@ -1,4 +1,4 @@
-"""Cost model of an activation plan: time by cause, and the peak of every tier, by the rules of `memo.mip.activation.plan`.
+"""Cost model of an activation plan, by the rules of `memo.mip.activation.plan`: time by cause, and peaks by tier.
 
 Plain arithmetic on one plan; the planner predicts with it after rounding. The simulator plays the same rules event by
 event and shares no code with it.
@@ -79,8 +79,8 @@ def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tu
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
     """Bytes that one rank of a stage may take of a tier beyond the moved bytes, since storages and pages are whole.
 
-    The last layer does not move. Where some layer is `divided` among tiers, the excess that each pass over a chunk carries
-    from layer to layer is less than one storage.
+    The last layer does not move. Where some layer is `divided` among tiers, the excess that each pass over a chunk
+    carries from layer to layer is less than one storage.
     """
     layers, last = problem.profile.layer_profiles(), stage_layers(problem, stage)[-1]
     of_chunks = []

@@ -17,8 +17,8 @@ __all__ = ["free_swap_tokens"]
 def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
     """Computes the shortest sequence from which every layer's whole activations are swapped behind compute.
 
-    Batch, parallelism and machine stay as in the profile. Attention's backward is taken to last twice its forward, which
-    is the least it can.
+    Batch, parallelism and machine stay as in the profile. Attention's backward is taken to last twice its forward,
+    which is the least it can.
 
     Returns:
         Tokens of a sequence; None where no length suffices.

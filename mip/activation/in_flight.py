@@ -2,9 +2,9 @@
 
 Owns the counting alone. A call is one chunk's forward and backward of one microbatch; its states are:
 
-    forward ──▶ waiting ──▶ backward, gone                        its kept bytes stay on the device
-    forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone      between: what has not moved stays, also what
-                                                                             was recomputed
+    forward ──▶ waiting ──▶ backward, gone                                  waiting: kept bytes stay on the device
+    forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone    between: all but the moved bytes stay,
+                                                                            also recomputed ones
 
 Two layers are whole besides: the last layer of the latest forward, until another forward begins; and the first layer of
 the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
@@ -37,8 +37,8 @@ class Moment:
     standing: int | None = None
     """The chunk whose last layer is whole; one of those that wait."""
     ahead: tuple[int, bool] | None = None
-    """The chunk of which a layer is read ahead, one of those that wait or are between; and whether that is its first layer,
-    for the second half of a backward, instead of its last."""
+    """The chunk of which a layer is read ahead, one of those that wait or are between; and whether that is its first
+    layer, for the second half of a backward, instead of its last."""
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + still(p, j) (full_j + G_j - h_j - d_j) <= device
-         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept is
-         (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
+         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept
+         is (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -23,8 +23,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. There are no integers: fractions of tokens are rounded to tiles
-afterwards, downwards, which no row objects to; and a tier may hold any part of a layer's storages. Where a stage's layers
-are of one class most of them share their variables (`Sharing`).
+afterwards, downwards, which no row objects to; and a tier may hold any part of a layer's storages. Where a stage's
+layers are of one class most of them share their variables (`Sharing`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Sharing(enum.Enum):
 
     UNIFORM = "all but the last two"
     INTERIOR = "all but the first and the last three"
-    """Loses nothing, or next to nothing where a recompute is given bytes that autograd does not save, for which there is
-    more room the earlier the layer. May treat the first and the third last layer differently for no gain."""
+    """Loses nothing, or next to nothing where a recompute is given bytes that autograd does not save, for which there
+    is more room the earlier the layer. May treat the first and the third last layer differently for no gain."""
     NONE = "none"
 
 
@@ -96,8 +96,8 @@ class Model:
     Args:
         problem: profile, hardware, budgets and pipeline.
         sharing: layers that share their variables.
-        staying: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes less
-            of the tiers; None: any part of any layer may stay.
+        staying: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes
+            less of the tiers; None: any part of any layer may stay.
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
     """
 

@@ -1,7 +1,7 @@
 """Number of tiles in which layers compute their MLP, as a variable of the plan: the number with the shortest step.
 
-Owns the choice alone. What a number of tiles saves, holds and costs is in a profile made for it; each number is a problem
-of its own, whose plan is proven best for that number.
+Owns the choice alone. What a number of tiles saves, holds and costs is in a profile made for it; each number is a
+problem of its own, whose plan is proven best for that number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from memo.mip.activation.solver import solve_problem
 __all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
 
 MLP_TILE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of tiles to try. Beyond 64 little is saved: a 64th of the MLP's wide activations is less than one tensor of the
-hidden size."""
+"""Numbers of tiles to try. Beyond 64 little is saved: a 64th of the MLP's wide activations is less than one tensor of
+the hidden size."""
 
 
 def solve_mlp_tiles(

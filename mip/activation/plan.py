@@ -16,11 +16,11 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
     lanes      host bytes h and disk bytes d cross the link at once, in equal shares while both last; then disk bytes go
                on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
-    rounding   a storage goes to one place whole, kept ones within what is planned, and a place in a tier has whole pages.
-               So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page for
-               each storage of layers that can move; and where it divides a layer, its largest storage
-    pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host and
-               disk bytes; where that is more than one, the last layer of one of them stands whole; a forward waits for
+    rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
+               pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
+               for each storage of layers that can move; and where it divides a layer, its largest storage
+    pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host
+               and disk bytes; where that is more than one, the last layer of one of them is whole; a forward waits for
                the stage before, a backward for the stage after. A stage that is planned alone gives its number
     chunks     under schedules that give a rank two runs of consecutive layers, a stage is both of these chunks, and the
                microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The first
@@ -78,9 +78,9 @@ class Budgets:
     """Memory and disk that a plan may use."""
 
     device_bytes: int
-    """Of one GPU, for everything that training holds there, parameters included."""
+    """Memory of one GPU, for everything that training holds there, parameters included."""
     host_bytes: int = 0
-    """Of one node, shared by its ranks; so are the next two. 0 turns the tier off."""
+    """Per node, shared by its ranks, as are the next two. 0 turns the tier off."""
     disk_bytes: int = 0
     disk_wear_bytes_per_day: float | None = None
     """Bytes written in a day of training without stalls; None is without limit."""
@@ -133,8 +133,8 @@ class Pipeline:
     stages_per_node: int = 1
     """Number of consecutive stages that share a node, each with the same number of its ranks."""
     held: int | None = None
-    """Microbatches in flight of a single stage that is part of a pipeline planned stage by stage; None is the number under
-    1F1B."""
+    """Microbatches in flight of a single stage that is part of a pipeline planned stage by stage; None is the number
+    under 1F1B."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     own: StageTurns | None = None
     """Turns of such a stage, instead of `held`, where it has more than one chunk."""
@@ -335,7 +335,7 @@ class StagePrediction:
     """For all microbatches in flight; so is the disk's."""
     peak_disk_bytes: int = 0
     disk_written_bytes: int = 0
-    """In a step."""
+    """Per step."""
     chunks: tuple[ChunkPrediction, ...] | None = None
     """Where there is more than one chunk; together they take as long as the stage."""
 
@@ -361,7 +361,7 @@ class StagePrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
-    """A problem, the plan of each layer, and the predictions. `memo.mip.activation.checker` decides whether it is valid."""
+    """A problem, the plan of each layer, and predictions. `memo.mip.activation.checker` decides whether it is valid."""
 
     problem: ActivationProblem
     layers: tuple[LayerPlan, ...]

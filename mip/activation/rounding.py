@@ -29,7 +29,7 @@ def tile_of(tokens: int) -> int:
 
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
-    """Largest number of saved bytes that rounding takes from a layer: a tile of each range, and the smallest last range."""
+    """Upper bound of the saved bytes that rounding takes from a layer: a tile per range, and the least last range."""
     return sum(known.saved_bytes for known in layer.levels) * (tile_of(tokens) + LEAST_TOKENS) / tokens
 
 
@@ -38,7 +38,7 @@ def in_tiles(
 ) -> tuple[tuple[LayerPlan, ...], tuple[StagePrediction, ...]]:
     """Rounds token ranges to tiles; no layer saves more than asked.
 
-    The second range gets what the first one loses, where the device has room for the bytes that recomputes are then given.
+    The second range gets what the first one loses, if the device has room for the bytes that recomputes are then given.
 
     Returns:
         The rounded layer plans, and the predictions of each stage under them.

@@ -1,7 +1,7 @@
 """Entry point of activation planning: `solve_problem` returns a checked plan, or raises with what would fit.
 
-Owns the sequence: keep everything where that fits, else solve the linear program, round token ranges to what the runtime
-can cut, predict, and check. A plan that the independent checker refuses is never returned.
+Owns the sequence: keep everything where that fits, else solve the linear program, round token ranges to what the
+runtime can cut, predict, and check. A plan that the independent checker refuses is never returned.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         A plan that has passed `memo.mip.activation.checker`. `declined` is set where everything fits without a plan.
 
     Raises:
-        Infeasible: no plan fits; the message names the tier, the place, the bytes, and the smallest budgets that would do.
+        Infeasible: no plan fits; the message names the tier, the place, the bytes, and the smallest sufficient budgets.
         SolverFailed: the solver crashed.
     """
     kept = _keep_all(problem)
@@ -75,8 +75,8 @@ def _best_model(problem: ActivationProblem) -> Model:
 def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
     """The program, and where level all has bytes beside the layer, a second one with the undivided layers fixed.
 
-    Only a divided layer has bytes beside it, a discontinuity that a linear program cannot express. The undivided layers are
-    those that a program without such bytes leaves whole.
+    Only a divided layer has bytes beside it, a discontinuity that a linear program cannot express. The undivided layers
+    are those that a program without such bytes leaves whole.
     """
     yield Model(problem, staying=staying)
     if not _has_beside(problem.profile):

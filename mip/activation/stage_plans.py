@@ -1,7 +1,7 @@
 """Part of a pipeline's plan for one stage, as a plan of its own for the stage's ranks.
 
-Owns the extraction alone. The part keeps the whole plan's signature, its rates and the prediction of the stage; its host
-and disk budgets are what the stage may take of them, as if the node had no other stage.
+Owns the extraction alone. The part keeps the whole plan's signature, its rates and the prediction of the stage; its
+host and disk budgets are what the stage may take of them, as if the node had no other stage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lower_tier_nbytes(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
 
 
 def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
-    """Extracts the plan of one stage: its layers, chunk after chunk, with the microbatches in flight of the whole pipeline.
+    """Extracts the plan of one stage: its layers, chunk after chunk, with the whole pipeline's microbatches in flight.
 
     Returns:
         A plan of one stage that can be checked and run by itself.

@@ -1,8 +1,8 @@
 """Canonical branch and bound, and greedy fit, in Python: the reference implementation of search.cpp, and its fallback.
 
 Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
-can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at the
-lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
+can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
+the lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
 
 Order        A buffer that could have come before the last placed one but did not must wait until something below it
              lifts it; with it in its place the branch was, or will be, explored elsewhere.

@@ -115,7 +115,7 @@ def _overlap(plan: Plan) -> Violation | None:
 
 
 def _overlap_in(arena: str, plan: Plan) -> Violation | None:
-    """Sweeps over time, ends before starts of the same instant. `live` holds (offset, index) of disjoint byte ranges."""
+    """Sweeps over time, ends before starts of an instant. `live` holds (offset, index) of disjoint byte ranges."""
     buffers, offsets = plan.problem.buffers, plan.offsets
     events = []
     for index, buffer in enumerate(buffers):

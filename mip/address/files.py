@@ -1,7 +1,7 @@
 """Files of address problems and plans: JSON and CSV.
 
-Owns the formats of docs/plan-format.md. Input may come from anywhere: what is read is exactly what the format allows, or
-a PlanError says in one line what is not. Output is atomic, and equal plans give equal bytes.
+Owns the formats of docs/plan-format.md. Input may come from anywhere: what is read is exactly what the format allows,
+or a PlanError says in one line what is not. Output is atomic, and equal plans give equal bytes.
 """
 
 from __future__ import annotations

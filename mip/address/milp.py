@@ -1,10 +1,10 @@
-"""Mixed-integer program of address planning, in MEMO's letters (SIGMOD 2025), for either level of the bi-level formulation.
+"""Mixed-integer program of address planning, in MEMO's letters (SIGMOD 2025), for either level of the bi-level form.
 
-Level 1 is this program for the buffers of one layer's forward or backward pass; level 2 is the same program for the step
-with each pass as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common divisor:
-in bytes both solvers call feasible programs infeasible. The solver's answer is not trusted: its addresses only give an
-order, in which the buffers are packed again in whole units, and its claim of optimality counts only when the result is
-as small as claimed.
+Level 1 is this program for the buffers of one layer's forward or backward pass; level 2 is the same program for the
+step with each pass as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common
+divisor: in bytes both solvers call feasible programs infeasible. The solver's answer is not trusted: its addresses only
+give an order, in which the buffers are packed again in whole units, and its claim of optimality counts only when the
+result is as small as claimed.
 """
 
 from __future__ import annotations

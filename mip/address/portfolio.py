@@ -1,8 +1,8 @@
 """Solver of one arena: a portfolio of greedy fits, then restarted tree searches, until the bound is met or time is up.
 
 Owns the incumbent and the lower bound. Invariant: `lower` is proven, and `offsets` fit in `upper` units; the two only
-approach each other. Work is limited by nodes, not by seconds, so that two runs which both end before the time limit give
-the same plan on machines of any speed.
+approach each other. Work is limited by nodes, not by seconds, so that two runs which both end before the time limit
+give the same plan on machines of any speed.
 
     greedy fits ─▶ upper ── tree search at a capacity in [lower, upper) ─▶ found: upper = its height
                                                                        └▶ impossible: lower = that capacity + 1
@@ -21,7 +21,7 @@ from memo.mip.address.native_search import Answer, Engine, make_engine
 __all__ = ["ArenaSolver"]
 
 NODE_LIMIT = 4000
-"""Nodes of the shortest searches: each of MiniMalloc's instances A to F is solved within about this many in some order."""
+"""Nodes of the shortest searches: some order solves each of MiniMalloc's instances A to F within about this many."""
 FIRST_NODE_LIMIT = 20_000
 """Nodes of the searches by named orders, which succeed at once more often than others."""
 NAMED_ORDERS = 3
@@ -88,7 +88,7 @@ class ArenaSolver:
         self.search(deadline=deadline, gap=gap)
 
     def done(self, *, deadline: float, gap: float = 0.0) -> bool:
-        """Whether the incumbent is within `gap` of the bound, the capacity is met or refuted, or the deadline has passed.
+        """Whether the incumbent is within `gap`, the capacity is met or refuted, or the deadline has passed.
 
         Args:
             deadline: in seconds of `time.monotonic`.

@@ -28,7 +28,7 @@ class Method(enum.StrEnum):
     """Solvers that a plan may use."""
 
     AUTO = "auto"
-    """Portfolio, then search; where buffers name groups, the bi-level program in between. The smallest result is kept."""
+    """Portfolio, then search; where buffers name groups, the bi-level program in between. The best result is kept."""
     SEARCH = "search"
     """Portfolio, then search."""
     MIP = "mip"
@@ -60,8 +60,8 @@ def solve(
 ) -> Plan:
     """Places every buffer, each arena as small as the time allows.
 
-    An arena with a capacity only has to fit; one without is made smaller until it is proven optimal, within `gap` of the
-    bound, or time is up. Ctrl-C ends the work early and keeps the best plan, if there is one.
+    An arena with a capacity only has to fit; one without is made smaller until it is proven optimal, within `gap` of
+    the bound, or time is up. Ctrl-C ends the work early and keeps the best plan, if there is one.
 
     Args:
         problem: the buffers.
@@ -70,7 +70,7 @@ def solve(
         method: the solvers to use.
         seed: of the search; equal inputs and seeds that end before the time limit give equal plans.
         progress: called after each change of an arena's size or bound.
-        known: placements from elsewhere, by name: offset in bytes by buffer id. The plan is never larger than any of them.
+        known: placements from elsewhere, by name: offset in bytes by buffer id. No plan is larger than one of them.
 
     Raises:
         Infeasible: proven; the message names the arena, the instant, and what would fit.
@@ -178,8 +178,8 @@ class _ArenaWork:
         if not proven:
             least = solver.lower * unit
             return SolverTimeout(
-                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below {least} "
-                f"bytes{known}); give it more time or a larger capacity"
+                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below "
+                f"{least} bytes{known}); give it more time or a larger capacity"
             )
         at, load = peak(self._buffers, alignment=self._problem.alignment)
         if load > capacity:
@@ -211,7 +211,7 @@ def _require_possible(problem: Problem, name: str, buffers: Sequence[Buffer]) ->
         alignment = math.lcm(problem.alignment, buffer.alignment)
         if (buffer.fixed_offset or 0) % alignment:
             raise Infeasible(
-                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, which is no multiple of its alignment {alignment}"
+                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, not a multiple of its alignment {alignment}"
             )
     end = max((buffer.fixed_offset or 0 for buffer in fixed if not buffer.nbytes), default=0)
     capacity = problem.capacities.get(name)

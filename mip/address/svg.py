@@ -82,7 +82,7 @@ def picture_png(plan: Plan) -> bytes:
 
 
 def picture_html(plan: Plan) -> str:
-    """Draws the plan as one HTML page. Hovering names a buffer, the wheel zooms, dragging pans, a double click resets."""
+    """Draws the plan as an HTML page. Hover names a buffer, the wheel zooms, dragging pans, a double click resets."""
     arenas = [
         {
             "name": arena.name,
@@ -118,7 +118,7 @@ STYLE = (
 
 
 def _boxes(plan: Plan, arena: ArenaPlan) -> list[tuple[int, int, int, int, int, str]]:
-    """(start, end, offset, nbytes, colour, id) of every span of every buffer of the arena, coloured by size and group."""
+    """(start, end, offset, nbytes, colour, id) of every span of an arena's buffers, coloured by size and group."""
     kinds = sorted({(buffer.nbytes, buffer.group) for buffer in plan.problem.of(arena.name)})
     colours = {kind: rank % len(COLOURS) for rank, kind in enumerate(kinds)}
     boxes = []

@@ -41,19 +41,19 @@ class Hardware:
     device_bytes: int
     hbm_bytes_per_s: float
     d2h_bytes_per_s: float
-    """Of one GPU alone to host memory; the next two are the way back, and the sum of both at once."""
+    """One GPU alone to host memory; the next two are the way back, and the sum of both at once."""
     h2d_bytes_per_s: float
     duplex_bytes_per_s: float
     node_d2h_bytes_per_s: float
-    """Of all GPUs of a node together, in each direction; switches, sockets and host memory may limit their sum."""
+    """All GPUs of a node together, in each direction; switches, sockets and host memory may limit their sum."""
     node_h2d_bytes_per_s: float
     nvlink_bytes_per_s: float
-    """Of one GPU to its peers in the node, in one direction."""
+    """One GPU to its peers in the node, in one direction."""
     gpus_per_node: int
     host_bytes: int
     """Host memory of a node."""
     disk_write_bytes_per_s: float = 0.0
-    """Of all disks of a node together; 0: there is none."""
+    """All disks of a node together; 0: there is none."""
     disk_read_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class Hardware:
         )
 
 
-# Peaks and memories: the makers' data sheets (NVIDIA A100, A800, H100, H200, B200 in the HGX form, GH200), dense bfloat16
-# without sparsity; memories are what nvidia-smi shows, 80 GB being 80 GiB there.
+# Peaks and memories: the makers' data sheets (NVIDIA A100, A800, H100, H200, B200 in the HGX form, GH200), dense
+# bfloat16 without sparsity; memories are what nvidia-smi shows, 80 GB being 80 GiB there.
 # Efficiencies: 0.64 of an A100's 312 TFLOP/s are the 200 that MEMO (SIGMOD 2025) and Megatron-LM reach in large layers;
 # FlashAttention-2 reaches 0.6 of it forward at long sequences (Dao 2023), -3 0.65 on an H100 (Shah et al. 2024).
-# PCIe: 25 and 55 GB/s are what copies through page-locked memory reach of generation 4's 31.5 and 5's 63 GB/s on 16 lanes.
+# PCIe: of generation 4's 31.5 and 5's 63 GB/s on 16 lanes, copies through page-locked memory reach 25 and 55 GB/s.
 # A node of eight A100 or A800 has its GPUs in pairs behind switches; 13 GB/s for each of eight at once follows from the
 # length from which MEMO (SIGMOD 2025) reports swap to be free. Elsewhere each GPU has a link of its own.
 # Disks: four NVMe drives of a cloud node as DeepSpeed's DeepNVMe report (August 2024) measured them, 5 GB/s in, 10 out.

@@ -43,7 +43,7 @@ class PipelineSchedule(enum.StrEnum):
         return [rank, rank + ranks]
 
     def reason_unsupported(self, microbatches: int, ranks: int) -> str | None:
-        """Why the schedule cannot run `microbatches` on `ranks`, as the end of a sentence about them; None if it can."""
+        """Reason why the schedule cannot run, as the end of a sentence about the microbatches; None if it can."""
         if self is PipelineSchedule.GPIPE or ranks == 1:
             return None
         least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks

@@ -1,12 +1,12 @@
 """Data types of a profile: what each layer of one training step saves, computes and recomputes, on one rank.
 
-Pure data. Every byte and every second is of one rank and one microbatch. A profile is measured or derived by arithmetic,
-and says which. Layers of one class are equal and share one `LayerProfile`.
+Pure data. Every byte and every second is of one rank and one microbatch. A profile is measured or derived by
+arithmetic, and says which. Layers of one class are equal and share one `LayerProfile`.
 
-    what a layer saves   [ always: input, attention output, statistics | other: no token dimension | token-wise         ]
-    SAVE_ALL                      saved                                       saved                      saved
-    SAVE_MATMULS                  saved                                       saved                      matmul outputs *
-    SAVE_ATTENTION                saved                                       saved                      nothing *
+    saved bytes          [ always: input, attention output, statistics | other: no token dimension | token-wise ]
+    SAVE_ALL                      saved                                       saved                  saved
+    SAVE_MATMULS                  saved                                       saved                  matmul outputs *
+    SAVE_ATTENTION                saved                                       saved                  nothing *
     *  and, beside what autograd saves, what a recompute is given: other products' results, dropout masks
 
 The level is chosen per token, so any mix of the three is possible in the token-wise part. `recompute_s` is the time of
@@ -82,8 +82,9 @@ class LevelProfile:
     saved_bytes: int
     """Saved bytes of the token-wise part; what is always saved comes on top."""
     beside_bytes: int = 0
-    """Bytes on the device beside the whole layer where its tokens are at several levels. Of `saved_bytes`, these are what a
-    recompute is given and autograd does not save, and what is gathered from several pieces into one block to move."""
+    """Bytes on the device beside the whole layer where its tokens are at several levels. Of `saved_bytes`, these are
+    what a recompute is given and autograd does not save, and what is gathered from several pieces into one block to
+    move."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
 
@@ -167,8 +168,8 @@ class EndProfile:
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved_bytes: int = 0
-    """Live from the end's forward to its backward: for the embedding while every layer runs, for the head between two of
-    its own passes."""
+    """Live from the end's forward to its backward: for the embedding while every layer runs, for the head between two
+    of its own passes."""
     transient_bytes: int = 0
     """Peak bytes beside those, in either pass."""
     static_bytes: int = 0

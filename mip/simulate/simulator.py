@@ -41,7 +41,7 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         problem: profile, hardware and budgets to simulate on, with as many layers; the plan's own by default.
 
     Raises:
-        PlanInvalid: the plan is of another model, moves bytes over a link that is not there, or has too many microbatches.
+        PlanInvalid: the plan is of another model, moves bytes over a missing link, or has too many microbatches.
     """
     problem = problem or plan.problem
     if len(problem.profile.layers) != len(plan.layers):
@@ -124,7 +124,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
 
 
 def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
-    """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among the stage's ranks."""
+    """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
     budgets, together = problem.budgets, problem.pipeline.stages_per_node
     ranks = budgets.ranks_per_node // together
     first = number // together * together

@@ -10,11 +10,12 @@ model: the time of a step follows from the events alone.
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
     reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
 
-So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
-another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
+So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them
+until another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed
+(R6).
 
-A stage may have several chunks, whose turns follow one another in a given order. The second half of a split backward runs
-from the first layer on; between the halves moved bytes leave again, and recomputed bytes stay.
+A stage may have several chunks, whose turns follow one another in a given order. The second half of a split backward
+runs from the first layer on; between the halves moved bytes leave again, and recomputed bytes stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trace events of a simulation, in the format of a run's trace, so that every trace command reads them.
 
-Owns the translation alone: seconds become nanoseconds since the step began, and each part of a call's saved bytes becomes
-one storage. Two differences from a run: a storage is a whole part of a layer, not one tensor of it; and recomputed bytes
-are gone while they are not on the device, where a run counts the tensor whose tail they are.
+Owns the translation alone: seconds become nanoseconds since the step began, and each part of a call's saved bytes
+becomes one storage. Two differences from a run: a storage is a whole part of a layer, not one tensor of it; and
+recomputed bytes are gone while they are not on the device, where a run counts the tensor whose tail they are.
 """
 
 from __future__ import annotations
