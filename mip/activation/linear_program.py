@@ -323,18 +323,18 @@ class Model:
 
     def _device_rows(self, stage: int) -> None:
         device = self.problem.budgets.device_bytes
-        for position in _undominated(device_peak_candidates(self.problem, stage)):
+        for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
                 kept, whole, still = (
                     sum(counts[member] for member in group.members)
-                    for counts in (position.kept, position.whole, position.still)
+                    for counts in (candidate.kept, candidate.whole, candidate.still)
                 )
                 used += kept * group.kept + whole * group.beside
                 used += still * self._still(group) if still else 0
-            room = (device - position.resident_bytes) / self._byte
+            room = (device - candidate.resident_bytes) / self._byte
             # (6)
-            self._budget(used, room, Resource.DEVICE, f"at {position.name}")
+            self._budget(used, room, Resource.DEVICE, f"at {candidate.name}")
 
     def _still(self, group: _Group) -> pulp.LpAffineExpression:
         """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
@@ -438,10 +438,10 @@ def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
     return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
 
 
-def _undominated(positions: Sequence[PeakCandidate]) -> list[PeakCandidate]:
+def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
     """Candidates that no other one dominates."""
     found: list[PeakCandidate] = []
-    for position in sorted(positions, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
-        if not any(other.dominates(position) for other in found):
-            found.append(position)
+    for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
+        if not any(other.dominates(candidate) for other in found):
+            found.append(candidate)
     return found
