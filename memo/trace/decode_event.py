@@ -30,7 +30,7 @@ _Check = Callable[[object], Any]
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise TraceError(f"{name} is no JSON number")
+    raise TraceError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -95,7 +95,7 @@ def natural(value: object) -> int:
         TraceError: it is something else.
     """
     if type(value) is not int:
-        raise TraceError(f"{_shown(value)} is no integer")
+        raise TraceError(f"{_shown(value)} is not an integer")
     if not 0 <= value <= MAX_INTEGER:
         raise TraceError(f"{_shown(value)} is outside 0 .. 2^63-1")
     return value
@@ -108,13 +108,13 @@ def text(value: object) -> str:
         TraceError: it is something else.
     """
     if type(value) is not str:
-        raise TraceError(f"{_shown(value)} is no text")
+        raise TraceError(f"{_shown(value)} is not a text")
     return value
 
 
 def _naturals(value: object) -> tuple[int, ...]:
     if type(value) is not list:
-        raise TraceError(f"{_shown(value)} is no list")
+        raise TraceError(f"{_shown(value)} is not a list")
     return tuple(natural(item) for item in value)
 
 

@@ -221,12 +221,12 @@ def _header(line: str) -> dict[str, Any]:
         hint = "a trace begins with a header, as `memo train --trace` and `memo simulate -o` write it"
         raise TraceError(f"{error}; {hint}") from None
     if fields.get("format") != FORMAT:
-        raise TraceError(f'is no {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
+        raise TraceError(f'is not a {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
     if fields.get("version") != VERSION or type(fields["version"]) is not int:
         raise TraceError(f"is version {ascii(fields.get('version'))[:40]}; this memo reads version {VERSION}")
     meta = fields.get("meta", {})
     if not isinstance(meta, dict):
-        raise TraceError("`meta` is no object")
+        raise TraceError("`meta` is not an object")
     check_depth(meta)
     rank, world_size = natural(fields.get("rank")), natural(fields.get("world_size"))
     if rank >= world_size:

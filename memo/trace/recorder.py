@@ -142,4 +142,4 @@ def _require_trace(path: Path) -> None:
     except OSError:
         return  # nor can it be written, which says why
     if start and FORMAT.encode() not in start:
-        raise TraceError(f"{str(path)!r} exists and is no trace; name another file")
+        raise TraceError(f"{str(path)!r} exists and is not a trace; name another file")

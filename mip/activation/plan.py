@@ -113,10 +113,12 @@ class StageTurns:
                 raise PlanError(f"pipeline: turn {turn.chunk}{turn.kind}{turn.microbatch} is out of order")
             state[turn.call] = turn.kind
         if not all(count > 0 for count in self.layers) or len(self.layers) < 2:
-            raise PlanError(f"pipeline: chunks of {self.layers} layers are none")
+            raise PlanError(
+                f"pipeline: a rank of chunks needs at least two, of at least one layer each, not {self.layers}"
+            )
         counts = [sum(chunk == own for own, _ in state) for chunk in range(len(self.layers))]
         if len(set(counts)) > 1 or not all(kind in (Kind.BACKWARD, Kind.WEIGHT) for kind in state.values()):
-            raise PlanError("pipeline: some microbatches have no end")
+            raise PlanError("pipeline: some microbatches are not in every chunk, or have no backward")
 
     @property
     def microbatches(self) -> int:
@@ -147,7 +149,7 @@ class Pipeline:
         if not 1 <= self.stages_per_node <= self.stages or self.stages % self.stages_per_node:
             raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
-            raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches is none")
+            raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches are out of range")
         if self.schedule.stages_per_rank > 1:
             self._check_schedule()
         if self.own is not None and (self.stages > 1 or self.held or self.own.microbatches != self.microbatches):

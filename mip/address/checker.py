@@ -90,7 +90,7 @@ def _each_buffer(plan: Plan) -> Violation | None:
 def _each_arena(plan: Plan) -> Violation | None:
     for arena in plan.arenas:
         if arena.nbytes % plan.problem.alignment:
-            words = f"arena {arena.name!r} of {arena.nbytes} bytes is no multiple of {plan.problem.alignment}"
+            words = f"arena {arena.name!r} of {arena.nbytes} bytes is not a multiple of {plan.problem.alignment}"
             return Violation(rule=Rule.ALIGNMENT, message=words)
         capacity = plan.problem.capacities.get(arena.name)
         if capacity is not None and arena.nbytes > capacity:

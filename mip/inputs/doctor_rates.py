@@ -79,12 +79,12 @@ def _entries(report: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def _rate(entry: dict[str, Any], key: str) -> float:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_RATE:
-        raise PlanError(f"{key} is no rate")
+        raise PlanError(f"{key} is not a rate")
     return float(value)
 
 
 def _whole(entry: dict[str, Any], key: str) -> int:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62:
-        raise PlanError(f"{key} is no number of bytes")
+        raise PlanError(f"{key} is not a number of bytes")
     return value

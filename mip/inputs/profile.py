@@ -53,7 +53,7 @@ def check_amounts(noun: object, where: str) -> None:
             continue
         limit = MAX_NBYTES if isinstance(value, int) else MAX_AMOUNT
         if not (math.isfinite(value) and 0 <= value <= limit):
-            raise PlanError(f"{where}: {field.name} is {value}, which is no amount")
+            raise PlanError(f"{where}: {field.name} is {value}, not a finite amount of 0 or more")
 
 
 class Level(enum.StrEnum):
@@ -195,7 +195,7 @@ class Signature:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "tp", "cp", "pp"):
             if not 1 <= getattr(self, name) <= 1 << 40:
-                raise PlanError(f"signature: {name} is {getattr(self, name)}, which is no count")
+                raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
 
     @property
     def rank_tokens(self) -> int:

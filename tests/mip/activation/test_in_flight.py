@@ -114,9 +114,9 @@ def test_an_order_that_holds_no_more_is_known_from_one_that_does() -> None:
         ("0F0 0F0 0B0 1F0 1B0", "0F0 is out of order"),
         ("0F0 0W0 1F0 1B0", "0W0 is out of order"),
         ("0F0 0B0 2F0 2B0", "2F0 is out of order"),
-        ("0F0 0B0 1F0", "have no end"),
-        ("0F0 0B0 0F1 0B1 1F0 1B0", "have no end"),
-        ("0F0 0I0 1F0 1B0", "have no end"),
+        ("0F0 0B0 1F0", "or have no backward"),
+        ("0F0 0B0 0F1 0B1 1F0 1B0", "or have no backward"),
+        ("0F0 0I0 1F0 1B0", "or have no backward"),
     ],
 )
 def test_turns_that_are_no_step_are_refused(order: str, words: str) -> None:
