@@ -36,13 +36,13 @@ from memo.errors import MemoError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile
 from memo.mip.activation import (
-    TILES,
+    MLP_TILE_COUNTS,
     ActivationProblem,
     Budgets,
     Pipeline,
     plan_to_json,
     read_hardware,
-    solve_tiles,
+    solve_mlp_tiles,
 )
 from memo.mip.address import write_file
 from memo.mip.inputs import Hardware, PipelineSchedule, hardware_of
@@ -118,7 +118,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
         profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
-    plan = solve_tiles(problem, TILES if asked.mlp_tiles is None else [asked.mlp_tiles])
+    plan = solve_mlp_tiles(problem, MLP_TILE_COUNTS if asked.mlp_tiles is None else [asked.mlp_tiles])
     prove(plan)
     write_file(file, plan_to_json(plan), overwrite=True)
     if LEADS:
@@ -134,7 +134,7 @@ def this_gpu() -> Hardware:
 
 
 def to_disk(asked: Namespace) -> list[str]:
-    """Flags for a CPU, whose activations move to disk; simulates a step without bytes to predict the peak."""
+    """Flags for a CPU, whose activations move to disk; simulates a step without bytes to predict_stages the peak."""
     batch, tokens = asked.layout.batch, asked.layout.tokens
     step = functools.partial(gpt_step, asked.config, batch=batch, tokens=tokens, precision=asked.precision)
     plain, ours = (record_step(step, alpha=alpha, exact=True) for alpha in (None, LAPTOP_ALPHA))

@@ -1,6 +1,11 @@
-"""Address planning on pure data: buffers with lifetimes and sizes go in, offsets come out. Imports no torch.
+"""Planners on pure data: which activations to keep, move or recompute, and at which addresses. Imports no torch.
 
-Read `buffers.py` for the nouns and `solve.py` for the one call; `check.py` is what makes the answers trustworthy.
+Where to begin:
+    address/     buffers with lifetimes and sizes -> offsets. Read problem.py for the nouns, solver.py for the call,
+                 checker.py for why a plan can be trusted.
+    activation/  profile, hardware and budgets -> a plan for each layer: plan.py, solver.py, checker.py likewise.
+    inputs/      the planners' inputs: profiles, hardware, pipeline schedules.
+    simulate/    one training step played under an activation plan, event by event.
 """
 
 from __future__ import annotations

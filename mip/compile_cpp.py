@@ -1,8 +1,8 @@
-"""Compiles a C++ file of this package at its first use and loads it; answers None where that cannot be done.
+"""Compilation of the package's C++ files at first use.
 
-Owns the cache: one directory of the user's, one library per source, flags and compiler, named by their hash. A library is
-written to a temporary name and renamed, so processes that race each other compile twice and agree. The directory must
-belong to the user and be writable by nobody else, or it is not used: its files are loaded into the process.
+Owns the cache: one directory per user, one library per source, flags, compiler and processor, named by their hash. A
+library is written to a temporary name and renamed, so concurrent processes may compile twice but never load half a
+file. Cached files are loaded into the process, so the directory must belong to the user and be writable by nobody else.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ COMPILE_LIMIT_S = 120
 
 @functools.cache
 def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
-    """The library made of `source`, or None, with one warning that says why, when it cannot be made here.
+    """Compiles and loads a C++ file; None, after one warning with the reason, where that is not possible.
 
-    `$CXX` names the compiler, as it does for every build tool; else the system's `c++` or `g++`.
+    The compiler is `$CXX`, else the system's `c++`, `g++` or `clang++`.
     """
     try:
         return ctypes.CDLL(str(build(source, flags=flags)))
@@ -44,7 +44,12 @@ def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
 
 
 def build(source: Path, *, includes: Sequence[Path] = (), flags: Sequence[str] = FLAGS) -> Path:
-    """The library made of `source`, and of the files it includes, from the cache if it is there.
+    """Compiles a C++ file to a shared library, or finds the library in the cache.
+
+    Args:
+        source: the file to compile.
+        includes: files of ours that it includes; a change of them is a change of the library.
+        flags: the compiler's flags.
 
     Raises:
         OSError: there is no compiler, or no directory that can be trusted.
@@ -69,7 +74,7 @@ def build(source: Path, *, includes: Sequence[Path] = (), flags: Sequence[str] =
 
 
 def _processor() -> str:
-    """What `-march=native` means here: a home directory may be shared by machines of several kinds."""
+    """Identity of the processor, since `-march=native` depends on it and home directories are shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -88,7 +93,11 @@ def _compiler() -> list[str]:
 
 
 def open_cache() -> Path:
-    """The user's cache directory for compiled files, made if need be; OSError if it cannot be trusted."""
+    """Returns the user's cache directory for compiled files, and creates it.
+
+    Raises:
+        OSError: it cannot be created, belongs to somebody else, or is writable by others.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = Path(base) / "memo"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)

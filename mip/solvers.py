@@ -1,7 +1,8 @@
-"""The two solvers of PuLP models: HiGHS in this process, with a warm start that arrives, and CBC.
+"""Interface to the two solvers of PuLP models: HiGHS in this process, and CBC as a program.
 
-PuLP's own in-process HiGHS passes `warmStart` on as an option of HiGHS, which has none, and drops the values. Here they
-are handed over as a solution. PuLP reports "Optimal" for a run that hit its time limit; `Solved.proven` does not.
+Owns the warm start: PuLP passes `warmStart` to HiGHS as an option, which HiGHS does not have, and drops the values;
+here they are handed over as a solution. PuLP reports "Optimal" for a run that hit its time limit; `Solved.proven` does
+not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Backend", "Solved", "pulp", "solve_model"]
 
 
 def _imported_alone(name: str) -> Any:
-    """Imports in a thread of its own: PuLP keeps errors of solvers that it did not find, and so its importer's frames."""
+    """Imports in a separate thread: PuLP keeps the errors of missing solvers, and so the frames of its importer."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(importlib.import_module, name).result()
 
@@ -28,11 +29,11 @@ def _imported_alone(name: str) -> Any:
 pulp: Any = _imported_alone("pulp")
 
 OPTIMAL, FOUND = 1, 2
-"""PuLP's sol_status; under any other the variables hold leftovers."""
+"""Values of PuLP's sol_status. With any other value the variables hold no solution."""
 
 
 class Backend(enum.StrEnum):
-    """Who solves the model."""
+    """The solver of a model."""
 
     HIGHS = "highs"
     CBC = "cbc"
@@ -40,16 +41,16 @@ class Backend(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """How a run ended."""
+    """Outcome of a solver run."""
 
     found: bool
-    """The model's variables hold a solution, as far as floating point can tell."""
+    """The model's variables hold a solution, within the solver's tolerances."""
     proven: bool
-    """The solver claims that it is optimal, or, if none was found, that there is none."""
+    """The solver claims that the solution is optimal or, if none was found, that none exists."""
 
 
 class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
-    """Starts from the values the variables have."""
+    """HiGHS, started from the variables' initial values."""
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         start = highspy.HighsSolution()
@@ -59,7 +60,10 @@ class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
 
 
 def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float) -> Solved:
-    """Solves from the values set by `setInitialValue`.
+    """Solves a model, warm-started from the values set by `setInitialValue`.
+
+    Returns:
+        Whether a solution was found and proven; its values are in the model's variables.
 
     Raises:
         SolverFailed: the solver crashed or could not be run.

@@ -1,7 +1,8 @@
-"""Files from anywhere, read strictly: bounded text, JSON without its traps, and dataclasses that hold exactly what they say.
+"""Strict reading and writing of versioned JSON documents: bounded text, no duplicate keys, dataclasses by their fields.
 
-Owns no format. Invariant: whatever the bytes are, the answer is a value of the asked type or a PlanError of one line;
-the check of the values themselves is each dataclass's own.
+Every file format of `memo.mip` is read and written here; the formats themselves belong to the packages that define
+them. Invariant: whatever the bytes are, the result is a value of the requested type or a PlanError of one line. The
+range of a value is checked by its dataclass, in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,32 +28,41 @@ __all__ = [
     "MAX_TEXT",
     "STDIN",
     "decode",
+    "decode_value",
     "encode",
     "parse_json",
     "read_as",
     "read_text",
     "require_format",
+    "write_json",
 ]
 
 MAX_FILE_NBYTES = 32 << 20
 STDIN = "-"
-"""The path that means standard input."""
+"""The path that stands for standard input."""
 MAX_TEXT = 1000
-MAX_WHOLE = 1 << 62
+"""Characters of a string."""
+MAX_INTEGER = 1 << 62
 
 T = TypeVar("T")
+Reader = Callable[[Any, str], Any]
+"""(parsed JSON value, its place in the document for messages) -> the checked value."""
 
 
-def read_as(path: str | os.PathLike[str], understand: Callable[[str], T]) -> T:
-    """What `understand` makes of a file's text, which raises a PlanError where it is not what it must be.
+def read_as(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
+    """Reads a file and parses its text.
+
+    Args:
+        path: the file, or `-` for standard input.
+        parse: turns the text into the result; raises PlanError where the text is not in the format.
 
     Raises:
-        PlanError: the same, or the file cannot be read; the message begins with the file's name.
+        PlanError: from `parse`, or the file cannot be read; the message begins with the file's name.
     """
     name = os.fspath(path)
     shown = "standard input" if name == STDIN else repr(name)
     try:
-        return understand(read_text(Path(path)))
+        return parse(read_text(Path(path)))
     except PlanError as error:
         raise PlanError(f"{shown}: {error}") from None
     except OSError as error:
@@ -60,7 +70,11 @@ def read_as(path: str | os.PathLike[str], understand: Callable[[str], T]) -> T:
 
 
 def require_format(root: dict[str, Any], *formats: str, version: int) -> None:
-    """Raises PlanError where the file says that it is something else, or of another version."""
+    """Checks the `format` and `version` keys of a document.
+
+    Raises:
+        PlanError: the format is none of `formats`, or the version is another.
+    """
     given = root.get("format")
     if given not in formats:
         said = "no format" if given is None else f"the format {str(given)[:80]!r}"
@@ -70,12 +84,13 @@ def require_format(root: dict[str, Any], *formats: str, version: int) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of at most 32 MiB, or of the standard input where the path is `-`.
+    """Reads the text of a regular file of at most 32 MiB, or of standard input for `-`.
 
     Raises:
-        PlanError: it is something else, or empty. OSError: it cannot be read.
+        PlanError: not a regular file, empty, too large, or not UTF-8.
+        OSError: it cannot be read.
     """
-    raw = _raw(path)
+    raw = _read_bytes(path)
     if not raw.strip():
         raise PlanError("is empty")
     if len(raw) > MAX_FILE_NBYTES:
@@ -86,7 +101,7 @@ def read_text(path: Path) -> str:
         raise PlanError(f"not UTF-8 text (byte {error.start})") from None
 
 
-def _raw(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     if str(path) == STDIN:
         return sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -96,10 +111,10 @@ def _raw(path: Path) -> bytes:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object in the text.
+    """Parses a JSON document whose root is an object.
 
     Raises:
-        PlanError: not JSON, no object, a repeated key, a number that is infinite or no number, too deep.
+        PlanError: not JSON, not an object, a repeated key, an infinite number or NaN, or nested too deeply.
     """
 
     def refuse(word: str) -> None:
@@ -129,73 +144,150 @@ def parse_json(text: str) -> dict[str, Any]:
     return value
 
 
+def write_json(name: str, version: int, entries: Mapping[str, Any]) -> str:
+    """Writes a document: a key a line, and each item of an array of objects on a line of its own.
+
+    Args:
+        name: value of the `format` key.
+        version: value of the `version` key.
+        entries: the other keys, with values that are JSON already (`encode`).
+    """
+    lines = [f'"format": "{name}"', f'"version": {version}']
+    lines += [f"{json.dumps(key)}: {_lines(value)}" for key, value in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+    return json.dumps(value)
+
+
 def encode(value: object) -> Any:
-    """The JSON form of a dataclass: fields in their order, those that are None left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: encode(inner) for name, inner in held.items() if inner is not None}
-    if isinstance(value, enum.Enum):
-        return value.value
-    return [encode(item) for item in value] if isinstance(value, tuple) else value
+    """Converts a dataclass to JSON values: fields that are not None in their order, mappings by sorted key."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)  # the value of a StrEnum, too
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: encode(value[key]) for key in sorted(value)}
+    values = ((name, getattr(value, name)) for name in value.__dataclass_fields__)  # type: ignore[attr-defined]
+    return {name: encode(inner) for name, inner in values if inner is not None}
 
 
-def decode(kind: type[T], value: object, where: str) -> T:
-    """The dataclass of this JSON form.
+def decode(kind: type[T], value: object, where: str, *, ignore: Collection[str] = ()) -> T:
+    """Converts a JSON object to a dataclass. Fields with a default may be missing.
+
+    Args:
+        kind: the dataclass; fields are str, int, float, enums, dataclasses, tuples, string-keyed mappings, or optional.
+        value: the parsed JSON value.
+        where: its place in the document, for messages.
+        ignore: keys that are allowed besides the fields and not read.
 
     Raises:
-        PlanError: an unknown, missing or mistyped key, or what the dataclass refuses; the message names the place.
+        PlanError: an unknown, missing or mistyped key, or a value that the dataclass refuses; names the place.
     """
     if not isinstance(value, dict):
         raise PlanError(f"{where} is not an object")
-    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = _field_readers(kind)  # type: ignore[arg-type]
     for key in value:
-        if key not in fields:
+        if key not in fields and key not in ignore:
             raise PlanError(f"{where} has the unknown key {key[:80]!r}")
     given = {}
-    for name, field in fields.items():
+    for name, (read, required) in fields.items():
         if name in value:
-            given[name] = _decode_any(hints[name], value[name], f"{where}: {name}")
-        elif field.default is dataclasses.MISSING:
+            given[name] = read(value[name], f"{where}: {name}")
+        elif required:
             raise PlanError(f"{where} has no {name}")
     return kind(**given)
 
 
+def decode_value(kind: Any, value: object, where: str) -> Any:
+    """Converts a JSON value to any of the types that a field of `decode` may have.
+
+    Raises:
+        PlanError: as `decode`.
+    """
+    return _reader(kind)(value, where)
+
+
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _field_readers(kind: type) -> dict[str, tuple[Reader, bool]]:
+    """For each field of a dataclass how it is read, and whether it is required."""
+    hints = typing.get_type_hints(kind)
+    missing = dataclasses.MISSING
+    return {
+        field.name: (_reader(hints[field.name]), field.default is missing and field.default_factory is missing)
+        for field in dataclasses.fields(kind)
+    }
 
 
-def _decode_any(kind: Any, value: object, where: str) -> Any:
-    if isinstance(kind, types.UnionType):  # something or None
-        return None if value is None else _decode_any(kind.__args__[0], value, where)
-    if typing.get_origin(kind) is tuple:
+@functools.cache
+def _reader(kind: Any) -> Reader:
+    if isinstance(kind, types.UnionType):  # X | None
+        read = _reader(kind.__args__[0])
+        return lambda value, where: None if value is None else read(value, where)
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        return _tuple_reader(*typing.get_args(kind))
+    if origin is Mapping:
+        return _mapping_reader(_reader(typing.get_args(kind)[1]))
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(decode, kind)  # type: ignore[arg-type]
+    if issubclass(kind, enum.Enum):
+        return functools.partial(_member, kind)
+    readers: dict[type, Reader] = {str: _text, int: _integer, float: _number}
+    return readers[kind]
+
+
+def _tuple_reader(first: Any, *others: Any) -> Reader:
+    read, count = _reader(first), None if others == (...,) else 1 + len(others)
+
+    def read_tuple(value: object, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise PlanError(f"{where} is not an array")
-        (item, *_) = typing.get_args(kind)
-        return tuple(_decode_any(item, entry, f"{where} {index}") for index, entry in enumerate(value))
-    if dataclasses.is_dataclass(kind):
-        return decode(kind, value, where)  # type: ignore[arg-type]
-    if issubclass(kind, enum.Enum):
-        if value not in [member.value for member in kind]:
-            raise PlanError(
-                f"{where} is {str(value)[:80]!r}, none of {', '.join(str(member.value) for member in kind)}"
-            )
-        return kind(value)
-    return _decode_leaf(kind, value, where)
+        if count is not None and len(value) != count:
+            raise PlanError(f"{where} is not an array of {count}")
+        return tuple(read(entry, f"{where} {index}") for index, entry in enumerate(value))
+
+    return read_tuple
 
 
-def _decode_leaf(kind: type, value: object, where: str) -> object:
-    if kind is str:
-        return _text_of(value, where)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise PlanError(f"{where} is not a {'whole ' if kind is int else ''}number")
-    assert isinstance(value, (int, float))
-    if isinstance(value, int) and abs(value) > MAX_WHOLE:
+def _mapping_reader(read: Reader) -> Reader:
+    def read_mapping(value: object, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise PlanError(f"{where} is not an object")
+        return {_text(key, where): read(item, f"{where}: {key[:80]}") for key, item in value.items()}
+
+    return read_mapping
+
+
+def _member(kind: type[enum.Enum], value: object, where: str) -> enum.Enum:
+    known = [member.value for member in kind]
+    if value not in known:
+        raise PlanError(f"{where} is {str(value)[:80]!r}, none of {', '.join(map(str, known))}")
+    return kind(value)
+
+
+def _integer(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{where} is not a whole number")
+    if abs(value) > MAX_INTEGER:
         raise PlanError(f"{where} is not a number below 2^62")
-    return value if kind is int else float(value)
+    return value
 
 
-def _text_of(value: object, where: str) -> str:
+def _number(value: object, where: str) -> float:
+    if isinstance(value, float):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{where} is not a number")
+    return float(_integer(value, where))
+
+
+def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise PlanError(f"{where} is not a text of at most {MAX_TEXT} characters")
     try:

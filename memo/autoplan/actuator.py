@@ -15,7 +15,7 @@ from memo.autoplan.actuator_protocol import Limits, Setting
 from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
-from memo.mip.activation import chunk_layers, needs
+from memo.mip.activation import chunk_layers, lower_tier_nbytes
 from memo.swap import Level, Placement, TokenLevels
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Actuator:
         else:
             placements, chosen = settings_of(setting, self._layers)
             self._engine.place(placements)
-            self._expect(dict(zip((Tier.HOST, Tier.DISK), needs(setting), strict=True)))
+            self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             self._tokenwise.choose(chosen)
         self._tokenwise.look_at(self._layers)
 

@@ -43,7 +43,7 @@ from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.lru import LRU
-from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict
+from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
 from memo.mip.inputs import Signature
 from memo.swap import layer_input
 from memo.units import format_bytes, format_duration
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from memo.autoplan.step_evidence import AllGather
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
-    from memo.mip.activation import ActivationPlan, OwnTurns, StagePrediction
+    from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
     from memo.mip.inputs import Hardware, Profile
 
 __all__ = ["AutoPlan"]
@@ -88,7 +88,7 @@ class AutoPlan:
         *,
         all_gather: AllGather = single_rank,
         held: int | None = None,
-        turns: OwnTurns | None = None,
+        turns: StageTurns | None = None,
         tracer: Tracer | None = None,
         model: str = "model",
     ) -> None:
@@ -303,7 +303,7 @@ class AutoPlan:
             raise answer
         cached.planned(answer)
         saved_alone = dataclasses.replace(answer.problem, profile=cached.profile)
-        cached.predicted_peak_bytes = predict(saved_alone, answer.layers)[0].peak_device_bytes
+        cached.predicted_peak_bytes = predict_stages(saved_alone, answer.layers)[0].peak_device_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:

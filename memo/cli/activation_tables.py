@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memo.cli.address_tables import printable, table
-from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, crossover_tokens
+from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, free_swap_tokens
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = ["activation_summary", "activation_table", "utilisation"]
@@ -26,7 +26,7 @@ def activation_table(plan: ActivationPlan) -> str:
 def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
     """Object that `--json` prints, in seconds and bytes; host and disk bytes are those of one rank."""
     problem = plan.problem
-    length = crossover_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
+    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     return {
         "model": problem.profile.signature.model,
         "hardware": problem.hardware.name,
@@ -157,7 +157,7 @@ def _layers(plan: ActivationPlan) -> str:
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
     lines = [f"why not faster: {reason}" for reason in plan.binding]
-    length = crossover_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
+    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     if length is not None:
         lines.append(f"full swap hides behind compute from {length:,} tokens")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import json
 
 from memo.cli.address_tables import printable
 from memo.errors import ExitCode, PlanInvalid
-from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
 from memo.mip.simulate import prove
 
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Checks the plan; an invalid one ends with exit code 5 and the broken rule."""
-    plan = read_either_plan(args.plan)
+    plan = read_any_plan(args.plan)
     if isinstance(plan, ActivationPlan):
         return _check_activations(plan, args)
     violation = check(plan)

@@ -17,7 +17,7 @@ from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile
 from memo.mip.activation import (
-    TILES,
+    MLP_TILE_COUNTS,
     ActivationPlan,
     ActivationProblem,
     Budgets,
@@ -25,9 +25,9 @@ from memo.mip.activation import (
     plan_to_json,
     read_hardware,
     read_profile,
-    solve_tiles,
+    solve_mlp_tiles,
 )
-from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, with_measured
+from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, with_measured_rates
 from memo.mip.simulate import prove
 from memo.units import parse_bytes, parse_tokens
 
@@ -179,7 +179,7 @@ class Request:
             read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
         )
         if args.doctor is not None:
-            machine = with_measured(machine, args.doctor)
+            machine = with_measured_rates(machine, args.doctor)
         if (args.profile is None) == (args.model is None):
             raise UsageError("give either --model and --seq, or --profile")
         profile = None if args.profile is None else read_profile(args.profile)
@@ -205,7 +205,7 @@ class Request:
         Raises:
             Infeasible: no plan fits the budgets.
         """
-        return solve_tiles(self.problem, self.tiles)
+        return solve_mlp_tiles(self.problem, self.tiles)
 
     def problem(self, tiles: int = 1) -> ActivationProblem:
         """Planning problem; `tiles` is the number of MLP tiles of a named model."""
@@ -230,7 +230,7 @@ def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
     schedule = PipelineSchedule(args.schedule)
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
-    wrong = schedule.why_not(args.accumulate, layout.pp) if schedule.stages_per_rank > 1 else None
+    wrong = schedule.reason_unsupported(args.accumulate, layout.pp) if schedule.stages_per_rank > 1 else None
     if wrong is not None:
         raise UsageError(f"--accumulate {args.accumulate} {wrong}")
     return schedule
@@ -238,7 +238,7 @@ def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
 
 def _tiles(text: str, profile: Profile | None) -> tuple[int, ...]:
     if text == "auto":
-        return TILES if profile is None else (profile.mlp_tiles,)
+        return MLP_TILE_COUNTS if profile is None else (profile.mlp_tiles,)
     if profile is not None:
         raise UsageError("--mlp-tiles applies to a named model only; a profile has the tiles it was measured with")
     if not text.isdecimal() or int(text) < 1:

@@ -13,7 +13,7 @@ from memo.cli.activation_tables import utilisation
 from memo.cli.address_tables import table
 from memo.cli.output_files import atomic_write, print_written
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
-from memo.mip.activation import ActivationPlan, LayerPlan, crossover_tokens, device_positions, predict
+from memo.mip.activation import ActivationPlan, LayerPlan, device_peak_candidates, free_swap_tokens, predict_stages
 from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
@@ -125,7 +125,7 @@ def run_sweep(request: Request, args: argparse.Namespace) -> ExitCode:
         raise UsageError("-o writes one plan, and a sweep makes many; leave out -o or --sweep")
     requests = _lengths(request) if args.sweep == "seq" else _devices(request)
     points = [Point.of(one) for one in requests]
-    length = crossover_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
+    length = free_swap_tokens(request.problem().profile, request.machine, ranks_per_node=request.budgets.ranks_per_node)
     if args.plot is not None:
         with atomic_write(Path(args.plot), force=args.force) as sibling:
             _draw(points, sibling, by=args.sweep, crossover=length)
@@ -154,8 +154,10 @@ def _devices(request: Request) -> list[Request]:
     """Requests with device budgets from the smallest useful one to one that keeps everything, or to the GPU's memory."""
     problem = request.problem()
     stages = range(problem.pipeline.stages)
-    least = max(place.resident_bytes for stage in stages for place in device_positions(problem, stage))
-    most = max(stage.peak_device_bytes for stage in predict(problem, [LayerPlan()] * len(problem.profile.layers)))
+    least = max(place.resident_bytes for stage in stages for place in device_peak_candidates(problem, stage))
+    most = max(
+        stage.peak_device_bytes for stage in predict_stages(problem, [LayerPlan()] * len(problem.profile.layers))
+    )
     least = min(least + least // 1000, most)
     there = max(request.machine.device_bytes, request.budgets.device_bytes)
     most = min(most, there) if there > least else most

@@ -8,7 +8,7 @@ import json
 from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.address_tables import arena_table, plan_summary, printable, table
 from memo.errors import ExitCode, UsageError
-from memo.mip.activation import ActivationPlan, check_plan, read_either_plan
+from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check
 
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Prints the plan, also an invalid one, which is marked."""
     if args.buffers < 0:
         raise UsageError(f"--buffers {args.buffers} is negative; 0 lists none")
-    plan = read_either_plan(args.plan)
+    plan = read_any_plan(args.plan)
     if isinstance(plan, ActivationPlan):
         return _show_activations(plan, args)
     violation = check(plan)

@@ -13,7 +13,7 @@ from typing import Any
 from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing
 from memo.cli.trace_tables import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
-from memo.trace import Report, Trace, compare_reports, diff_to_json, printable, read_traces, report_on
+from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
 
 __all__ = ["configure", "run"]
 
@@ -103,7 +103,7 @@ def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    report = report_on(_read(args))
+    report = build_report(_read(args))
     rank, step = _selected(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
@@ -117,7 +117,7 @@ def _html(args: argparse.Namespace) -> int:
     from memo.trace import page_data, render_page
 
     refuse_existing(args.output, force=args.force)
-    report = report_on(_read(args))
+    report = build_report(_read(args))
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
@@ -132,9 +132,9 @@ def _html(args: argparse.Namespace) -> int:
 
 def _packing(path: Path) -> list[dict[str, Any]]:
     from memo.mip.address import read_plan
-    from memo.trace import packing_of
+    from memo.trace import address_plan_drawings
 
-    return packing_of(read_plan(path), title=path.name)
+    return address_plan_drawings(read_plan(path), title=path.name)
 
 
 def _chrome(args: argparse.Namespace) -> int:
@@ -150,21 +150,21 @@ def _chrome(args: argparse.Namespace) -> int:
 
 
 def _png(args: argparse.Namespace) -> int:
-    from memo.trace import draw
+    from memo.trace import draw_step
 
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
     refuse_existing(args.output, force=args.force)
-    report = report_on(_read(args))
+    report = build_report(_read(args))
     rank, step = _selected(report, args)
     with atomic_write(args.output, force=args.force) as target:
-        draw(report, target, rank=rank, step=step)
+        draw_step(report, target, rank=rank, step=step)
     print_written(args.output)
     return ExitCode.OK
 
 
 def _diff(args: argparse.Namespace) -> int:
-    reports = [report_on(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
+    reports = [build_report(read_traces([path], steps=_steps(args))) for path in (args.a, args.b)]
     rows = compare_reports(*reports)
     if args.json:
         print(json.dumps({"format": "memo-trace-diff", "version": 1, "figures": diff_to_json(rows)}, allow_nan=False))

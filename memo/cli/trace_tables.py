@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from memo.trace import RankReport, Row, StepStats, duration, percent, printable, rate
+from memo.trace import DiffRow, RankReport, StepStats, duration, percent, printable, rate
 from memo.units import format_bytes
 
 __all__ = ["print_diff", "print_stats"]
@@ -121,7 +121,7 @@ def _layers(step: StepStats) -> Table:
     return table
 
 
-def print_diff(a: str, b: str, rows: Sequence[Row]) -> None:
+def print_diff(a: str, b: str, rows: Sequence[DiffRow]) -> None:
     """Prints the figures of two runs side by side."""
     table = Table(title="a: " + _text(a) + "\nb: " + _text(b), title_justify="left", box=None, pad_edge=False)
     for name in ("", "a", "b", "change", ""):

@@ -27,7 +27,7 @@ from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checke
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.manager.validate import require_choice, require_kinds
-from memo.mip.activation import needs
+from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, everyones, group_of
 from memo.swap import (
     Engine,
@@ -475,7 +475,7 @@ class Manager:
 def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[int, int]:
     """Weights of this rank in sharing its node's host and disk budgets: its plan's bytes, else its calls in flight."""
     if plan is not None:
-        host, disk = needs(plan)
+        host, disk = lower_tier_nbytes(plan)
         return max(host, 1), max(disk, 1)  # a tier that is turned on has some room
     return (1, 1) if order is None else (order.weight, order.weight)
 

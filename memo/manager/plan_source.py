@@ -15,10 +15,10 @@ from memo.errors import PlanError
 from memo.mip.activation import (
     ActivationPlan,
     chunk_layers,
-    holds_no_more,
+    extract_stage_plan,
+    in_flight_within,
     read_activation_plan,
     require_valid,
-    stage_plan,
 )
 from memo.mip.simulate import prove
 
@@ -95,7 +95,7 @@ def own_part(plan: ActivationPlan, order: PipelineOrder | None) -> ActivationPla
     for stage in range(pipeline.stages):
         if pipeline.places(stage) == list(order.own):
             _require_room(plan, stage, order)
-            return stage_plan(plan, stage)
+            return extract_stage_plan(plan, stage)
     raise PlanError(
         f"plan: it is for {pipeline.schedule}, which gives no rank stages {order.own}, as the schedule does"
     )
@@ -115,7 +115,7 @@ def _require_room(plan: ActivationPlan, stage: int, order: PipelineOrder) -> Non
     sizes = tuple(len(chunk) for chunk in chunk_layers(plan.problem, stage))
     if order.turns is None or order.turns.layers != sizes:
         raise PlanError(f"plan: the stages of rank {stage} have {sizes} layers there, and others in the model")
-    if not holds_no_more(order.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
+    if not in_flight_within(order.turns.turns, pipeline.turns(stage), chunks=pipeline.chunks):
         raise PlanError(
             f"plan: it is for {pipeline.schedule} of {pipeline.microbatches} microbatches, and the schedule holds other "
             f"ones at a time; make a plan for its --schedule and --accumulate, or give no plan"

@@ -169,7 +169,7 @@ class Layout:
                 raise UsageError(f"{flags} does not divide the model's {count} {what}; a rank needs whole ones")
 
     def _check_microbatches(self, count: int) -> None:
-        wrong = self.schedule.why_not(count, self.pp)
+        wrong = self.schedule.reason_unsupported(count, self.pp)
         if wrong is not None:
             raise UsageError(f"--accumulate {count} {wrong}")
 

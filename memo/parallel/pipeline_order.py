@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.mip.activation import OwnTurns, most_held
+from memo.mip.activation import StageTurns, peak_in_flight
 from memo.mip.inputs import Kind, Turn
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PipelineOrder:
     """Most layer calls whose activations the rank holds at once; weighs its share of the node's memory."""
     backward: tuple[tuple[int, int], ...]
     """(layer index, microbatch) in the order of backward."""
-    turns: OwnTurns | None = None
+    turns: StageTurns | None = None
     """Turns of each stage, for a rank with several stages whose layers are in the order of the stages; else None."""
 
     @classmethod
@@ -57,7 +57,7 @@ class PipelineOrder:
         inside = {index: _positions(layers, stage.submod) for index, stage in stages.items()}
         turns = tuple(_turns(order[rank], tuple(inside)))
         sizes = [len(own) for own in inside.values()]
-        held = most_held(turns, len(inside))
+        held = peak_in_flight(turns, len(inside))
         consecutive = [position for own in inside.values() for position in own] == list(range(len(layers)))
         return cls(
             stages=next(iter(stages.values())).num_stages,
@@ -65,7 +65,9 @@ class PipelineOrder:
             held=max(max(counts) for counts in held),
             weight=max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in held),
             backward=tuple(call for call, _ in itertools.groupby(_backward(turns, list(inside.values())))),
-            turns=OwnTurns(layers=tuple(sizes), turns=turns) if consecutive and all(sizes) and len(sizes) > 1 else None,
+            turns=StageTurns(layers=tuple(sizes), turns=turns)
+            if consecutive and all(sizes) and len(sizes) > 1
+            else None,
         )
 
 

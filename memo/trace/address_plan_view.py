@@ -1,7 +1,7 @@
-"""An address plan as the page's second view draws it: one rectangle for each span in which a buffer's bytes are in use.
+"""Drawings of an address plan for the HTML report: one rectangle for each span in which a buffer is in use.
 
-Knows the nouns of `memo.mip.address.problem`, not their files. A plan of more than MAX_RECTANGLES is thinned to the largest
-bytes × time, and says so.
+Knows the data types of an address plan, not their files. A plan with more than MAX_RECTANGLES is thinned to the largest
+bytes × time, and the drawing says so.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from typing import Any
 
 from memo.mip.address import Plan
 
-__all__ = ["MAX_RECTANGLES", "packing_of"]
+__all__ = ["MAX_RECTANGLES", "address_plan_drawings"]
 
 MAX_RECTANGLES = 60_000
 
 
-def packing_of(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
-    """One picture for each arena, ready for json."""
+def address_plan_drawings(plan: Plan, *, title: str, max_rectangles: int = MAX_RECTANGLES) -> list[dict[str, Any]]:
+    """Builds one drawing for each arena, ready for json.
+
+    Args:
+        plan: the address plan.
+        title: shown above each drawing.
+        max_rectangles: of each drawing; beyond, the largest bytes × time are drawn.
+    """
     return [_arena(plan, arena.name, title, max_rectangles) for arena in plan.arenas]
 
 

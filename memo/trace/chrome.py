@@ -1,11 +1,11 @@
-"""A trace as Chrome-trace JSON, which Perfetto and chrome://tracing open.
+"""Conversion of traces to Chrome-trace JSON, which Perfetto and chrome://tracing open.
 
     pid            rank
-    tid            a lane; what overlaps within a lane goes to further rows of it, so complete events never overlap
+    tid            a lane; overlapping spans of a lane go to further rows, so complete events never overlap
     X              spans, and stalls in rows of their own
-    i              where a stall began, and every note
-    C              bytes in each tier: saved storages by their states, all of it where it was measured, copies in flight
-    s, t, f        a storage's way: copy out, disk, copy in
+    i              the start of a stall, and every note
+    C              bytes in each tier: saved storages by their states, measured totals, copies in flight
+    s, t, f        the path of a storage: copy out, disk, copy in
     M              names and order of ranks and lanes
 
 Times are microseconds with three decimals, so no nanosecond is lost; ranks share the axis of the earliest origin.
@@ -22,18 +22,18 @@ from memo.events import CounterEvent, Lane, Note, Span, Stall, Tier
 from memo.trace.intervals import pack_rows
 from memo.trace.reader import Trace
 from memo.trace.stats import COPY_LANES
-from memo.trace.tensor_lifetimes import Life, holdings_of, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of, residency_changes
 
 __all__ = ["chrome_trace"]
 
 _STALLS = "stalls"
 _LANE_NAMES = [lane.value for lane in Lane]
 _LANE_NAMES.insert(1, _STALLS)
-_ROWS = 1_000_000  # tids set aside for each lane
+_ROWS = 1_000_000  # tids reserved for each lane
 
 
 def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The object form, all ranks in one."""
+    """Converts the traces of all ranks to one Chrome trace in object form, ready for json."""
     origin = min((trace.origin_unix_ns for trace in traces), default=0)
     events = [event for trace in traces for event in _Rank(trace, trace.origin_unix_ns - origin).events()]
     remarks = [f"rank {trace.rank}: {remark}" for trace in traces for remark in trace.remarks]
@@ -47,9 +47,9 @@ class _Rank:
     def __init__(self, trace: Trace, shift_ns: int) -> None:
         self._trace = trace
         self._shift = shift_ns
-        self._lives = lives_of(trace.events)
+        self._lives = lifetimes_of(trace.events)
         self._modules = {life.id: life.module for life in self._lives}
-        self._tid_of_span: dict[int, int] = {}  # by id(span): flows end on the row that their span was packed into
+        self._tid_of_span: dict[int, int] = {}  # by id(span): the row of each span, for flows
 
     def events(self) -> Iterator[dict[str, Any]]:
         by_lane = self._by_lane()
@@ -118,7 +118,7 @@ class _Rank:
 
     def _counters(self) -> Iterator[dict[str, Any]]:
         held = dict.fromkeys(Tier, 0)
-        changes = holdings_of(self._lives)
+        changes = residency_changes(self._lives)
         for (t, tier), group in itertools.groupby(changes, key=lambda change: (change.t, change.tier)):
             held[tier] += sum(change.delta for change in group)
             yield self._counter(t, f"{tier} saved", held[tier])
@@ -138,8 +138,8 @@ class _Rank:
     def _counter(self, t: int, name: str, nbytes: int) -> dict[str, Any]:
         return self._at(t, 0) | {"ph": "C", "name": name, "args": {"bytes": nbytes}}
 
-    def _flow(self, number: int, life: Life) -> Iterator[dict[str, Any]]:
-        """An arrow from copy to copy; each end lies within its span, which is how viewers find it."""
+    def _flow(self, number: int, life: Lifetime) -> Iterator[dict[str, Any]]:
+        """Arrows from copy to copy of a storage; viewers need each end to lie within its span."""
         copies = [span for span in life.moves if span.lane in COPY_LANES]
         if len(copies) < 2:
             return

@@ -1,8 +1,8 @@
-"""From one line's text to one event, or a TraceError: the strict half of the reader that knows fields.
+"""Strict decoding of one trace line to one event.
 
-The accepted fields and types are those of the dataclasses in `memo.events`, read once at import, so that the
-format has one definition. Nothing unknown passes: no unknown kind or field, no duplicate key, no NaN or Infinity, no
-float where an integer belongs, no integer outside [0, 2**63).
+The accepted fields and types are those of the dataclasses in `memo.events`, read once at import, so that the format has
+one definition. Refused with a TraceError: an unknown kind or field, a duplicate key, NaN or Infinity, a float in place
+of an integer, an integer outside [0, 2**63).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["MAX_DEPTH", "MAX_INTEGER", "decode_event", "decode_object"]
 
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 32
-"""Nesting of the header's `meta`; Python's own parser gives up near 1000."""
+"""Nesting of the header's `meta`; Python's own parser fails near 1000."""
 
 _EVENT_TYPES = (StateChange, Span, Stall, Use, CounterEvent, StepMark, Note)
 _Check = Callable[[object], Any]
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise TraceError(f"{name} is no JSON number")
+    raise TraceError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -53,10 +53,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 
 def decode_object(text: str) -> dict[str, Any]:
-    """One JSON object, strictly.
+    """Parses one JSON object.
 
     Raises:
-        TraceError: not JSON, not an object, or a value that no writer of ours produces.
+        TraceError: not JSON, not an object, a duplicate key, or a number that is not finite.
     """
     try:
         value = _DECODER.decode(text)
@@ -71,7 +71,11 @@ def decode_object(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: object, *, depth: int = 0) -> None:
-    """Refuses free-form values that nest deeper than MAX_DEPTH or hold integers outside 64 bits."""
+    """Checks a free-form value.
+
+    Raises:
+        TraceError: it nests deeper than MAX_DEPTH, or holds an integer outside 64 bits.
+    """
     if depth > MAX_DEPTH:
         raise TraceError("nested too deeply")
     if isinstance(value, dict):
@@ -85,23 +89,32 @@ def check_depth(value: object, *, depth: int = 0) -> None:
 
 
 def natural(value: object) -> int:
-    """An integer in [0, 2**63)."""
+    """Checks an integer in [0, 2**63).
+
+    Raises:
+        TraceError: it is something else.
+    """
     if type(value) is not int:
-        raise TraceError(f"{_shown(value)} is no integer")
+        raise TraceError(f"{_shown(value)} is not an integer")
     if not 0 <= value <= MAX_INTEGER:
         raise TraceError(f"{_shown(value)} is outside 0 .. 2^63-1")
     return value
 
 
 def text(value: object) -> str:
+    """Checks a string.
+
+    Raises:
+        TraceError: it is something else.
+    """
     if type(value) is not str:
-        raise TraceError(f"{_shown(value)} is no text")
+        raise TraceError(f"{_shown(value)} is not a text")
     return value
 
 
 def _naturals(value: object) -> tuple[int, ...]:
     if type(value) is not list:
-        raise TraceError(f"{_shown(value)} is no list")
+        raise TraceError(f"{_shown(value)} is not a list")
     return tuple(natural(item) for item in value)
 
 
@@ -135,7 +148,7 @@ def _check_for(annotation: Any) -> _Check:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """The fields of one event type and what each must be."""
+    """Fields of one event type, with the check of each."""
 
     make: Callable[..., Event]
     checks: dict[str, _Check]
@@ -143,7 +156,7 @@ class _Shape:
 
 
 class _Mark(enum.StrEnum):
-    """What a StepMark's phase may be."""
+    """Values of a StepMark's phase."""
 
     BEGIN = "begin"
     END = "end"
@@ -163,7 +176,7 @@ _SHAPES = {event_type.kind: _shape_of(event_type) for event_type in _EVENT_TYPES
 
 
 def decode_event(line: dict[str, Any]) -> Event:
-    """The event that a line's object stands for.
+    """Converts a line's object to its event.
 
     Raises:
         TraceError: unknown kind or field, missing field, wrong type, or a time that ends beyond 2**63.

@@ -1,55 +1,59 @@
-"""Two runs side by side: the figures of each one's representative step, and what changed.
+"""Comparison of two runs: the figures of each one's representative step, and the changes.
 
-A Row is one figure with both values and the change in percent of the first. Which way is better is part of the row, so
-that a terminal or a script can say "worse" without knowing the figure.
+A DiffRow is one figure with both values and the change in percent of the first. It also says which direction is better,
+so that a terminal or a script can say "worse" without knowing the figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from memo.trace.figures import StepStats
 from memo.trace.format import duration, percent, rate
 from memo.trace.report import Report
 from memo.units import format_bytes
 
-__all__ = ["Row", "compare_reports", "diff_to_json"]
+__all__ = ["DiffRow", "compare_reports", "diff_to_json"]
 
+Unit = Literal["ns", "bytes", "bytes_per_s", "percent"]
 NOTABLE_PERCENT = 1.0
-"""A change under this is called none."""
+"""Smallest change that is called better or worse."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DiffRow:
     """One figure of two runs; None where a run has no such figure."""
 
     name: str
     a: float | None
     b: float | None
-    unit: str  # "ns", "bytes", "bytes_per_s" or "percent"
+    unit: Unit
     better: int = -1
     """-1 when less is better, +1 when more is, 0 when neither."""
 
     @property
     def change_percent(self) -> float | None:
+        """Change in percent of `a`; None without a value to compare with."""
         if self.a is None or self.b is None or not self.a:
             return None
         return 100 * (self.b - self.a) / self.a
 
     @property
     def word(self) -> str:
+        """`better`, `worse`, or empty for a small change or a neutral figure."""
         change = self.change_percent
         if change is None or abs(change) < NOTABLE_PERCENT or not self.better:
             return ""
         return "better" if change * self.better > 0 else "worse"
 
     def shown(self, value: float | None) -> str:
+        """Formats a value in the row's unit."""
         return "–" if value is None else _SHOWN[self.unit](value)
 
 
-_SHOWN: dict[str, Callable[[float], str]] = {
+_SHOWN: dict[Unit, Callable[[float], str]] = {
     "ns": duration,
     "bytes": format_bytes,
     "bytes_per_s": rate,
@@ -57,27 +61,27 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def compare_reports(a: Report, b: Report) -> list[Row]:
-    """Every figure that either run has."""
+def compare_reports(a: Report, b: Report) -> list[DiffRow]:
+    """Compares the representative steps of two runs; a row for every figure that either run has."""
     first, second = (one.of_rank(one.rank).step(one.step) for one in (a, b))
     left, right = dict(_figures(first)), dict(_figures(second))
     rows = []
     for name in {**left, **right}:
         unit, better, _ = left.get(name) or right[name]
         value_a, value_b = (side[name][2] if name in side else None for side in (left, right))
-        rows.append(Row(name=name, a=value_a, b=value_b, unit=unit, better=better))
+        rows.append(DiffRow(name=name, a=value_a, b=value_b, unit=unit, better=better))
     return rows
 
 
-def diff_to_json(rows: list[Row]) -> dict[str, Any]:
-    """Figures by name; each says its unit."""
+def diff_to_json(rows: list[DiffRow]) -> dict[str, Any]:
+    """Converts rows to the format of `memo trace diff --json`: figures by name, each with its unit."""
     return {
         row.name: {"a": row.a, "b": row.b, "unit": row.unit, "change_percent": row.change_percent, "word": row.word}
         for row in rows
     }
 
 
-_Figure = tuple[str, tuple[str, int, float | None]]
+_Figure = tuple[str, tuple[Unit, int, float | None]]
 
 
 def _figures(step: StepStats) -> Iterator[_Figure]:

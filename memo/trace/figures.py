@@ -1,7 +1,7 @@
-"""The nouns of the statistics: figures of a lane, a stall cause, a tier, a layer, a step, a rank.
+"""Data types of the statistics: figures of a lane, a stall cause, a tier, a layer, a step, a rank.
 
-Pure data; `memo.trace.stats` computes them, docs/trace-format.md defines them. The unit is in the name, and the JSON of a
-figure has the same keys.
+Pure data, computed by `memo.trace.stats` and defined by docs/trace-format.md. The unit is in the name, and the JSON of
+a figure has the same keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStats:
-    """One copy lane."""
+    """Figures of one copy lane."""
 
     lane: Lane
     copies: int
@@ -36,11 +36,13 @@ class LaneStats:
     backward_busy_percent: float | None
     bytes_per_s: float | None
     link_bytes_per_s: float | None
-    """What the link gave when it was measured alone, if the header says."""
+    """Rate of the link measured alone, if the header has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StallStats:
+    """Stalls of one cause."""
+
     cause: StallCause
     count: int
     total_ns: int
@@ -49,39 +51,41 @@ class StallStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchStats:
-    """How backward found what it asked for."""
+    """Numbers of uses in backward, by how the storage was found."""
 
     prefetched: int
     fetched: int
     live: int
     late: int
-    """Prefetched, and yet waited for."""
+    """Prefetched, but waited for."""
     hit_percent: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierPeak:
-    """The most bytes in a tier."""
+    """Peak of a tier."""
 
     tier: Tier
     saved_nbytes: int
-    """Of saved storages, replayed from their states."""
+    """Peak of saved storages, replayed from their states."""
     at_ns: int
     measured_nbytes: int | None
-    """Of everything in the tier, where the run measured it."""
+    """Peak of everything in the tier, where the run measured it."""
     budget_nbytes: int | None
     predicted_nbytes: int | None
-    """What the plan expected of `saved_nbytes`."""
+    """The plan's prediction of `saved_nbytes`."""
 
     @property
     def used_nbytes(self) -> int:
-        """What the budget is about: all of the device, but only memo's part of the lower tiers."""
+        """Bytes that count against the budget: all of the device, but only memo's part of the lower tiers."""
         measured = self.measured_nbytes if self.tier is Tier.DEVICE else None
         return self.saved_nbytes if measured is None else max(measured, self.saved_nbytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
+    """Time and traffic that one layer costs."""
+
     layer: str
     stall_ns: int
     recompute_ns: int
@@ -90,12 +94,12 @@ class LayerCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One step of one rank, or (`step` None) the whole trace."""
+    """Figures of one step of one rank, or of the whole trace where `step` is None."""
 
     rank: int
     step: int | None
     complete: bool
-    """Whether the trace saw it begin and end."""
+    """Whether the trace has its begin and end."""
     start_ns: int
     duration_ns: int
     forward_ns: int
@@ -106,7 +110,7 @@ class StepStats:
     """Time in which at least one stall was open."""
     added_ns: int
     added_percent: float | None
-    """Of the step without it."""
+    """Added time in percent of the step without it."""
     copy_ns: int
     hidden_ns: int
     overlap_percent: float | None
@@ -118,18 +122,21 @@ class StepStats:
 
     @property
     def end_ns(self) -> int:
+        """Time at which the step ended."""
         return self.start_ns + self.duration_ns
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
+    """Figures of one rank, by step and in total."""
+
     rank: int
     steps: tuple[StepStats, ...]
     total: StepStats
 
 
 def to_json(value: object) -> Any:
-    """Nouns as objects, ready for json; keys carry their unit as the fields do."""
+    """Converts figures to JSON values; keys are the fields' names, with their units."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""How numbers and foreign names are written for people: durations, rates, and names that cannot act on a terminal.
+"""Formatting of numbers and foreign names for people: durations, rates, and names that cannot act on a terminal.
 
-Names in a trace come from whoever wrote the model or the file. `printable` makes them inert everywhere text is shown:
-what a terminal or a bidirectional text engine would obey is shown as its escape instead.
+Names in a trace come from whoever wrote the model or the file. `printable` makes them inert wherever text is shown:
+characters that a terminal or a bidirectional text engine would obey are shown as their escapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _INERT = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, bidi and zero-w
 
 
 def printable(name: str, *, limit: int = 80) -> str:
-    """The name with everything invisible or obeyed escaped as `\\x1b` or `\\u202e`, cut in its middle when long."""
+    """Escapes control and invisible characters of a name, and cuts its middle beyond `limit` characters."""
     if len(name) > limit:
         head = (limit - 1) * 2 // 3
         name = f"{name[:head]}…{name[-(limit - 1 - head) :]}"
@@ -26,7 +26,7 @@ def _escaped(char: str) -> str:
 
 
 def duration(ns: float) -> str:
-    """`4.81 s`, `140 ms`, `2.4 ms`, `310 µs`."""
+    """Formats nanoseconds: `4.81 s`, `140 ms`, `2.4 ms`, `310 µs`."""
     if ns >= 119.995e9:
         minutes, seconds = divmod(round(ns / 1e9), 60)
         return f"{minutes} min {seconds:02d} s"
@@ -40,7 +40,7 @@ def duration(ns: float) -> str:
 
 
 def percent(value: float | None) -> str:
-    """`61 %`; one decimal below ten; a dash where there is nothing to divide by."""
+    """Formats a percentage: `61 %`, `6.1 %`; a dash for None."""
     if value is None:
         return "–"
     if 0 < abs(value) < 0.05:
@@ -49,7 +49,7 @@ def percent(value: float | None) -> str:
 
 
 def rate(bytes_per_s: float | None) -> str:
-    """`23.1 GB/s`: powers of ten, as links are sold."""
+    """Formats bytes per second: `23.1 GB/s`, in powers of ten as links are specified; a dash for None."""
     if bytes_per_s is None:
         return "–"
     if bytes_per_s < 1e6:

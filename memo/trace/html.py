@@ -1,8 +1,8 @@
-"""The report as one HTML file: no network, no server, opens from disk.
+"""The report as one HTML file, without network or server.
 
-Everything foreign goes through one door: the page's data is a JSON block in which `<`, `>`, `&` and U+2028/9 are
-escapes, and the viewer shows it by textContent alone. The policy in the head forbids every load and every script and
-style but the two inlined here, named by their hashes.
+All foreign text enters the page in one way: as a JSON block in which `<`, `>`, `&` and U+2028/9 are escaped, and which
+the viewer shows by textContent alone. The content security policy forbids every load and every script and style but the
+two inlined here, which it names by their hashes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ _PAGE = """<!doctype html>
 
 
 def render_page(data: dict[str, Any], *, title: str) -> str:
-    """The whole file's text."""
+    """Renders the HTML file.
+
+    Args:
+        data: of `page_data`.
+        title: of the page; may hold any text.
+    """
     script, style = _asset("viewer.js"), _asset("viewer.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
@@ -57,7 +62,7 @@ def render_page(data: dict[str, Any], *, title: str) -> str:
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever names it carries."""
+    """Writes JSON that cannot end the script element it is embedded in, whatever names it holds."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for char, escape in _ESCAPES.items():
         text = text.replace(char, escape)

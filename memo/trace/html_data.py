@@ -1,11 +1,11 @@
-"""The numbers a page draws, as columns: what `memo.trace.html` embeds and the viewer turns into typed arrays.
+"""Data of the HTML report, as columns that `memo.trace.html` embeds and the viewer turns into typed arrays.
 
-A column is a list of integers; names are indices into one list of strings; `t` columns hold differences from the one
-before, since those are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
+A column is a list of integers; names are indices into one list of strings; `t` columns hold differences from the value
+before, which are short. Times are nanoseconds on one axis for all ranks, from the earliest rank's origin.
 
-A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how in words: neighbouring spans of
-a lane that are shorter than a quantum become one block, the lives with the fewest bytes × time go, bytes in a tier
-change once a quantum. Stalls are never merged before everything else has been, and the figures never come from here.
+A page draws at most MAX_ITEMS items. Beyond that it is thinned, and `thinned` says how: neighbouring spans of a lane
+that are shorter than a quantum become one block, the lifetimes with the fewest bytes × time are left out, and bytes in
+a tier change once a quantum. Stalls are thinned last, and the figures never come from here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memo.events import (
 )
 from memo.trace.intervals import pack_rows
 from memo.trace.report import RankReport, Report
-from memo.trace.tensor_lifetimes import Life, holdings_of, layer_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, residency_changes
 
 __all__ = ["FORMAT", "MAX_ITEMS", "VERSION", "page_data"]
 
@@ -44,7 +44,13 @@ _LANES, _CAUSES, _STATES, _USES, _TIERS = (
 
 
 def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """Everything the viewer needs, ready for json; `packing` holds what the second view draws, if anything."""
+    """Builds the viewer's data, ready for json.
+
+    Args:
+        report: of the run.
+        packing: drawings of an address plan for the second view (`address_plan_drawings`).
+        max_items: number of items that the page draws, over all ranks.
+    """
     names = _Names()
     origin = min((one.trace.origin_unix_ns for one in report.ranks), default=0)
     share = max(max_items // max(len(report.ranks), 1), 1000)
@@ -67,7 +73,7 @@ def page_data(report: Report, *, packing: Sequence[dict[str, Any]] = (), max_ite
 
 
 class _Names:
-    """Strings by index, each stored once."""
+    """Table of strings, each stored once and named by its index."""
 
     def __init__(self) -> None:
         self.strings: list[str] = [""]
@@ -93,8 +99,8 @@ class _RankColumns:
         self._stalls = [event for event in events if isinstance(event, Stall)]
         self._counters = [event for event in events if isinstance(event, CounterEvent)]
         self._notes = [event for event in events if isinstance(event, Note)][:1000]
-        self._lives = list(one.lives)
-        self._changes = holdings_of(self._lives)
+        self._lives = list(one.lifetimes)
+        self._changes = residency_changes(self._lives)
         self._quantum = 0
         self._thin(room)
         self._by_id = self._numbers_by_id()
@@ -134,7 +140,7 @@ class _RankColumns:
         }
 
     def _rows(self) -> Iterator[tuple[Lane, int, list[Span]]]:
-        """Each lane as rows within which nothing overlaps."""
+        """Each lane as rows without overlap."""
         for lane in Lane:
             spans = [span for span in self._spans if span.lane is lane]
             rows: dict[int, list[Span]] = collections.defaultdict(list)
@@ -148,7 +154,7 @@ class _RankColumns:
         blocks = [list(block) for block in _merged(spans, self._quantum)]
         first = [block[0] for block in blocks]
         single = [block[0] if len(block) == 1 else None for block in blocks]
-        lives = [by_id.get(span.id, ()) if span and span.id is not None else () for span in single]
+        lifetimes = [by_id.get(span.id, ()) if span and span.id is not None else () for span in single]
         return {
             "lane": _LANES[lane],
             "row": row,
@@ -157,35 +163,35 @@ class _RankColumns:
             "phase": [_phase(span.phase) for span in first],
             "name": [self._names(span.module) if span else 0 for span in single],
             "nbytes": [sum(span.nbytes or 0 for span in block) for block in blocks],
-            "life": [_living(found, span.t) for found, span in zip(lives, first, strict=True)],
+            "life": [_living(found, span.t) for found, span in zip(lifetimes, first, strict=True)],
             "merged": [len(block) for block in blocks] if self._quantum else [],
         }
 
     def _numbers_by_id(self) -> dict[int, list[tuple[int, int]]]:
-        """(start, number) of the kept lives of each id."""
+        """(start, number) of the kept lifetimes of each id."""
         found: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         for number, life in enumerate(self._kept):
             found[life.id].append((life.start_ns, number))
         return found
 
     def _life_columns(self) -> dict[str, Any]:
-        lives = self._kept
-        states = [state for life in lives for state in life.states]
-        uses = [use for life in lives for use in life.uses]
+        lifetimes = self._kept
+        states = [state for life in lifetimes for state in life.states]
+        uses = [use for life in lifetimes for use in life.uses]
         return {
-            "id": [life.id for life in lives],
-            "step": [life.step for life in lives],
-            "name": [self._names(life.module) for life in lives],
-            "nbytes": [life.nbytes for life in lives],
-            "shape": [self._names(_shape(life)) for life in lives],
-            "tier": [_TIERS[life.tier] for life in lives],
-            "start": self._times(life.start_ns for life in lives),
-            "end": self._times(life.end_ns for life in lives),
-            "states": [len(life.states) for life in lives],
+            "id": [life.id for life in lifetimes],
+            "step": [life.step for life in lifetimes],
+            "name": [self._names(life.module) for life in lifetimes],
+            "nbytes": [life.nbytes for life in lifetimes],
+            "shape": [self._names(_shape(life)) for life in lifetimes],
+            "tier": [_TIERS[life.tier] for life in lifetimes],
+            "start": self._times(life.start_ns for life in lifetimes),
+            "end": self._times(life.end_ns for life in lifetimes),
+            "states": [len(life.states) for life in lifetimes],
             "state_t": self._times(state.t for state in states),
             "state_to": [_STATES[state.to] for state in states],
             "state_tier": [_NONE if state.tier is None else _TIERS[state.tier] for state in states],
-            "uses": [len(life.uses) for life in lives],
+            "uses": [len(life.uses) for life in lifetimes],
             "use_t": self._times(use.t for use in uses),
             "use_how": [_USES[use.how] for use in uses],
         }
@@ -220,7 +226,7 @@ class _RankColumns:
         }
 
     def _times(self, times: Iterable[int]) -> list[int]:
-        """Each time as its difference from the one before; the first from the common origin."""
+        """Differences of each time from the one before; of the first one from the common origin."""
         shifted = [t + self._shift for t in times]
         return [t - before for t, before in zip(shifted, itertools.chain((0,), shifted), strict=False)]
 
@@ -229,35 +235,35 @@ def _phase(phase: str | None) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
 
 
-def _shape(life: Life) -> str:
+def _shape(life: Lifetime) -> str:
     shape = "×".join(map(str, life.shape)) if life.shape is not None else ""
     return f"{shape} {life.dtype or ''}".strip()
 
 
 def _living(found: Sequence[tuple[int, int]], t: int) -> int:
-    """The last of an id's lives that had begun by `t`."""
+    """Number of the last of an id's lifetimes that had begun by `t`."""
     begun = [number for start, number in found if start <= t]
     return begun[-1] if begun else _NONE
 
 
-def _weightiest(lives: Sequence[Life], count: int) -> list[Life]:
-    """The lives that matter most, those that were waited for first, in their old order."""
+def _weightiest(lifetimes: Sequence[Lifetime], count: int) -> list[Lifetime]:
+    """Lifetimes to keep when thinning: stalled ones first, then by bytes × time; in their old order."""
 
-    def weight(life: Life) -> tuple[int, int]:
+    def weight(life: Lifetime) -> tuple[int, int]:
         return sum(stall.d for stall in life.stalls), life.nbytes * (life.end_ns - life.start_ns)
 
     afforded, room = [], count
-    for life in sorted(lives, key=weight, reverse=True):
+    for life in sorted(lifetimes, key=weight, reverse=True):
         room -= len(life.states) + len(life.uses) + 1
         if room < 0:
             break
         afforded.append(life)
     chosen = {id(life) for life in afforded}
-    return [life for life in lives if id(life) in chosen]
+    return [life for life in lifetimes if id(life) in chosen]
 
 
 def _merged(spans: Sequence[Span], quantum: int) -> Iterator[Iterable[Span]]:
-    """Runs of neighbours that lie within one quantum and are of one phase; each span alone when quantum is 0."""
+    """Runs of neighbours within one quantum and of one phase; single spans when quantum is 0."""
     run: list[Span] = []
     for span in spans:
         joins = run and span.t + span.d - run[0].t <= quantum and span.phase == run[0].phase
@@ -270,7 +276,7 @@ def _merged(spans: Sequence[Span], quantum: int) -> Iterator[Iterable[Span]]:
 
 
 def _summed(changes: Sequence[tuple[int, int, int]], quantum: int) -> Iterator[tuple[int, int, int]]:
-    """Changes of one layer within one quantum as one."""
+    """Sums the changes of one layer within one quantum."""
     for bucket, group in itertools.groupby(changes, key=lambda change: change[0] // quantum):
         sums: dict[int, int] = collections.defaultdict(int)
         for _, layer, delta in group:

@@ -1,7 +1,7 @@
-"""Arithmetic on half-open time intervals: union, intersection, difference, length, and rows that never overlap.
+"""Arithmetic on half-open time intervals: union, intersection, difference, length, and rows without overlap.
 
-Owns no event: everything here is pairs of integers, so that each rule of the statistics is one line of set algebra.
-A list called "disjoint" is sorted, its intervals do not touch each other, and none is empty.
+Intervals are pairs of integers, so that each rule of the statistics is one line of set algebra. A list called
+"disjoint" is sorted, its intervals do not touch each other, and none is empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The disjoint list that covers the same instants; empty and backward intervals cover none."""
+    """Returns the disjoint list that covers the same instants; empty and backward intervals cover none."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -29,7 +29,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The instants in both of two disjoint lists."""
+    """Returns the instants in both of two disjoint lists."""
     shared: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -45,7 +45,7 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 
 def subtraction(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The instants in the first of two disjoint lists and not in the second."""
+    """Returns the instants in the first of two disjoint lists and not in the second."""
     kept: list[Interval] = []
     j = 0
     for start, end in left:
@@ -63,15 +63,21 @@ def subtraction(left: Sequence[Interval], right: Sequence[Interval]) -> list[Int
 
 
 def length(disjoint: Iterable[Interval]) -> int:
-    """Nanoseconds covered by a disjoint list."""
+    """Sums the nanoseconds covered by a disjoint list."""
     return sum(end - start for start, end in disjoint)
 
 
 def pack_rows(intervals: Sequence[Interval]) -> list[int]:
-    """A row for each interval such that no two of one row overlap, with as few rows as overlap at once.
+    """Assigns rows such that no two intervals of one row overlap, with as few rows as possible.
 
-    Input must be sorted by start. Each interval takes the lowest row that is free, so a lane that never overlaps
-    stays in row 0. An empty interval takes a row of its own instant, as if it were one nanosecond long.
+    Each interval takes the lowest free row, so a lane without overlap stays in row 0. An empty interval counts as one
+    nanosecond long.
+
+    Args:
+        intervals: sorted by start.
+
+    Returns:
+        The row of each interval.
     """
     rows: list[int] = []
     free: list[int] = []

@@ -1,6 +1,6 @@
-"""The picture of one step for a paper or an issue, drawn by matplotlib: lanes above, bytes in each tier below.
+"""Picture of one step for a paper or an issue, by matplotlib: lanes above, bytes in each tier below.
 
-matplotlib is imported only here and only when a picture is asked for (the `plot` extra).
+Matplotlib is imported only when a picture is asked for (the `plot` extra).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from memo.events import Lane, Span, Stall, Tier
 from memo.trace.figures import TierPeak
 from memo.trace.format import printable
 from memo.trace.report import Report
-from memo.trace.tensor_lifetimes import Holding, Life, holdings_of, layer_of
+from memo.trace.tensor_lifetimes import Lifetime, ResidencyChange, layer_of, residency_changes
 from memo.units import format_bytes
 
-__all__ = ["draw"]
+__all__ = ["draw_step"]
 
 # Okabe-Ito, as the page's lanes: told apart with the common kinds of colour blindness.
 _COLOURS = {
@@ -34,13 +34,21 @@ _COLOURS = {
     "stalls": "#d55e00",
 }
 _MAX_LAYERS = 64
-"""More bands than this in a stack are thinner than a printed line: neighbours are added up."""
+"""Bands of a stack; of more layers neighbours are summed, since bands would be thinner than a printed line."""
 
 
-def draw(report: Report, path: Path, *, rank: int, step: int | None, dpi: int = 150) -> None:
-    """Writes one picture; the suffix chooses the kind (.png, .pdf, .svg).
+def draw_step(report: Report, path: Path, *, rank: int, step: int | None, dpi: int = 150) -> None:
+    """Draws one step of one rank to a file; the suffix chooses the format (.png, .pdf, .svg).
+
+    Args:
+        report: of the run.
+        path: the file, which is replaced.
+        rank: the rank to draw.
+        step: the step to draw; None draws the whole trace.
+        dpi: dots per inch.
 
     Raises:
+        UsageError: the report has no such rank or step.
         MemoError: matplotlib is not installed.
     """
     try:
@@ -51,14 +59,14 @@ def draw(report: Report, path: Path, *, rank: int, step: int | None, dpi: int = 
     one = report.of_rank(rank)
     figures = one.step(step)
     window = (figures.start_ns, figures.end_ns)
-    changes = [change for change in holdings_of(one.lives) if change.t <= window[1]]
+    changes = [change for change in residency_changes(one.lifetimes) if change.t <= window[1]]
     peaks = [peak for peak in figures.peaks if peak.saved_nbytes]
     rcParams["svg.hashsalt"] = "memo"  # the same trace gives the same file
     figure = Figure(figsize=(10, 2.4 + 1.6 * len(peaks)), dpi=dpi, layout="constrained")
     axes = figure.subplots(1 + len(peaks), 1, sharex=True, height_ratios=[1.5] + [1.0] * len(peaks), squeeze=False)
     _draw_lanes(axes[0][0], one.trace.events, window)
     for axis, peak in zip((row[0] for row in axes[1:]), peaks, strict=True):
-        _draw_memory(axis, changes, one.lives, peak, window)
+        _draw_memory(axis, changes, one.lifetimes, peak, window)
     axes[-1][0].set_xlabel("ms since the step began")
     axes[-1][0].set_xlim(0, (window[1] - window[0]) / 1e6)
     sentences = one.verdicts[figures.step]
@@ -72,7 +80,7 @@ def _no_date(path: Path) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """matplotlib reads `$` as mathematics."""
+    """Escapes `$`, which matplotlib reads as mathematics."""
     return printable(text, limit=200).replace("$", r"\$")
 
 
@@ -98,10 +106,14 @@ def _draw_lanes(axis: Any, events: Iterable[object], window: tuple[int, int]) ->
 
 
 def _draw_memory(
-    axis: Any, changes: Sequence[Holding], lives: Sequence[Life], peak: TierPeak, window: tuple[int, int]
+    axis: Any,
+    changes: Sequence[ResidencyChange],
+    lifetimes: Sequence[Lifetime],
+    peak: TierPeak,
+    window: tuple[int, int],
 ) -> None:
     tier: Tier = peak.tier
-    times, stacks, layers = _series([change for change in changes if change.tier is tier], lives, window)
+    times, stacks, layers = _series([change for change in changes if change.tier is tier], lifetimes, window)
     unit, name = _unit(peak.saved_nbytes)
     from matplotlib import colormaps
 
@@ -130,10 +142,10 @@ def _unit(nbytes: int) -> tuple[int, str]:
 
 
 def _series(
-    changes: Sequence[Holding], lives: Sequence[Life], window: tuple[int, int]
+    changes: Sequence[ResidencyChange], lifetimes: Sequence[Lifetime], window: tuple[int, int]
 ) -> tuple[list[float], list[list[int]], list[str]]:
-    """Bytes by layer at every change within the window: (times, one list a layer, layers by first appearance)."""
-    names = list(dict.fromkeys(layer_of(lives[change.life].module) for change in changes))
+    """Bytes by layer at every change within the window: (times, one list per layer, layers by first appearance)."""
+    names = list(dict.fromkeys(layer_of(lifetimes[change.life].module) for change in changes))
     group = -(-len(names) // _MAX_LAYERS) or 1
     place = {name: index // group for index, name in enumerate(names)}
     layers = names[::group]
@@ -141,7 +153,7 @@ def _series(
     times: list[float] = [0.0]
     columns = [list(held)]
     for change in changes:
-        held[place[layer_of(lives[change.life].module)]] += change.delta
+        held[place[layer_of(lifetimes[change.life].module)]] += change.delta
         t = max(change.t - window[0], 0) / 1e6
         if t == times[-1]:
             columns[-1] = list(held)

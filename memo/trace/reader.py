@@ -1,11 +1,11 @@
-"""Reads trace files that may come from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
+"""Reader of trace files from anywhere: strict, bounded in memory and time, tolerant of one torn last line.
 
-Owns the limits below. Invariant: a Trace it returns holds only events of `memo.events`, sorted by time, and says
-in `remarks` whatever was not as a finished run leaves it (torn line, no end line, dropped events). Files ending in
-`.gz` are read too; what they unpack to is held to the same limits.
+Owns the limits below. Invariant: a Trace holds only events of `memo.events`, sorted by time, and `remarks` names
+everything that is not as a finished run leaves it (torn line, no end line, dropped events). Files ending in `.gz` are
+read too; their unpacked text is held to the same limits.
 
     header line, event line * n, end line            a finished run
-    header line, event line * n, half a line         a killed run: the half is left out and said
+    header line, event line * n, half a line         a killed run: the half is left out and reported
 """
 
 from __future__ import annotations
@@ -32,42 +32,50 @@ _GZIP_NAME = re.compile(r"\.gz$", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a file may ask of the reader; beyond any of these it is refused."""
+    """Limits beyond which a file is refused."""
 
     header_nbytes: int = 4 << 20
-    """The first line: its `meta` may carry a whole plan."""
+    """Length of the first line, whose `meta` may carry a whole plan."""
     line_nbytes: int = 64 << 10
-    """Any other line."""
+    """Length of any other line."""
     total_nbytes: int = 1 << 30
-    """The text in all, unpacked."""
+    """Length of the whole text, unpacked."""
     events: int = 2_000_000
-    """Kept in memory, about 300 bytes each; a longer run is read some steps at a time."""
+    """Events kept in memory, about 300 bytes each; a longer run is read some steps at a time."""
     unpack_ratio: int = 60
-    """Beyond its first MiB, a .gz that unpacks to so many times what was read of it (traces reach 15) is a bomb."""
+    """Largest ratio of unpacked to packed bytes of a .gz beyond its first MiB; traces reach 15."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One rank's file, read."""
+    """Contents of one rank's trace file."""
 
     path: str
     rank: int
     world_size: int
     origin_unix_ns: int
-    """Wall clock at the trace's time zero; places the ranks on one axis."""
+    """Wall clock at the trace's time zero, which aligns the ranks."""
     meta: dict[str, Any]
     events: tuple[Event, ...]
     """Sorted by `t`."""
     dropped: int
-    """Events the writer's ring had no room for."""
+    """Number of events that the writer dropped."""
     remarks: tuple[str, ...] = ()
-    """What a reader of numbers made from this trace must know, one sentence each."""
+    """Caveats for every figure made from this trace, one sentence each."""
 
 
 def read_traces(
     paths: Sequence[str | os.PathLike[str]], *, steps: range | None = None, limits: Limits | None = None
 ) -> list[Trace]:
-    """Every rank's trace, by rank; of the given steps alone, if any are given.
+    """Reads the traces of one run, one file per rank.
+
+    Args:
+        paths: the files, in any order.
+        steps: read only the events of these steps; None reads all.
+        limits: of each file.
+
+    Returns:
+        Traces sorted by rank.
 
     Raises:
         TraceError: no path, an unreadable file, or two files of one rank.
@@ -82,7 +90,7 @@ def read_traces(
 
 
 def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limits: Limits | None = None) -> Trace:
-    """One trace file; of the given steps alone, if any are given.
+    """Reads one trace file; of the given steps alone, if any are given.
 
     Raises:
         TraceError: the file cannot be opened, or is not a trace within the limits; the message names the line.
@@ -104,7 +112,7 @@ def read_trace(path: str | os.PathLike[str], *, steps: range | None = None, limi
 
 
 class _Lines:
-    """The lines of a file under the limits, as (text, ended with a newline)."""
+    """Lines of a file within the limits, as (text, ended with a newline)."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self._raw: IO[bytes] = path.open("rb")
@@ -142,7 +150,7 @@ class _Lines:
 
 
 class _Reading:
-    """One file while its lines come in: header, then events, then the end line."""
+    """State of reading one file: header, then events, then the end line."""
 
     def __init__(self, *, path: str, steps: range | None, most: int) -> None:
         self._path = path
@@ -151,7 +159,7 @@ class _Reading:
         self._seen = 0
         self._header: dict[str, Any] | None = None
         self._events: list[Event] = []
-        self._end: tuple[int, int] | None = None  # (events, dropped) as the writer counted them
+        self._end: tuple[int, int] | None = None  # (events, dropped) by the writer's count
         self._torn = False
         self.line = 0
 
@@ -213,12 +221,12 @@ def _header(line: str) -> dict[str, Any]:
         hint = "a trace begins with a header, as `memo train --trace` and `memo simulate -o` write it"
         raise TraceError(f"{error}; {hint}") from None
     if fields.get("format") != FORMAT:
-        raise TraceError(f'is no {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
+        raise TraceError(f'is not a {FORMAT} file (its first line lacks `"format": "{FORMAT}"`)')
     if fields.get("version") != VERSION or type(fields["version"]) is not int:
         raise TraceError(f"is version {ascii(fields.get('version'))[:40]}; this memo reads version {VERSION}")
     meta = fields.get("meta", {})
     if not isinstance(meta, dict):
-        raise TraceError("`meta` is no object")
+        raise TraceError("`meta` is not an object")
     check_depth(meta)
     rank, world_size = natural(fields.get("rank")), natural(fields.get("world_size"))
     if rank >= world_size:

@@ -1,7 +1,7 @@
-"""Writes a trace while the run goes on: a bounded queue of events and a file that only grows.
+"""Writer of a trace during a run: a bounded queue of events and an append-only file.
 
-Events are kept in memory until `flush`, which the training loop calls once a step; between two flushes at most
-`capacity` events are kept, and what does not fit is counted and reported in the end line instead of growing memory.
+Events are kept in memory until `flush`, which the training loop calls once a step. Between two flushes at most
+`capacity` events are kept; further ones are dropped and counted in the end line, so that memory does not grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ __all__ = ["TraceRecorder"]
 
 
 class TraceRecorder:
-    """One rank's trace file. Satisfies `memo.events.Tracer`.
+    """Writer of one rank's trace file; implements `memo.events.Tracer`.
+
+    Args:
+        path: the file, which is replaced.
+        rank: the writer's rank.
+        world_size: number of ranks of the run.
+        meta: free-form object of the header.
+        capacity: number of events kept between two flushes.
 
     Raises:
         TraceError: the file cannot be created.
@@ -60,13 +67,17 @@ class TraceRecorder:
 
     @classmethod
     def beside(cls, where: Path, *, rank: int = 0, world_size: int = 1, meta: dict[str, Any]) -> TraceRecorder:
-        """A recorder at `where`, or at `where/trace.rank{rank}.jsonl` when that is a directory.
+        """Creates the recorder of one rank, with a file of its own.
 
-        Each of several ranks has a file of its own: `step.jsonl` is `step.rank1.jsonl` for the second, and `rank0` in a name
-        is that rank's. The trace of an earlier run is replaced.
+        Args:
+            where: a directory, for `trace.rank{rank}.jsonl` in it; or a file name, for rank 0. Another rank replaces
+                `rank0` in the name by its own, or adds it: `step.jsonl` becomes `step.rank1.jsonl`.
+            rank: the writer's rank.
+            world_size: number of ranks of the run.
+            meta: free-form object of the header.
 
         Raises:
-            TraceError: the file cannot be written, or it is one of another kind.
+            TraceError: the file cannot be written, or exists and is not a trace. An existing trace is replaced.
         """
         if where.is_dir():
             path = where / f"trace.rank{rank}.jsonl"
@@ -82,35 +93,35 @@ class TraceRecorder:
         return time.monotonic_ns() - self._origin_ns
 
     def at(self, monotonic_ns: int) -> int:
-        """The same for a reading of `time.monotonic_ns()`."""
+        """Converts a reading of `time.monotonic_ns()` to nanoseconds since the trace's origin."""
         return max(0, monotonic_ns - self._origin_ns)
 
     def emit(self, event: Event) -> None:
-        """Keeps one event, or counts it as dropped when the queue is full."""
+        """Queues an event, or counts it as dropped when the queue is full."""
         if len(self._events) >= self._capacity:
             self.dropped += 1
         else:
             self._events.append(event)
 
     def begin_step(self, step: int) -> None:
-        """Everything from now on belongs to `step`."""
+        """Marks the beginning of a step; later events belong to it."""
         self.step = step
         self.emit(StepMark(t=self.now(), step=step, phase="begin"))
 
     def end_step(self) -> None:
-        """The step is over: writes what it did."""
+        """Marks the end of the step, and flushes."""
         self.emit(StepMark(t=self.now(), step=self.step, phase="end"))
         self.flush()
 
     def flush(self) -> None:
-        """Writes the events kept so far, a line each."""
+        """Writes the queued events, one line each."""
         for _ in range(len(self._events)):
             self._write_line(to_json(self._events.popleft()))
             self.written += 1
         self._file.flush()
 
     def close(self) -> None:
-        """Writes what is left and the end line. Idempotent."""
+        """Writes the queued events and the end line. Idempotent."""
         if self._file.closed:
             return
         self.flush()
@@ -122,7 +133,7 @@ class TraceRecorder:
 
 
 def _require_trace(path: Path) -> None:
-    """Whoever mistypes `--trace` must not lose a file to it."""
+    """Raises TraceError where `path` is a file that is not a trace, so that a mistyped `--trace` destroys nothing."""
     if not path.is_file():
         return
     try:
@@ -131,4 +142,4 @@ def _require_trace(path: Path) -> None:
     except OSError:
         return  # nor can it be written, which says why
     if start and FORMAT.encode() not in start:
-        raise TraceError(f"{str(path)!r} exists and is no trace; name another file")
+        raise TraceError(f"{str(path)!r} exists and is not a trace; name another file")

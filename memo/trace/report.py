@@ -1,6 +1,6 @@
-"""Everything that is said about a set of traces, computed once: lives, figures and verdicts of every rank and step.
+"""Report on a set of traces, computed once: lifetimes, figures and verdicts of every rank and step.
 
-The terminal, the page, the picture and the comparison all show a Report, so that they cannot disagree.
+Terminal, page, picture and comparison all show a Report, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from memo.events import Event
 from memo.trace.figures import RankStats, StepStats, to_json
 from memo.trace.reader import Trace
 from memo.trace.stats import rank_stats, representative_step
-from memo.trace.tensor_lifetimes import Life, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, lifetimes_of
 from memo.trace.verdict import Evidence, Sentence, verdict
 
-__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "report_on"]
+__all__ = ["FORMAT", "VERSION", "RankReport", "Report", "build_report"]
 
 FORMAT = "memo-trace-stats"
 VERSION = 1
@@ -26,14 +26,16 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
+    """Trace, lifetimes, figures and verdicts of one rank."""
+
     trace: Trace
-    lives: Sequence[Life]
+    lifetimes: Sequence[Lifetime]
     stats: RankStats
     verdicts: dict[int | None, tuple[Sentence, ...]]
-    """By step; None is the whole trace."""
+    """Sentences by step; None is the whole trace."""
 
     def step(self, step: int | None) -> StepStats:
-        """The figures of one step, or (None) of the whole trace.
+        """Returns the figures of one step, or of the whole trace for None.
 
         Raises:
             UsageError: the trace has no such step.
@@ -50,14 +52,14 @@ class RankReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Ranks by number, and the one rank and step that stand for the run."""
+    """Reports of all ranks, and the rank and step that represent the run."""
 
     ranks: Sequence[RankReport]
     rank: int
     step: int | None
 
     def of_rank(self, rank: int) -> RankReport:
-        """One rank's part.
+        """Returns one rank's report.
 
         Raises:
             UsageError: no trace of that rank was given.
@@ -70,6 +72,7 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Converts the report to the format of `memo trace stats --json`."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -79,31 +82,34 @@ class Report:
         }
 
 
-def report_on(traces: Sequence[Trace]) -> Report:
-    """The report of one run; the rank whose representative step took longest stands for it, since the others wait."""
-    lives = [lives_of(trace.events) for trace in traces]
-    stats = [rank_stats(trace, lives=own) for trace, own in zip(traces, lives, strict=True)]
+def build_report(traces: Sequence[Trace]) -> Report:
+    """Builds the report of one run.
+
+    The rank whose representative step took longest represents the run, since the others wait for it.
+    """
+    lifetimes = [lifetimes_of(trace.events) for trace in traces]
+    stats = [rank_stats(trace, lifetimes=own) for trace, own in zip(traces, lifetimes, strict=True)]
     chosen = max((representative_step(one) for one in stats), key=lambda step: (step.duration_ns, -step.rank))
     ranks = [
-        RankReport(trace=trace, lives=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
-        for trace, own, one in zip(traces, lives, stats, strict=True)
+        RankReport(trace=trace, lifetimes=own, stats=one, verdicts=_verdicts(trace, own, one, stats))
+        for trace, own, one in zip(traces, lifetimes, stats, strict=True)
     ]
     return Report(ranks=ranks, rank=chosen.rank, step=chosen.step)
 
 
 def _verdicts(
-    trace: Trace, lives: Sequence[Life], stats: RankStats, others: Sequence[RankStats]
+    trace: Trace, lifetimes: Sequence[Lifetime], stats: RankStats, others: Sequence[RankStats]
 ) -> dict[int | None, tuple[Sentence, ...]]:
     events: dict[int | None, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         events[event.step].append(event)
-    by_step: dict[int | None, list[Life]] = collections.defaultdict(list)
-    for life in lives:
+    by_step: dict[int | None, list[Lifetime]] = collections.defaultdict(list)
+    for life in lifetimes:
         by_step[life.step].append(life)
-    events[None], by_step[None] = list(trace.events), list(lives)
+    events[None], by_step[None] = list(trace.events), list(lifetimes)
     return {
         one.step: verdict(
-            Evidence(trace=trace, stats=one, events=events[one.step], lives=by_step[one.step], others=others)
+            Evidence(trace=trace, stats=one, events=events[one.step], lifetimes=by_step[one.step], others=others)
         )
         for one in (*stats.steps, stats.total)
     }

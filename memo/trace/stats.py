@@ -1,6 +1,7 @@
-"""What a trace adds up to: per rank, and per step of each rank, the numbers that the report and the verdict quote.
+"""Statistics of traces: the figures of each rank and step, which report and verdict show.
 
-Pure functions from traces to nouns. docs/trace-format.md defines each figure; the definitions that are a choice:
+Pure functions from traces to the dataclasses of `memo.trace.figures`. docs/trace-format.md defines each figure; these
+definitions are choices:
 
 - Compute is running while a compute or recompute span is open and no stall is: a layer's span may contain its waits.
 - A copy is hidden while compute is running; `overlap_percent` is hidden copy time over all copy time, lanes united.
@@ -21,7 +22,7 @@ from memo.events import CounterEvent, Event, Lane, Span, Stall, StallCause, Step
 from memo.trace.figures import LaneStats, LayerCost, PrefetchStats, RankStats, StallStats, StepStats, TierPeak
 from memo.trace.intervals import Interval, intersection, length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Life, holdings_of, layer_of, lives_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of, lifetimes_of, residency_changes
 
 __all__ = ["COPY_LANES", "prediction_of", "rank_stats", "representative_step"]
 
@@ -29,14 +30,19 @@ COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 _WORST_LAYERS = 5
 
 
-def rank_stats(trace: Trace, *, lives: Sequence[Life] | None = None) -> RankStats:
-    """Every figure of one rank's trace."""
-    residence = _Residence(trace, lives_of(trace.events) if lives is None else lives)
+def rank_stats(trace: Trace, *, lifetimes: Sequence[Lifetime] | None = None) -> RankStats:
+    """Computes every figure of one rank's trace.
+
+    Args:
+        trace: the rank's trace.
+        lifetimes: of its storages, if they are known already.
+    """
+    residence = _Residence(trace, lifetimes_of(trace.events) if lifetimes is None else lifetimes)
     by_step: dict[int, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
         by_step[event.step].append(event)
     for step in [step for step, events in by_step.items() if all(map(_is_begin, events))]:
-        del by_step[step]  # begun when the run ended; nothing of it was done
+        del by_step[step]  # a step that had only begun when the run ended
     steps = tuple(_measure(trace, residence, events, step=step) for step, events in sorted(by_step.items()))
     return RankStats(rank=trace.rank, steps=steps, total=_measure(trace, residence, trace.events, step=None))
 
@@ -46,7 +52,7 @@ def _is_begin(event: Event) -> bool:
 
 
 def representative_step(stats: RankStats) -> StepStats:
-    """The step of median duration, first and unfinished ones aside (they profile, warm up, or break off)."""
+    """Returns the step of median duration, without the first one (warm-up) and unfinished ones if there are others."""
     later = [step for step in stats.steps[1:] if step.complete]
     steps = later or [step for step in stats.steps if step.complete] or list(stats.steps)
     if not steps:
@@ -56,27 +62,27 @@ def representative_step(stats: RankStats) -> StepStats:
 
 
 def prediction_of(meta: Mapping[str, Any]) -> dict[Tier, int]:
-    """The peaks that the header's plan foretold: `plan.predicted_peak_nbytes`, by tier."""
+    """Predicted peak in bytes by tier: `plan.predicted_peak_nbytes` of the header."""
     plan = meta.get("plan")
     return _naturals_by(Tier, plan.get("predicted_peak_nbytes") if isinstance(plan, dict) else None)
 
 
 def _naturals_by(keys: type[Any], found: object) -> dict[Any, int]:
-    """The entries of a free-form object that are what they should be; a header's meta is never trusted."""
+    """Positive numbers by known key of a free-form object; a header's meta is not trusted."""
     if not isinstance(found, dict):
         return {}
     return {key: found[key] for key in keys if type(found.get(key)) in (int, float) and found[key] > 0}
 
 
 class _Residence:
-    """Bytes of saved storages in each tier over time, and the most of them within a window."""
+    """Bytes of saved storages in each tier over time, and their peaks within a window."""
 
-    def __init__(self, trace: Trace, lives: Sequence[Life]) -> None:
-        self.module_of = {life.id: life.module for life in lives}
+    def __init__(self, trace: Trace, lifetimes: Sequence[Lifetime]) -> None:
+        self.module_of = {life.id: life.module for life in lifetimes}
         self._times: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         self._totals: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         held = dict.fromkeys(Tier, 0)
-        for change in holdings_of(lives):
+        for change in residency_changes(lifetimes):
             held[change.tier] += change.delta
             self._times[change.tier].append(change.t)
             self._totals[change.tier].append(held[change.tier])
@@ -88,7 +94,7 @@ class _Residence:
 
     def _peak(self, tier: Tier, window: Interval, measured: int | None) -> TierPeak:
         times, totals = self._times[tier], self._totals[tier]
-        first = bisect.bisect_right(times, window[0]) - 1  # what is held when the window opens
+        first = bisect.bisect_right(times, window[0]) - 1  # bytes held when the window opens
         last = bisect.bisect_right(times, window[1])
         saved, at = 0, window[0]
         for index in range(max(first, 0), last):
@@ -154,7 +160,7 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
 
 
 def _window(events: Sequence[Event]) -> tuple[Interval, bool]:
-    """From the first `begin` to the last `end`, and True; a missing mark is replaced by the first or last event."""
+    """(first begin, last end) of the events, and whether both marks are there; else the first or last event counts."""
     marks = [event for event in events if isinstance(event, StepMark)]
     begins = [mark.t for mark in marks if mark.phase == "begin"]
     ends = [mark.t for mark in marks if mark.phase == "end"]
@@ -222,7 +228,7 @@ def _prefetch_stats(uses: Sequence[Use], stalls: Sequence[Stall]) -> PrefetchSta
 def _worst_layers(
     stalls: Sequence[Stall], spans: Mapping[Lane, Sequence[Span]], residence: _Residence
 ) -> tuple[LayerCost, ...]:
-    """The layers that cost most time; a stall with no module counts for its tensor's."""
+    """Layers that cost most time; a stall without a module counts for its tensor's."""
     stalled: collections.Counter[str] = collections.Counter()
     recomputed: collections.Counter[str] = collections.Counter()
     moved: collections.Counter[str] = collections.Counter()

@@ -1,8 +1,8 @@
-"""The life of each saved storage, put together from the events that name its id; and the bytes it holds in each tier.
+"""Lifetimes of saved storages, from the events that name their ids, and the bytes that each holds in every tier.
 
-A trace is a stream of transitions; a person asks about a tensor. `lives_of` groups by id (an id seen again after it
-was gone begins a new life); `holdings_of` replays the states into byte changes per tier, which every peak and every
-memory chart is made of. Both take what is there: a ring that dropped events must not stop the report.
+A trace is a stream of state changes. `lifetimes_of` groups them by id (an id seen again after it was gone begins a new
+lifetime); `residency_changes` replays the states into changes of bytes per tier, from which every peak and memory chart
+is made. Both accept incomplete traces: a ring that dropped events must not stop the report.
 
     state      live  leaving        away          returning      back           gone
     device     n     n              0             n              n              0
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from memo.events import Event, Lane, Span, Stall, StateChange, TensorState, Tier, Use
 
-__all__ = ["Holding", "Life", "holdings_of", "layer_of", "lives_of"]
+__all__ = ["Lifetime", "ResidencyChange", "layer_of", "lifetimes_of", "residency_changes"]
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _TIERS = tuple(Tier)  # iterating an Enum class is ten times slower
@@ -25,8 +25,8 @@ _ON_DEVICE = (TensorState.LIVE, TensorState.RETURNING, TensorState.BACK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """One storage from its save to its end, as far as the trace saw it."""
+class Lifetime:
+    """One storage from its save to its release, as far as the trace has it."""
 
     id: int
     step: int
@@ -37,23 +37,25 @@ class Life:
     states: tuple[StateChange, ...]
     uses: tuple[Use, ...]
     moves: tuple[Span, ...]
-    """Its copies, in all lanes, by start."""
+    """Its copies in all lanes, by start."""
     stalls: tuple[Stall, ...]
 
     @property
     def start_ns(self) -> int:
+        """Time of the first event."""
         points: list[StateChange | Use | Span | Stall] = [*self.states[:1], *self.uses[:1]]
         return min(event.t for event in (*points, *self.moves[:1], *self.stalls[:1]))
 
     @property
     def end_ns(self) -> int:
+        """Time at which the last event ended."""
         points: list[StateChange | Use] = [*self.states[-1:], *self.uses[-1:]]
         spans: list[Span | Stall] = [*self.moves[-1:], *self.stalls[-1:]]
         return max([event.t for event in points] + [span.t + span.d for span in spans])
 
     @property
     def tier(self) -> Tier:
-        """The lowest tier it reached."""
+        """The lowest tier that it reached."""
         lanes = {move.lane for move in self.moves}
         seen = {state.tier for state in self.states}
         if Tier.DISK in seen or Lane.DISK_WRITE in lanes:
@@ -72,11 +74,11 @@ class _Draft:
     def gone(self) -> bool:
         return bool(self.states) and self.states[-1].to is TensorState.GONE
 
-    def finish(self, key: int) -> Life:
+    def finish(self, key: int) -> Lifetime:
         named = next((state for state in self.states if state.module is not None), None)
         everything: list[StateChange | Use | Span | Stall] = [*self.states, *self.uses, *self.moves, *self.stalls]
         sizes = [state.nbytes for state in self.states] + [move.nbytes or 0 for move in self.moves]
-        return Life(
+        return Lifetime(
             id=key,
             step=min(event.step for event in everything),
             module=(named.module or "") if named else "",
@@ -90,8 +92,8 @@ class _Draft:
         )
 
 
-def lives_of(events: Iterable[Event]) -> list[Life]:
-    """Every life in events sorted by time, in order of birth."""
+def lifetimes_of(events: Iterable[Event]) -> list[Lifetime]:
+    """Collects the lifetimes in events sorted by time, in order of their first events."""
     open_lives: dict[int, _Draft] = {}
     drafts: list[tuple[int, _Draft]] = []
     for event in events:
@@ -115,8 +117,8 @@ def lives_of(events: Iterable[Event]) -> list[Life]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """From `t` on, life number `life` holds `delta` bytes more (or fewer) in `tier`."""
+class ResidencyChange:
+    """Change by `delta` bytes of lifetime number `life` in `tier`, at `t`."""
 
     t: int
     tier: Tier
@@ -124,14 +126,14 @@ class Holding:
     life: int
 
 
-def holdings_of(lives: Sequence[Life]) -> list[Holding]:
-    """Every change of bytes in a tier, by time; at one instant what is given back stands before what is taken."""
-    changes = [holding for number, life in enumerate(lives) for holding in _replay(number, life)]
+def residency_changes(lifetimes: Sequence[Lifetime]) -> list[ResidencyChange]:
+    """Lists every change of bytes in a tier by time; at one instant releases come before allocations."""
+    changes = [holding for number, life in enumerate(lifetimes) for holding in _replay(number, life)]
     changes.sort(key=lambda holding: (holding.t, holding.delta))
     return changes
 
 
-def _replay(number: int, life: Life) -> Iterator[Holding]:
+def _replay(number: int, life: Lifetime) -> Iterator[ResidencyChange]:
     held = dict.fromkeys(_TIERS, 0)
     lower = Tier.HOST
     for state in life.states:
@@ -144,18 +146,16 @@ def _replay(number: int, life: Life) -> Iterator[Holding]:
             wanted[Tier.DEVICE] = held[Tier.DEVICE] or state.nbytes
         if state.to in (TensorState.LEAVING, TensorState.AWAY):
             wanted[lower] = state.nbytes
-        elif state.to in (
-            TensorState.RETURNING,
-            TensorState.BACK,
-        ):  # the engine gives the place back with the last handle
+        elif state.to in (TensorState.RETURNING, TensorState.BACK):
+            # The engine frees the place in the lower tier with the last handle.
             wanted[Tier.HOST], wanted[Tier.DISK] = held[Tier.HOST], held[Tier.DISK]
         for tier in _TIERS:
             if wanted[tier] != held[tier]:
-                yield Holding(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)
+                yield ResidencyChange(t=state.t, tier=tier, delta=wanted[tier] - held[tier], life=number)
         held = wanted
 
 
 def layer_of(module: str) -> str:
-    """`model.layers.4` of `model.layers.4.mlp.up`; a name without a number is its own layer."""
+    """Returns the layer of a module: `model.layers.4` of `model.layers.4.mlp.up`; the name itself without a number."""
     found = _LAYER.match(module)
     return found[0] if found else module

@@ -1,7 +1,7 @@
-"""The trace in a few plain sentences. Each comes from one rule, named in the output and documented in docs/verdict.md.
+"""Verdict on a trace in a few plain sentences, each by one named rule that docs/verdict.md documents.
 
-A rule is a function from the evidence of one step to a sentence or None; RULES lists them in the order a person asks.
-No rule guesses: what is not in the trace is not said, and every advice states the arithmetic it rests on.
+A rule is a function from the evidence of one step to a sentence or None; RULES lists them in the order of the output.
+Rules state only what is in the trace, and every advice comes with the arithmetic behind it.
 """
 
 from __future__ import annotations
@@ -15,51 +15,56 @@ from memo.trace.figures import LaneStats, RankStats, StepStats
 from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.reader import Trace
-from memo.trace.tensor_lifetimes import Life, layer_of
+from memo.trace.tensor_lifetimes import Lifetime, layer_of
 from memo.units import format_bytes
 
 __all__ = ["RULES", "Evidence", "Sentence", "verdict"]
 
 SLOW_LINK = 0.75
-"""A lane is called slow below this share of its measured link."""
+"""Fraction of its measured link below which a lane is called slow."""
 TIGHT = 0.95
-"""A budget is called tight above this share of it."""
+"""Fraction of a budget above which it is called tight."""
 NOTABLE = 0.001
-"""Time under this share of the step is not worth a sentence."""
+"""Fraction of the step below which a time is not mentioned."""
 UNEVEN = 1.03
-"""Ranks are called uneven when the slowest takes this many times the median."""
+"""Ratio of the slowest rank to the median from which ranks are called uneven."""
 
 _LANE_NAMES = {Lane.D2H: "D2H", Lane.H2D: "H2D", Lane.DISK_WRITE: "NVMe write", Lane.DISK_READ: "NVMe read"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sentence:
+    """One sentence of a verdict, with the name of its rule."""
+
     rule: str
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the rules may look at: one step of one rank, its events and lives, and the other ranks' figures."""
+    """Input of the rules: one step of one rank, its events and lifetimes, and the figures of all ranks."""
 
     trace: Trace
     stats: StepStats
     events: Sequence[Event]
-    lives: Sequence[Life]
+    lifetimes: Sequence[Lifetime]
     others: Sequence[RankStats] = ()
 
     def lane(self, lane: Lane) -> LaneStats:
+        """Figures of one copy lane."""
         return next(one for one in self.stats.lanes if one.lane is lane)
 
     def waited_ns(self, *causes: StallCause) -> int:
+        """Total stall time of these causes."""
         return sum(one.total_ns for one in self.stats.stalls if one.cause in causes)
 
     def notable(self, ns: int) -> bool:
+        """Whether a time is long enough to be mentioned."""
         return ns > 0 and ns >= NOTABLE * self.stats.duration_ns
 
 
 def verdict(evidence: Evidence) -> tuple[Sentence, ...]:
-    """What the rules have to say, in order."""
+    """Applies all rules; returns their sentences in order."""
     said = ((name, rule(evidence)) for name, rule in RULES.items())
     return tuple(Sentence(rule=name, text=text) for name, text in said if text is not None)
 
@@ -101,7 +106,7 @@ def _copies_in(evidence: Evidence) -> str | None:
 
 
 def _first_used(evidence: Evidence, *lanes: Lane) -> LaneStats | None:
-    """The lane beside the device: where there is no host tier the disk's own."""
+    """The first of these lanes that has copies: without a host tier, the disk's."""
     return next((found for lane in lanes if (found := evidence.lane(lane)).copies), None)
 
 
@@ -114,7 +119,7 @@ def _hiding(lane: LaneStats, phase: str, busy_percent: float | None, waited_ns: 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Episode:
-    """Stalls of one cause at one layer with no other stall between them: one wait, tensor by tensor."""
+    """Consecutive stalls of one cause at one layer, counted as one wait."""
 
     first: Stall
     layer: str
@@ -122,7 +127,7 @@ class _Episode:
 
 
 def _episodes(evidence: Evidence) -> list[_Episode]:
-    modules = {life.id: life.module for life in evidence.lives}
+    modules = {life.id: life.module for life in evidence.lifetimes}
     stalls = [event for event in evidence.events if isinstance(event, Stall)]
 
     def place(stall: Stall) -> tuple[StallCause, str]:
@@ -147,9 +152,9 @@ def _worst_stall(evidence: Evidence) -> str | None:
 
 
 def _why_reload_waits(evidence: Evidence, episode: _Episode) -> str:
-    """Late, if the lane had idle time since backward began that would have taken the wait; else the link is full."""
+    """Cause of a late reload: the prefetch began late if the lane had been idle long enough, else the link is full."""
     stall = episode.first
-    life = next((life for life in evidence.lives if life.id == stall.id and life.start_ns <= stall.t), None)
+    life = next((life for life in evidence.lifetimes if life.id == stall.id and life.start_ns <= stall.t), None)
     returns = [state.t for state in life.states if state.to is TensorState.RETURNING] if life else []
     copies = [span for span in life.moves if span.lane in (Lane.H2D, Lane.DISK_READ)] if life else []
     if life is None or not copies:
@@ -172,8 +177,8 @@ def _is_backward_layer(event: Event) -> bool:
     return isinstance(event, Span) and event.lane is Lane.COMPUTE and event.phase == "backward"
 
 
-def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Life) -> str:
-    """How many layers ahead the reload must begin to be `episode.d` earlier, and what the device holds more for it."""
+def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequence[Event], life: Lifetime) -> str:
+    """Prefetch depth in layers that would end the reload in time, and the device memory that it needs."""
 
     def layers_since(t: int) -> int:
         return sum(event.t < episode.first.t and event.t + getattr(event, "d", 0) > t for event in backward)
@@ -182,7 +187,9 @@ def _deeper(evidence: Evidence, episode: _Episode, begun: int, backward: Sequenc
     depth = max(now + 1, layers_since(begun - episode.d))
     layer = layer_of(life.module)
     needed = (depth - now) * sum(
-        one.nbytes for one in evidence.lives if one.step == life.step and one.moves and layer_of(one.module) == layer
+        one.nbytes
+        for one in evidence.lifetimes
+        if one.step == life.step and one.moves and layer_of(one.module) == layer
     )
     device = evidence.stats.peaks[0]
     room = None if device.budget_nbytes is None else device.budget_nbytes - device.used_nbytes
@@ -260,7 +267,7 @@ def _budget(evidence: Evidence) -> str | None:
 
 
 def _recompute(evidence: Evidence) -> str | None:
-    """Worth a word only when copying instead would have been free: D2H and H2D idle for most of their phase, and room."""
+    """Said only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes."""
     stats = evidence.stats
     lower = [peak for peak in stats.peaks if peak.tier is not Tier.DEVICE and peak.used_nbytes]
     if lower and all(peak.budget_nbytes and peak.used_nbytes > TIGHT * peak.budget_nbytes for peak in lower):
@@ -323,4 +330,4 @@ RULES: dict[str, Callable[[Evidence], str | None]] = {
     "uneven-ranks": _uneven_ranks,
     "health": _health,
 }
-"""Rule by name, in the order they are said."""
+"""Rules by name, in the order of the output."""

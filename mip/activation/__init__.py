@@ -1,4 +1,4 @@
-"""Activation planning: what is kept, moved and recomputed, by a mixed-integer program; its cost and its checker."""
+"""Activation planning: a linear program decides what is kept, moved and recomputed; with its cost model and checker."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.mip.activation.checker import check_plan as check_plan, require_valid as require_valid
-    from memo.mip.activation.cost import predict as predict
+    from memo.mip.activation.cost import predict_stages as predict_stages
     from memo.mip.activation.files import (
         plan_to_json as plan_to_json,
         profile_to_json as profile_to_json,
         read_activation_plan as read_activation_plan,
-        read_either_plan as read_either_plan,
+        read_any_plan as read_any_plan,
         read_hardware as read_hardware,
         read_profile as read_profile,
     )
-    from memo.mip.activation.free_swap_length import crossover_tokens as crossover_tokens
-    from memo.mip.activation.in_flight import holds_no_more as holds_no_more, most_held as most_held
-    from memo.mip.activation.memory_peaks import device_positions as device_positions
-    from memo.mip.activation.mlp_tiles import TILES as TILES, solve_tiles as solve_tiles
+    from memo.mip.activation.free_swap_length import free_swap_tokens as free_swap_tokens
+    from memo.mip.activation.in_flight import in_flight_within as in_flight_within, peak_in_flight as peak_in_flight
+    from memo.mip.activation.memory_peaks import device_peak_candidates as device_peak_candidates
+    from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
     from memo.mip.activation.plan import (
         ActivationPlan as ActivationPlan,
         ActivationProblem as ActivationProblem,
         Budgets as Budgets,
         LayerPlan as LayerPlan,
-        OwnTurns as OwnTurns,
         Pipeline as Pipeline,
         StagePrediction as StagePrediction,
+        StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
     from memo.mip.activation.solver import solve_problem as solve_problem
-    from memo.mip.activation.stage_plans import needs as needs, stage_plan as stage_plan
+    from memo.mip.activation.stage_plans import (
+        extract_stage_plan as extract_stage_plan,
+        lower_tier_nbytes as lower_tier_nbytes,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "checker": "check_plan require_valid",
-            "cost": "predict",
-            "files": "plan_to_json profile_to_json read_activation_plan read_either_plan read_hardware read_profile",
-            "free_swap_length": "crossover_tokens",
-            "in_flight": "holds_no_more most_held",
-            "memory_peaks": "device_positions",
-            "mlp_tiles": "TILES solve_tiles",
-            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan OwnTurns Pipeline StagePrediction chunk_layers",
+            "cost": "predict_stages",
+            "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
+            "free_swap_length": "free_swap_tokens",
+            "in_flight": "in_flight_within peak_in_flight",
+            "memory_peaks": "device_peak_candidates",
+            "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
+            "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
             "solver": "solve_problem",
-            "stage_plans": "needs stage_plan",
+            "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

@@ -1,4 +1,4 @@
-"""What keeps a plan from being faster: resources that the model shares out, and the rows that a solution meets exactly."""
+"""Resources that the linear program shares out, and the rows that are binding in a solution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Limit", "Resource"]
 
 
 class Resource(enum.StrEnum):
-    """What a row of the model shares out."""
+    """A resource that a row of the program shares out."""
 
     DEVICE = "device"
     HOST = "host"
@@ -21,9 +21,9 @@ class Resource(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A row that a solution meets exactly."""
+    """A binding row of a solution."""
 
     resource: Resource
     where: str
     saving: float
-    """Seconds that a step would win for each further byte (device, host, disk, wear a day), or second of a window."""
+    """Dual value: seconds of a step per further byte (device, host, disk, wear a day), or per second of a window."""

@@ -1,7 +1,7 @@
-"""Walks through a whole step of a stage with several chunks, turn by turn, layer by layer: the checker's own arithmetic.
+"""Checker's arithmetic for a stage of several chunks: a whole step turn by turn, layer by layer.
 
-Keeps what every call of a chunk holds now and adds it all up while each layer runs, so that nothing has to be known of
-which moments are the fullest. Shares no code with the planner.
+Keeps the state of every call's layers and sums them up at each layer, so that it needs no theory of which moments are
+fullest. Shares no code with the planner.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _Layer = tuple[int, int, int]
 
 
 class _State(enum.Enum):
-    """What a call's layer has on the device."""
+    """Bytes of a call's layer that are on the device."""
 
     WHOLE = enum.auto()
     KEPT = enum.auto()
     STILL = enum.auto()
-    """All but what has moved."""
+    """All but the moved bytes."""
 
 
 def last_layer(plan: ActivationPlan, stage: int) -> int:
-    """The one layer of a stage that does not move."""
+    """Index of the one layer of a stage that does not move."""
     return _chunks(plan, stage)[-1][-1]
 
 
 def walk_turns(plan: ActivationPlan, stage: int) -> Walk:
-    """Through all the turns of a step."""
+    """Walks through all turns of a step."""
     return _Walker(plan, stage).walk()
 
 
 def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
-    """The layers of each chunk."""
+    """Layer indices of each of a stage's chunks."""
     pipeline, count = plan.problem.pipeline, len(plan.layers)
     if pipeline.own is not None:
         sizes = list(pipeline.own.layers)
@@ -55,7 +55,7 @@ def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
 
 
 def _next_backwards(turns: Sequence[Turn]) -> list[Turn | None]:
-    """For each turn the backward, or half of one, that comes next."""
+    """For each turn the next backward, or half of one."""
     found: list[Turn | None] = []
     following: Turn | None = None
     for turn in reversed(turns):
@@ -65,7 +65,7 @@ def _next_backwards(turns: Sequence[Turn]) -> list[Turn | None]:
 
 
 class _Walker:
-    """One stage's step under way."""
+    """Walk through one stage's step."""
 
     def __init__(self, plan: ActivationPlan, stage: int) -> None:
         self._plan, self._pipeline = plan, plan.problem.pipeline
@@ -77,7 +77,7 @@ class _Walker:
         self._split = {turn.chunk for turn in self._turns if turn.kind is Kind.WEIGHT}
         self._following = _next_backwards(self._turns)
         self._holds: dict[_Layer, _State] = {}
-        self._heads = self._embeddings = 0  # microbatches of which the ends hold what they save
+        self._heads = self._embeddings = 0  # microbatches in flight at the ends
         self._gradients = 0  # bytes that wait for a second half
         self._walk = Walk()
         own = [index for chunk in self._chunks for index in chunk]
@@ -87,7 +87,7 @@ class _Walker:
         self._static += self._profile.head.static_bytes if self._ends else 0
 
     def walk(self) -> Walk:
-        latest: Turn | None = None  # forward, whose last layer stands whole
+        latest: Turn | None = None  # the latest forward, whose last layer is whole
         for at, turn in enumerate(self._turns):
             if turn.kind is Kind.FORWARD:
                 self._forward(turn, latest)
@@ -119,7 +119,7 @@ class _Walker:
             out_s = self._out_s(index)
             if index > chunk[0]:
                 self._holds[turn.chunk, turn.microbatch, index - 1] = _State.KEPT
-        if latest is not None:  # only now: while any of these layers ran, it may have been there
+        if latest is not None:  # only now: it may be whole while any of these layers runs
             self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
         if chunk[-1] == len(self._known) - 1:
             self._heads += 1
@@ -166,12 +166,12 @@ class _Walker:
             self._embeddings -= turn.kind is not Kind.INPUT
 
     def _goes_on(self, at: int) -> bool:
-        """The next backward is the second half of this turn's: the first layer stays where it is."""
+        """Whether the next backward is the second half of this one, so that the first layer stays."""
         following = self._following[at]
         return following is not None and following.call == self._turns[at].call
 
     def _read_ahead(self, at: int, latest: Turn | None) -> float:
-        """What backward comes to next, in another turn, while a turn's last layer runs: not what never moves."""
+        """Reloads the first layer of the next backward during a turn's last layer; returns its copies' seconds."""
         following = self._following[at]
         if following is None or (latest is not None and following.call == latest.call):
             return 0.0
@@ -180,7 +180,7 @@ class _Walker:
         return 0.0 if index == self._chunks[-1][-1] else self._reach(following, index)
 
     def _reach(self, turn: Turn, index: int, *, exposed: bool = False) -> float:
-        """A layer is made whole, if its forward has been; how long its copies take, which are waited for if `exposed`."""
+        """Reloads a layer whose forward has run; returns its copies' seconds, which the clock adds if `exposed`."""
         key = turn.chunk, turn.microbatch, index
         if self._holds.get(key) in (None, _State.WHOLE):
             return 0.0
@@ -208,7 +208,7 @@ class _Walker:
         return max(self._known[index].forward_transient_bytes, self._known[index].backward_transient_bytes)
 
     def _lower_tiers(self) -> None:
-        """After a forward, when they are fullest."""
+        """Records the peaks of host and disk, which are after a forward."""
         layers = [key[2] for key in self._holds]
         moving = [moved(self._known[index], self._plan.layers[index]) for index in layers]
         self._walk.host = max(self._walk.host, sum(host for host, _ in moving))

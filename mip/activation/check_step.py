@@ -1,7 +1,7 @@
-"""Walks through what a stage does under a plan, with a clock and a balance of bytes: the checker's own arithmetic.
+"""Checker's arithmetic for a stage of one chunk: one microbatch layer by layer, with a clock and a balance of bytes.
 
-Shares no code with the planner. Where a rank has one chunk, one microbatch stands for all of a step's; of several chunks the
-whole step is walked through, turn by turn (memo.mip.activation.check_pipeline).
+Shares no code with the planner. With one chunk, one microbatch stands for all of a step's; several chunks are walked
+through turn by turn (`memo.mip.activation.check_pipeline`).
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ __all__ = ["Walk", "copy_s", "is_divided", "moved", "rounding_bytes", "saved_byt
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Walk:
-    """What was found on the way through one stage; times are of one microbatch."""
+    """Time and bytes found on the walk through one stage; times are of one microbatch."""
 
     clock_s: float = 0.0
     recompute_s: float = 0.0
     peak: float = 0.0
     peak_layer: int | None = None
-    """None: an end of the model rather than a layer."""
+    """None: the embedding or the head."""
     host: float = 0.0
-    """The most that is held at once; so are the next two."""
+    """Peak bytes; so are the next two."""
     disk: float = 0.0
     rounding: float = 0.0
-    """What whole storages and whole pages may take of a tier beyond those."""
+    """Bytes that whole storages and pages may take of a tier beyond those."""
     written: float = 0.0
-    """To disk, in one microbatch."""
+    """Bytes written to disk in one microbatch."""
 
     def stands(self, nbytes: float, layer: int | None) -> None:
-        """On the device while a layer runs."""
+        """Records the bytes on the device while a layer runs."""
         if nbytes > self.peak:
             self.peak, self.peak_layer = nbytes, layer
 
 
 def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int) -> Walk:
-    """Forward and backward through layers first to last, with so many microbatches held at once."""
+    """Walks forward and backward through layers `first` to `last`, with `flight` microbatches in flight."""
     problem = plan.problem
     profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
@@ -49,7 +49,7 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
     others = (flight - 1) * sum(
         saved_bytes(known[i], plan.layers[i]) * plan.layers[i].kept for i in range(first, last + 1)
     )
-    if flight > 1:  # of the microbatch whose forward ran last, the last layer still stands whole
+    if flight > 1:  # the last layer of the latest forward is still whole
         others += (
             whole_bytes(known[last], plan.layers[last])
             - saved_bytes(known[last], plan.layers[last]) * plan.layers[last].kept
@@ -68,7 +68,7 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         before = whole_bytes(known[index - 1], plan.layers[index - 1]) if index > first else 0
         moving = max(layer.forward_transient_bytes, layer.backward_transient_bytes)
         walk.stands(held + before + whole_bytes(layer, plan.layers[index]) + moving, index)
-        if index > first:  # the layer before keeps only what the plan keeps of it from the next one on
+        if index > first:  # from here on the layer before has only its kept bytes
             held += saved_bytes(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
         walk.clock_s += max(layer.forward_s, out_s)
         host, disk = moved(layer, plan.layers[index])
@@ -95,26 +95,25 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
 
 
 def is_divided(plans: Sequence[LayerPlan]) -> bool:
-    """Whether some layer goes to two places."""
+    """Whether some layer goes to more than one tier."""
     return any(0 < max(plan.kept, plan.host, plan.disk) < 1 for plan in plans)
 
 
 def rounding_bytes(known: Sequence[LayerProfile], *, divided: bool) -> float:
-    """A page for each storage; and where some layer is divided, one storage that does not fit into the first place."""
+    """A page for each storage; and where some layer is divided, the largest storage, which goes to one tier whole."""
     largest = max((layer.largest_storage_bytes for layer in known), default=0)
     return sum(4096 * layer.storages for layer in known) + (largest if divided else 0)
 
 
 def saved_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """At the plan's levels."""
+    """Bytes that a layer saves at the plan's levels."""
     at = {level.level.value: level.saved_bytes for level in layer.levels}
     fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
     return layer.always_bytes + layer.other_bytes + sum(at.get(name, 0) * fraction for name, fraction in fractions)
 
 
 def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """As the layer's own forward and backward have it: all that autograd saves, and of a divided one what its recompute is
-    given, and what is gathered of it to move."""
+    """Bytes of a layer while it runs: all that autograd saves, and of a divided one the bytes beside."""
     given = {level.level.value: level.beside_bytes for level in layer.levels}
     fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
     divided = plan.matmul_tokens > 0 or plan.attention_tokens > 0
@@ -122,13 +121,13 @@ def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 
 
 def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:
-    """To the host, to the disk."""
+    """Bytes that a layer moves: (to the host, to the disk)."""
     saved = saved_bytes(layer, plan)
     return saved * plan.host, saved * plan.disk
 
 
 def copy_s(host: float, disk: float, link_rate: float, disk_rate: float) -> float:
-    """Both kinds cross the link at once, each with half of it or as fast as its end takes them."""
+    """Seconds of a copy: host and disk bytes share the link, each with half of it or its tier's rate."""
     if host + disk == 0:
         return 0.0
     disk_share = min(disk_rate, link_rate / 2) if host else min(disk_rate, link_rate)

@@ -1,9 +1,9 @@
-"""Checks an activation plan against every rule of `memo.mip.activation.plan`, independently of how it was made.
+"""Independent checker of activation plans: every rule of `memo.mip.activation.plan`.
 
-Shares no code with the planner: it walks through one microbatch layer by layer, with a clock and a balance of bytes, or turn
-by turn through a whole step where a rank has several chunks (memo.mip.activation.check_step), and compares what it
-finds with the budgets and with what the plan itself predicts. The first rule broken is returned, in the
-order of `Rule`; a plan is valid when none is.
+Shares no code with the planner. It walks through one microbatch layer by layer with a clock and a balance of bytes, or
+through a whole step turn by turn where a rank has several chunks, and compares what it finds with the budgets and with
+the plan's own prediction. The first broken rule is returned, in the order of `Rule`; a plan is valid when there is
+none.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from memo.units import format_bytes
 __all__ = ["Rule", "Violation", "check_plan", "require_valid"]
 
 PREDICTION_TOLERANCE = 1e-3
-"""How far a plan's own prediction may be from what its rules give, as a share."""
+"""Relative deviation of a plan's prediction from the checker's arithmetic that is accepted."""
 
 SECONDS_A_DAY = 24 * 60 * 60
 
 
 class Rule(enum.StrEnum):
-    """What a valid plan keeps."""
+    """Rules of a valid plan."""
 
     LEVEL = "level"
     """No token is at a level that its layer cannot have."""
     LAST = "last"
     """The last layer of a stage does not move."""
     TIER = "tier"
-    """Nothing moves to a tier that is turned off or has no way there and back."""
+    """Nothing moves to a tier that has no budget or no bandwidth."""
     DEVICE = "device"
-    """The device's budget is kept while every layer runs."""
+    """The device's budget is kept at every layer."""
     HOST = "host"
     DISK = "disk"
     WEAR = "wear"
-    """What a day writes to the disks of a node stays within the budget."""
+    """Bytes written to a node's disks in a day stay within the budget."""
     PREDICTION = "prediction"
-    """Step time and peaks are those that the plan claims."""
+    """Step time and peaks are as the plan predicts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """The first rule a plan breaks, in words and by name."""
+    """A broken rule."""
 
     rule: Rule
     message: str
@@ -55,14 +55,18 @@ class Violation:
 
 
 def require_valid(plan: ActivationPlan) -> None:
-    """Raises PlanInvalid with the first violation, if there is one."""
+    """Checks a plan before it is used.
+
+    Raises:
+        PlanInvalid: the plan breaks a rule; the message is of the first one.
+    """
     violation = check_plan(plan)
     if violation is not None:
         raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
 
 
 def check_plan(plan: ActivationPlan) -> Violation | None:
-    """The first rule that the plan breaks, or None."""
+    """Returns the first violation in the order of `Rule`, or None for a valid plan."""
     violation = _layers(plan)
     if violation is not None:
         return violation
@@ -132,7 +136,7 @@ def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
 
 
 def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
-    """What the ranks of each node use together."""
+    """Checks host, disk and wear, which the ranks of each node share."""
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
     together = pipeline.stages_per_node
     step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter

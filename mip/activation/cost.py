@@ -1,7 +1,7 @@
-"""What a plan costs, by the rules of `memo.mip.activation.plan` written out: time by cause, and the peak of every tier.
+"""Cost model of an activation plan, by the rules of `memo.mip.activation.plan`: time by cause, and peaks by tier.
 
-Plain arithmetic on one plan, without any model; the planner predicts with it after it has rounded. The simulator plays
-the same rules event by event and shares no code with it.
+Plain arithmetic on one plan; the planner predicts with it after rounding. The simulator plays the same rules event by
+event and shares no code with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.memory_peaks import device_positions
+from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import (
     PAGE,
@@ -28,7 +28,7 @@ from memo.mip.inputs.profile import LayerProfile
 __all__ = [
     "Traffic",
     "disk_delay",
-    "predict",
+    "predict_stages",
     "rounding_bytes",
     "stage_compute_s",
 ]
@@ -36,23 +36,23 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes of one layer that move, each way."""
+    """Bytes of one layer that move in each direction."""
 
     host_bytes: float
     disk_bytes: float
 
     @classmethod
     def of(cls, layer: LayerProfile, plan: LayerPlan) -> Traffic:
-        """What a plan moves of a layer."""
+        """Traffic of a layer under its plan."""
         saved = plan.saved_bytes(layer)
         return cls(host_bytes=saved * plan.host, disk_bytes=saved * plan.disk)
 
     def out_s(self, rates: LaneRates) -> tuple[float, float]:
-        """Time by the link, and by the disk; the later of the two counts."""
+        """Seconds of the copy out: (by the link, by the disk). The larger one counts."""
         return self._copy_s(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
 
     def in_s(self, rates: LaneRates) -> tuple[float, float]:
-        """The same on the way back."""
+        """Seconds of the copy in, likewise."""
         return self._copy_s(rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
 
     def _copy_s(self, link: float, disk: float) -> tuple[float, float]:
@@ -63,24 +63,24 @@ class Traffic:
 
 
 def disk_delay(link: float, disk: float) -> float:
-    """Seconds by which a byte of host's holds up those of the disk's that cross the link in equal shares with it."""
+    """Seconds that each host byte delays the disk bytes that share the link with it, by the rule `lanes`."""
     return max(2 / link - 1 / min(link, disk), 0.0) if link and disk else 0.0
 
 
-def predict(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
-    """What each stage does and holds under these layer plans.
+def predict_stages(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> tuple[StagePrediction, ...]:
+    """Predicts time and peaks of every stage under these layer plans.
 
     Raises:
-        PlanError: they move bytes where there is no link.
+        PlanError: the plans move bytes over a link that has no bandwidth.
     """
     return tuple(_predict_stage(problem, stage, plans) for stage in range(problem.pipeline.stages))
 
 
 def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> int:
-    """What one rank of a stage may take of a tier beyond the bytes that move; `divided`: some layer goes to two places.
+    """Bytes that one rank of a stage may take of a tier beyond the moved bytes, since storages and pages are whole.
 
-    The last layer does not move. Of what the others keep too little because storages are whole, each pass over a chunk
-    carries less than one storage on to the next layer.
+    The last layer does not move. Where some layer is `divided` among tiers, the excess that each pass over a chunk
+    carries from layer to layer is less than one storage.
     """
     layers, last = problem.profile.layer_profiles(), stage_layers(problem, stage)[-1]
     of_chunks = []
@@ -90,19 +90,19 @@ def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> 
         of_chunks.append(PAGE * sum(layer.storages for layer in moving) + (largest if divided else 0))
     return max(
         sum(count * nbytes for count, nbytes in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.most_held(stage)
+        for held in problem.pipeline.peak_in_flight(stage)
     )
 
 
 def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
-    """Forward and backward of a stage's microbatch with everything in place."""
+    """Seconds of a microbatch's forward and backward on a stage, without recompute and stalls."""
     layers = problem.profile.layer_profiles()
     parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
     return sum(parts) + sum(sum(_ends_s(problem, index)) for index in stage_layers(problem, stage))
 
 
 def _ends_s(problem: ActivationProblem, index: int) -> tuple[float, float]:
-    """Forward and backward of what stands before the first layer and behind the last, where this is one of them."""
+    """Forward and backward seconds of the embedding and the head, where this is the first or last layer."""
     ends = [problem.profile.embedding] if index == 0 else []
     if index == len(problem.profile.layers) - 1:
         ends.append(problem.profile.head)
@@ -129,7 +129,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_positions(problem, stage))),
+        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_peak_candidates(problem, stage))),
         peak_host_bytes=round(_most(problem, stage, host)),
         peak_disk_bytes=round(_most(problem, stage, disk)),
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),
@@ -138,19 +138,19 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
 
 
 def _most(problem: ActivationProblem, stage: int, nbytes: Sequence[float]) -> float:
-    """Of all microbatches in flight, at the fullest time; `nbytes` are of the stage's layers."""
+    """Peak bytes of all microbatches in flight; `nbytes` are of the stage's layers."""
     of_layers, of_chunks = iter(nbytes), []
     for chunk in chunk_layers(problem, stage):
         of_chunks.append(sum(next(of_layers) for _ in chunk))
     return max(
         sum(count * of_chunk for count, of_chunk in zip(held, of_chunks, strict=True))
-        for held in problem.pipeline.most_held(stage)
+        for held in problem.pipeline.peak_in_flight(stage)
     )
 
 
 @dataclasses.dataclass(slots=True)
 class _Stalls:
-    """Of one microbatch, by cause, and by what waits: a chunk's forward, backward or second half of it."""
+    """Stalls of one microbatch, by cause and by the turn that waits."""
 
     d2h_s: float = 0.0
     disk_write_s: float = 0.0
@@ -168,7 +168,7 @@ class _Stalls:
         plans: Sequence[LayerPlan],
         traffic: Sequence[Traffic],
     ) -> _Stalls:
-        """Of these layers of a stage."""
+        """Computes the stalls of these layers of a stage."""
         rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
         found = cls()
         for window in copies_out(problem, stage):
@@ -188,7 +188,7 @@ class _Stalls:
 def _late(
     window: Window, copy_s: tuple[float, float], layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
 ) -> tuple[float, bool]:
-    """What a copy takes longer than its window, and whether for the link rather than the disk."""
+    """Seconds by which a copy exceeds its window, and whether the link (not the disk) is slowest."""
     room_s = 0.0
     if window.beside is not None:
         layer = layers[window.beside]

@@ -1,12 +1,11 @@
-"""Profiles, machines and activation plans as JSON: strict, versioned, bounded, the same bytes for the same value.
+"""JSON files of profiles, hardware and activation plans: strict, versioned, equal bytes for equal values.
 
-Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so a plan file alone can be checked,
-shown and simulated.
+Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
+checked, shown and simulated.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, TypeVar
 
@@ -15,14 +14,14 @@ from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_p
 from memo.mip.address.problem import Plan
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
-from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format
+from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
     "plan_from_json",
     "plan_to_json",
     "profile_to_json",
     "read_activation_plan",
-    "read_either_plan",
+    "read_any_plan",
     "read_hardware",
     "read_profile",
 ]
@@ -35,46 +34,58 @@ T = TypeVar("T")
 
 
 def read_activation_plan(path: Path_) -> ActivationPlan:
-    """The plan in a file. Only its form is checked; `memo.mip.activation.checker` says whether it keeps every rule.
+    """Reads an activation plan. Only the format is checked; `memo.mip.activation.checker` decides whether it is valid.
 
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the key.
     """
-    return read_as(path, lambda text: _parse(text, ActivationPlan, PLAN_FORMAT))
+    return read_as(path, plan_from_json)
 
 
 def read_profile(path: Path_) -> Profile:
-    """The profile in a file. Raises as `read_activation_plan`."""
+    """Reads a profile.
+
+    Raises:
+        PlanError: as `read_activation_plan`.
+    """
     return read_as(path, lambda text: _parse(text, Profile, PROFILE_FORMAT))
 
 
 def read_hardware(path: Path_) -> Hardware:
-    """The machine in a file. Raises as `read_activation_plan`."""
+    """Reads a hardware description.
+
+    Raises:
+        PlanError: as `read_activation_plan`.
+    """
     return read_as(path, lambda text: _parse(text, Hardware, HARDWARE_FORMAT))
 
 
 def plan_to_json(plan: ActivationPlan) -> str:
-    """The plan as JSON, one layer a line."""
+    """Writes a plan as JSON, one layer a line."""
     return _document(PLAN_FORMAT, plan)
 
 
 def profile_to_json(profile: Profile) -> str:
-    """The profile as JSON, one layer class a line."""
+    """Writes a profile as JSON, one layer class a line."""
     return _document(PROFILE_FORMAT, profile)
 
 
 def hardware_to_json(machine: Hardware) -> str:
-    """The machine as JSON."""
+    """Writes a hardware description as JSON."""
     return _document(HARDWARE_FORMAT, machine)
 
 
 def plan_from_json(text: str) -> ActivationPlan:
-    """The plan in a text. Raises as `read_activation_plan`."""
+    """Parses a plan.
+
+    Raises:
+        PlanError: it is not in the format; the message names the key.
+    """
     return _parse(text, ActivationPlan, PLAN_FORMAT)
 
 
-def read_either_plan(path: Path_) -> ActivationPlan | Plan:
-    """The activation plan, or the address plan, in a file, which is read once: it may be standard input.
+def read_any_plan(path: Path_) -> ActivationPlan | Plan:
+    """Reads an activation plan or an address plan. The file is read once, so it may be standard input.
 
     Raises:
         PlanError: as `read_activation_plan`.
@@ -83,29 +94,21 @@ def read_either_plan(path: Path_) -> ActivationPlan | Plan:
     def either(text: str) -> ActivationPlan | Plan:
         root = parse_json(text)
         require_format(root, PLAN_FORMAT, ADDRESS_PLAN_FORMAT, version=VERSION)
-        return (
-            address_plan_of(root) if root["format"] == ADDRESS_PLAN_FORMAT else _of(root, ActivationPlan, PLAN_FORMAT)
-        )
+        if root["format"] == ADDRESS_PLAN_FORMAT:
+            return address_plan_of(root)
+        return _decode_root(root, ActivationPlan, PLAN_FORMAT)
 
     return read_as(path, either)
 
 
 def _document(name: str, value: object) -> str:
-    lines = [f'"format": "{name}"', f'"version": {VERSION}']
-    lines += [f"{json.dumps(key)}: {_value(entry)}" for key, entry in encode(value).items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _value(entry: Any) -> str:
-    if isinstance(entry, list) and entry and isinstance(entry[0], dict):
-        return "[\n" + ",\n".join(json.dumps(item) for item in entry) + "\n]"
-    return json.dumps(entry)
+    return write_json(name, VERSION, encode(value))
 
 
 def _parse(text: str, kind: type[T], name: str) -> T:
-    return _of(parse_json(text), kind, name)
+    return _decode_root(parse_json(text), kind, name)
 
 
-def _of(root: dict[str, Any], kind: type[T], name: str) -> T:
+def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
     require_format(root, name, version=VERSION)
-    return decode(kind, {key: value for key, value in root.items() if key not in ("format", "version")}, "the file")
+    return decode(kind, root, "the file", ignore=("format", "version"))

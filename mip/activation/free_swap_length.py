@@ -1,7 +1,7 @@
-"""From which sequence length swapping everything is free: a layer's bytes grow with it, attention's time with its square.
+"""Sequence length from which swapping everything is free: saved bytes grow with it, attention's time with its square.
 
-In the paper's letters (MEMO, SIGMOD 2025, section 4.1), with S the bytes that a layer saves, B the link's rate and F its
-forward, full swap hides where S / B <= F; and on the way back where the same holds of its backward.
+In the letters of MEMO (SIGMOD 2025, section 4.1), with S the bytes that a layer saves, B the link's rate and F its
+forward time, full swap is hidden where S / B <= F, and on the way back where the same holds of its backward.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import math
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import Profile
 
-__all__ = ["crossover_tokens"]
+__all__ = ["free_swap_tokens"]
 
 
-def crossover_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
-    """The shortest length from which every layer's whole activations leave and return behind compute.
+def free_swap_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int = 1) -> int | None:
+    """Computes the shortest sequence from which every layer's whole activations are swapped behind compute.
 
-    All else stays as in the profile: batch, parallelism, machine. None: it never is. Of backward's time, attention is
-    taken to be twice that of forward, which is the least it can be.
+    Batch, parallelism and machine stay as in the profile. Attention's backward is taken to last twice its forward,
+    which is the least it can.
+
+    Returns:
+        Tokens of a sequence; None where no length suffices.
     """
     rates = machine.lanes(ranks_per_node)
     longest = 0.0
@@ -30,7 +33,7 @@ def crossover_tokens(profile: Profile, machine: Hardware, *, ranks_per_node: int
 
 
 def _multiple(nbytes: int, bytes_per_s: float, seconds: float, attention_s: float) -> float:
-    """The t for which copy t = linear t + attention t^2."""
+    """The t > 0 with copy t = linear t + attention t^2: the length as a multiple of the profile's."""
     linear_s = seconds - attention_s
     copy_s = nbytes / bytes_per_s if bytes_per_s else math.inf
     if copy_s <= linear_s:

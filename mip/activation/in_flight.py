@@ -1,14 +1,14 @@
-"""How many microbatches one rank holds of each of its chunks, moment by moment, read off what it does in a step.
+"""Microbatches in flight: how many one rank holds of each of its chunks at each moment, from its order of turns.
 
-Owns the counting alone; what a microbatch's layers hold is the planner's. Of a chunk's call these are the states:
+Owns the counting alone. A call is one chunk's forward and backward of one microbatch; its states are:
 
-    forward ──▶ waiting ──▶ backward, gone                        its kept bytes stay on the device
-    forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone      between: what is not moved stays, also what
-                                                                             was computed again
+    forward ──▶ waiting ──▶ backward, gone                                  waiting: kept bytes stay on the device
+    forward ──▶ waiting ──▶ first half ──▶ between ──▶ second half, gone    between: all but the moved bytes stay,
+                                                                            also recomputed ones
 
-Two things stand whole beside that: the last layer of the forward that ran last, until another forward begins; and what
-backward comes to next, which is read ahead while the last layer of the turn before it runs, and then waits through the
-forwards in between. Moments in which nothing is held that another one does not hold too are left out.
+Two layers are whole besides: the last layer of the latest forward, until another forward begins; and the first layer of
+the next backward, which is read ahead while the last layer of the turn before it runs, and then waits through the
+forwards in between. Moments that hold nothing beyond another one are left out.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from collections.abc import Iterable, Sequence
 
 from memo.mip.inputs.pipeline_schedules import Kind, Turn
 
-__all__ = ["Moment", "Succession", "holds_no_more", "moments_of", "most_held", "successions_of"]
+__all__ = ["Moment", "TurnCopy", "copies_between_turns", "in_flight_within", "moments_of", "peak_in_flight"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A chunk's layers are running, one after the other, and the rank holds other calls besides."""
+    """A turn of one chunk, with the other calls that the rank holds meanwhile."""
 
     chunk: int
     kind: Kind
-    """BACKWARD also stands for a forward, in which layers hold the same; a forward is one where `ahead` waits through it."""
+    """BACKWARD also stands for a forward, in which layers hold the same, unless `ahead` waits through it."""
     waiting: tuple[int, ...]
-    """By chunk: other microbatches between forward and backward."""
+    """By chunk: number of other microbatches between forward and backward."""
     between: tuple[int, ...]
-    """By chunk: other microbatches between the two halves of backward."""
+    """By chunk: number of other microbatches between the two halves of backward."""
     standing: int | None = None
-    """The chunk whose last layer stands whole: one of those that wait."""
+    """The chunk whose last layer is whole; one of those that wait."""
     ahead: tuple[int, bool] | None = None
-    """The chunk of which a layer is read ahead, and whether that is its first, for the second half of a backward; else its
-    last. One of those that wait, or are between."""
+    """The chunk of which a layer is read ahead, one of those that wait or are between; and whether that is its first
+    layer, for the second half of a backward, instead of its last."""
 
     @property
     def held(self) -> tuple[int, ...]:
-        """By chunk: microbatches, the running one included."""
+        """By chunk: number of microbatches, the running one included."""
         return tuple(
             waiting + between + (chunk == self.chunk)
             for chunk, (waiting, between) in enumerate(zip(self.waiting, self.between, strict=True))
@@ -51,18 +51,23 @@ class Moment:
 
 @functools.lru_cache(maxsize=256)
 def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
-    """Those that can be the fullest, in the order in which they come."""
+    """Moments that may hold most, in order of time.
+
+    Args:
+        turns: of one rank in one step.
+        chunks: number of the rank's chunks.
+    """
     waiting, between = [0] * chunks, [0] * chunks
     latest: tuple[int, int] | None = None  # whose last layer stands whole
     found: dict[Moment, None] = {}
-    aheads = _aheads(turns)
+    read_ahead = _read_ahead(turns)
     for at, turn in enumerate(turns):
         if turn.kind in (Kind.BACKWARD, Kind.INPUT):
             waiting[turn.chunk] -= 1
             latest = None if latest == turn.call else latest
         elif turn.kind is Kind.WEIGHT:
             between[turn.chunk] -= 1
-        ahead = aheads[at]
+        ahead = read_ahead[at]
         alike = turn.kind is Kind.FORWARD and ahead is None
         found[
             Moment(
@@ -82,15 +87,15 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
     return tuple(moment for moment in found if not any(_covers(other, moment) for other in found if other != moment))
 
 
-def most_held(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches by chunk that are held at one time, wherever no other time has as many of each."""
+def peak_in_flight(turns: tuple[Turn, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Maximal numbers of microbatches in flight, by chunk; several where no moment has most of every chunk."""
     all_held = dict.fromkeys(moment.held for moment in moments_of(turns, chunks))
     return tuple(one for one in all_held if not any(_at_least(other, one) for other in all_held if other != one))
 
 
-def holds_no_more(turns: tuple[Turn, ...], than: tuple[Turn, ...], *, chunks: int) -> bool:
-    """Whether whatever is held at a time in one order is also held, by itself or with more, at some time in the other."""
-    others = moments_of(than, chunks)
+def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks: int) -> bool:
+    """Whether one order of turns never holds more than another: each of its moments is covered by one of `bound`'s."""
+    others = moments_of(bound, chunks)
     return all(any(other == one or _covers(other, one) for other in others) for one in moments_of(turns, chunks))
 
 
@@ -103,53 +108,56 @@ def _at_least(these: Iterable[int], those: Iterable[int]) -> bool:
     return all(this >= that for this, that in zip(these, those, strict=True))
 
 
-def _aheads(turns: Sequence[Turn]) -> list[Turn | None]:
-    """For each turn the backward that is read ahead in it, or waits through it: the next one, if what it wants went before.
+def _read_ahead(turns: Sequence[Turn]) -> list[Turn | None]:
+    """For each turn the backward whose first layer is read ahead in it or waits through it, if that layer had left.
 
-    A second half that follows its first one finds its first layer where that left it.
+    The first layer of a second half that follows its first half directly never leaves.
     """
-    gone_at = _gone_at(turns)
+    leaves_at = _leaves_at(turns)
     found: list[Turn | None] = [None] * len(turns)
-    latest: int | None = None  # backward, in which is read ahead
+    latest: int | None = None  # the latest backward, during which the layer is read ahead
     for at, turn in enumerate(turns):
         if turn.kind is Kind.FORWARD:
             continue
         if latest is not None:
             stays = turn.kind is Kind.WEIGHT and turn.call == turns[latest].call
-            if stays or gone_at[turn.call] < latest:
+            if stays or leaves_at[turn.call] < latest:
                 found[latest + stays : at] = [turn] * (at - latest - stays)
         latest = at
     return found
 
 
-def _gone_at(turns: Sequence[Turn]) -> dict[tuple[int, int], int]:
-    """When each call's last layer goes: as the next forward begins."""
+def _leaves_at(turns: Sequence[Turn]) -> dict[tuple[int, int], int]:
+    """Index of the turn at which each call's last layer leaves: the next forward."""
     forwards = [at for at, turn in enumerate(turns) if turn.kind is Kind.FORWARD]
     return {turns[at].call: following for at, following in zip(forwards, [*forwards[1:], len(turns)], strict=True)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Succession:
-    """One turn's first copies have the other's first or last layer to hide behind."""
+class TurnCopy:
+    """A copy between turns, and the turn whose first or last layer hides it."""
 
     turn: tuple[int, Kind]
-    """Chunk and kind of the turn whose layer is copied: a forward's last one out, a backward's first one in."""
+    """(chunk, kind) of the turn whose layer is copied: a forward's last layer out, a backward's first layer in."""
     beside: tuple[int, Kind] | None
-    """The forward that follows, in its first layer; or the backward before, in its last. None: nothing runs beside it."""
+    """The next forward (its first layer), or the previous backward (its last); None if nothing hides the copy."""
     times: int
-    """In a step."""
+    """Number of such copies in a step."""
 
 
 @functools.lru_cache(maxsize=256)
-def successions_of(turns: tuple[Turn, ...]) -> tuple[Succession, ...]:
-    """Of all turns: what is copied out begins as the next forward does, unless its own backward comes first; what is copied
-    in begins in the backward before, unless it never went or is still there."""
-    gone_at = _gone_at(turns)
+def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
+    """Counts the copies between turns.
+
+    A copy out begins with the next forward, unless the layer's own backward comes first. A copy in begins during the
+    previous backward, unless the layer never left or is still there.
+    """
+    leaves_at = _leaves_at(turns)
     counts: collections.Counter[tuple[tuple[int, Kind], tuple[int, Kind] | None]] = collections.Counter()
     latest: int | None = None  # backward
     for at, turn in enumerate(turns):
         if turn.kind is Kind.FORWARD:
-            following = gone_at[turn.call]
+            following = leaves_at[turn.call]
             begun = {other.call for other in turns[at:following] if other.kind is not Kind.FORWARD}
             if following < len(turns) and turn.call not in begun:
                 counts[_key(turn), _key(turns[following])] += 1
@@ -158,11 +166,11 @@ def successions_of(turns: tuple[Turn, ...]) -> tuple[Succession, ...]:
             away = latest is None or turns[latest].call != turn.call
             in_time = True
         else:
-            away, in_time = gone_at[turn.call] < at, latest is not None and gone_at[turn.call] < latest
+            away, in_time = leaves_at[turn.call] < at, latest is not None and leaves_at[turn.call] < latest
         if away:
             counts[_key(turn), _key(turns[latest]) if latest is not None and in_time else None] += 1
         latest = at
-    return tuple(Succession(turn=turn, beside=beside, times=times) for (turn, beside), times in counts.items())
+    return tuple(TurnCopy(turn=turn, beside=beside, times=times) for (turn, beside), times in counts.items())
 
 
 def _key(turn: Turn) -> tuple[int, Kind]:

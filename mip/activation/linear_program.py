@@ -1,29 +1,30 @@
-"""The linear program of activation planning, over groups of like layers.
+"""Linear program of activation planning, over groups of equal layers.
 
-For a layer i of stage s: x_l the fraction of its tokens at level l, h and d the bytes that go to host and disk. Bytes are
-in units of the largest layer's, times in units of the mean layer's, so that the solver's tolerances mean something.
+For a layer i of stage s: x_l is the fraction of its tokens at level l, h and d are the bytes that go to host and disk.
+Bytes are in units of the largest layer's, times in units of the mean layer's, to suit the solver's tolerances.
 
-    minimise  sum_s T_s  +  (M - 1) T  +  small prices that settle ties
+    minimise  sum_s T_s  +  (M - 1) T  +  small prices that break ties
 
     (1)  sum_l x_l = 1                                       levels
     (2)  S = fixed + sum_l x_l saved_l;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, the slowest sets the pace
     (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
     (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
-         w: what a byte of host's holds up one of the disk's on the link (memo.mip.activation.cost.disk_delay)
-         of several chunks, and of split backwards, with what memo.mip.activation.overlap_windows pairs instead of i and i+1
+         w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
+         with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + still(p, j) (full_j + G_j - h_j - d_j) <= device
-         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept is
-         (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
+         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept
+         is (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
 
-MEMO's two inequalities (SIGMOD 2025, section 4.1) are (4) with out_i = 0 and (7), with x_all its alpha. There are no
-integers: fractions of tokens are rounded to tiles afterwards, downwards, which no row objects to; and a tier may hold any
-part of a layer's storages. Where a stage's layers are of one class most of them share their variables (`Sharing`).
+Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
+numbers are of this list, not of the paper's equations. There are no integers: fractions of tokens are rounded to tiles
+afterwards, downwards, which no row objects to; and a tier may hold any part of a layer's storages. Where a stage's
+layers are of one class most of them share their variables (`Sharing`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from memo.errors import SolverFailed
 from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
-from memo.mip.activation.memory_peaks import Position, device_positions
+from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation.rounding import most_lost_bytes
@@ -50,20 +51,20 @@ DAY_S = 86400.0
 TIME_LIMIT_S = 60.0
 
 MARGIN = 1e-6
-"""Of the largest layer's bytes: the solver takes rows that are broken by a tenth of this for kept, and budgets are hard."""
+"""Margin of hard budgets, in units of the largest layer's bytes; the solver tolerates violations of a tenth of it."""
 
-# What breaks ties: a byte moved costs a ten-thousandth of its copy's time, on disk twice that, so what may as well stay
-# stays.
+# Prices that break ties: a moved byte costs a ten-thousandth of its copy's time, on disk twice that, so that bytes stay
+# where moving them gains nothing.
 MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
 
 
 class Sharing(enum.Enum):
-    """Which layers of a chunk share their variables, where all its layers are of one class."""
+    """Layers of a chunk that share their variables, where all its layers are of one class."""
 
     UNIFORM = "all but the last two"
     INTERIOR = "all but the first and the last three"
-    """Loses nothing, or next to nothing where recomputes are given what autograd does not save: the earlier a layer, the
-    more room there is for that. May treat the first and the third last otherwise for no gain."""
+    """Loses nothing, or next to nothing where a recompute is given bytes that autograd does not save, for which there
+    is more room the earlier the layer. May treat the first and the third last layer differently for no gain."""
     NONE = "none"
 
 
@@ -82,7 +83,7 @@ class _Group:
     saved: pulp.LpAffineExpression
     recompute: pulp.LpAffineExpression
     beside: pulp.LpAffineExpression
-    """G: what its recompute is given and autograd does not save."""
+    """G: bytes that its recompute is given and autograd does not save."""
 
     @property
     def kept(self) -> pulp.LpAffineExpression:
@@ -90,10 +91,14 @@ class _Group:
 
 
 class Model:
-    """One problem's program. `relaxed`: that tier's budget may be exceeded, and by how much is all that is minimised.
+    """The program of one problem.
 
-    `staying`: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes less of
-    the tiers; None: any part of any layer may stay.
+    Args:
+        problem: profile, hardware, budgets and pipeline.
+        sharing: layers that share their variables.
+        staying: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes
+            less of the tiers; None: any part of any layer may stay.
+        relaxed: the tier whose budget may be exceeded; the excess is then the objective.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class Model:
         self._program += step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
-        """Whether there is a solution; it can be read afterwards.
+        """Solves the program; False if it is infeasible. The solution can be read afterwards.
 
         Raises:
             SolverFailed: the solver crashed, or ran out of time.
@@ -145,23 +150,23 @@ class Model:
 
     @property
     def shares(self) -> bool:
-        """Whether there are layers that share variables."""
+        """Whether some layers share variables."""
         return any(len(group.members) > 1 for groups in self._stages for group in groups)
 
     @property
     def step_s(self) -> float:
-        """The solution's, before any rounding."""
+        """Time of a step in the solution, before rounding."""
         pace = (self.problem.pipeline.microbatches - 1) * float(self._pace.varValue or 0.0)
         return (float(pulp.value(self._total)) + pace) * self._second
 
     @property
     def excess_bytes(self) -> float:
-        """By how much the relaxed tier is too small; for wear, bytes a day."""
+        """Excess over the relaxed tier's budget; for wear, bytes a day."""
         assert self._excess is not None
         return float(self._excess.varValue or 0.0) * self._byte
 
     def layer_plans(self) -> list[LayerPlan]:
-        """The solution, one plan for each layer of the profile, as exact fractions."""
+        """The solution as one plan for each layer of the profile, in exact fractions."""
         plans = [LayerPlan()] * len(self.problem.profile.layers)
         for stage, groups in enumerate(self._stages):
             indices = stage_layers(self.problem, stage)
@@ -172,7 +177,7 @@ class Model:
         return plans
 
     def limits(self) -> list[Limit]:
-        """The rows that keep the step from being shorter, the one that is worth most first."""
+        """Binding rows that keep the step from being shorter, the one with the highest dual value first."""
         found = []
         for row, resource, where, unit in self._limits:
             price = -float(row.pi or 0.0)
@@ -193,7 +198,7 @@ class Model:
         return groups
 
     def _members(self, mine: Sequence[LayerProfile], own: range) -> list[list[int]]:
-        """Which of a chunk's layers go together."""
+        """Groups of a chunk's layers."""
         first, last = {Sharing.UNIFORM: (0, 2), Sharing.INTERIOR: (1, 3), Sharing.NONE: (0, len(own))}[self._sharing]
         alike = len(own) > first + last and len({mine[number].name for number in own}) == 1
         shared = own[first : len(own) - last] if alike else range(0)
@@ -207,9 +212,9 @@ class Model:
         x = {known.level: self._program.add_variable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.levels if known.beside_bytes]
-        alone = self.problem.pipeline.most_held(stage) == ((1,),)
+        alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
-            self._program += x[Level.SAVE_ALL] == 1  # it stands whole in any case: nothing of it is gathered
+            self._program += x[Level.SAVE_ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
         budgets, rates = self.problem.budgets, self._rates
         moves = members[-1] < len(mine) - (self.staying or 1)
@@ -233,9 +238,11 @@ class Model:
             beside=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
         )
         if to_host or to_disk:
-            self._program += group.kept >= 0  # (2)
+            # (2)
+            self._program += group.kept >= 0
         if self.staying is not None and moves:
-            self._program += group.kept == 0  # (10)
+            # (10)
+            self._program += group.kept == 0
         return group
 
     # Rows.
@@ -250,12 +257,13 @@ class Model:
         total += pulp.lpSum(out + back)
         self._total += total
         if self.problem.pipeline.microbatches > 1:
-            self._program += self._pace >= total  # (3)
+            # (3)
+            self._program += self._pace >= total
 
     def _hidden(
         self, stage: int, windows: Iterable[Window], row: Callable[[_Group, _Group | None, Window], pulp.LpVariable]
     ) -> list[pulp.LpAffineExpression]:
-        """The stalls of all these copies, each kind of them once."""
+        """Stalls of all these copies; each kind of copy gets one variable."""
         group_of = {member: group for group in self._stages[stage] for member in group.members}
         times: collections.Counter[tuple[int, int | None, Kind]] = collections.Counter()
         first: dict[tuple[int, int | None, Kind], Window] = {}
@@ -273,7 +281,7 @@ class Model:
         ]
 
     def _copy_out(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
-        """(4)"""
+        """Constraint (4): stall of a copy out."""
         rates = self._rates
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
@@ -282,7 +290,7 @@ class Model:
         return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, beside, window))
 
     def _copy_in(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
-        """(5)"""
+        """Constraint (5): stall of a copy in."""
         rates = self._rates
         backward: pulp.LpAffineExpression | float = 0.0
         if beside is not None:
@@ -301,7 +309,7 @@ class Model:
         *,
         name: str,
     ) -> pulp.LpVariable:
-        """The stall of one copy, with a row for the link and one for the disk."""
+        """Stall of one copy, with a row for the link and one for the disk."""
         way = "forward" if resource is Resource.COPY_OUT else "backward"
         stall = self._program.add_variable(f"{way}_{name}", 0, None)
         row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
@@ -315,20 +323,21 @@ class Model:
 
     def _device_rows(self, stage: int) -> None:
         device = self.problem.budgets.device_bytes
-        for position in _telling(device_positions(self.problem, stage)):
+        for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
                 kept, whole, still = (
                     sum(counts[member] for member in group.members)
-                    for counts in (position.kept, position.whole, position.still)
+                    for counts in (candidate.kept, candidate.whole, candidate.still)
                 )
                 used += kept * group.kept + whole * group.beside
                 used += still * self._still(group) if still else 0
-            room = (device - position.resident_bytes) / self._byte
-            self._budget(used, room, Resource.DEVICE, f"at {position.name}")  # (6)
+            room = (device - candidate.resident_bytes) / self._byte
+            # (6)
+            self._budget(used, room, Resource.DEVICE, f"at {candidate.name}")
 
     def _still(self, group: _Group) -> pulp.LpAffineExpression:
-        """All that does not move, computed again or not; also when less is saved than asked, for tokens are rounded."""
+        """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
         whole, moved = group.layer.full_bytes / self._byte + group.beside, group.host + group.disk
         if isinstance(moved, int):
             return whole
@@ -341,8 +350,8 @@ class Model:
         return pulp.LpAffineExpression(self._stills[key])
 
     def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
-        """The most of a lower tier that one rank of a stage holds."""
-        counts = self.problem.pipeline.most_held(stage)
+        """Peak bytes of a lower tier that one rank of a stage holds."""
+        counts = self.problem.pipeline.peak_in_flight(stage)
         sums = [
             pulp.lpSum(
                 held[group.chunk] * len(group.members) * (group.host if tier is Resource.HOST else group.disk)
@@ -373,7 +382,8 @@ class Model:
             (disk, budgets.disk_bytes, Resource.DISK),
         ):
             room = budget - rounding if tier is self._relaxed else max(0, budget - rounding)
-            self._budget(used, room / self._byte, tier, "of the node")  # (7)
+            # (7)
+            self._budget(used, room / self._byte, tier, "of the node")
         if budgets.disk_wear_bytes_per_day is None or not written:
             return
         per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second
@@ -382,7 +392,8 @@ class Model:
                 len(group.members) * group.recompute for group in self._stages[stage]
             )
             least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
-            row = written <= per_second * problem.pipeline.microbatches * busy - min(MARGIN, least)  # (8)
+            # (8)
+            row = written <= per_second * problem.pipeline.microbatches * busy - min(MARGIN, least)
             self._add(row, Resource.WEAR, "of the node", unit=self._byte * DAY_S)
 
     def _budget(self, used: pulp.LpAffineExpression, room: float, resource: Resource, where: str) -> None:
@@ -398,7 +409,7 @@ class Model:
         self._limits.append((row, resource, where, unit))
 
     def _seconds(self, bytes_per_s: float) -> float:
-        """Time units for one byte unit."""
+        """Time units per byte unit."""
         return self._byte / bytes_per_s / self._second
 
     def _layer_plan(self, group: _Group) -> LayerPlan:
@@ -420,17 +431,17 @@ class Model:
 
 
 def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
-    """Of one kind of copies; a chunk's own need no more than what moves."""
+    """Name of one kind of copy; within a chunk the moving layer identifies it."""
     name = f"{moving.stage}_{moving.members[-1]}"
     if window.beside == window.moving + 1 and moving.chunk == (beside or moving).chunk:
         return name
     return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
 
 
-def _telling(positions: Sequence[Position]) -> list[Position]:
-    """From the last backwards: those that no other says more than."""
-    found: list[Position] = []
-    for position in sorted(positions, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
-        if not any(other.says_more_than(position) for other in found):
-            found.append(position)
+def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
+    """Candidates that no other one dominates."""
+    found: list[PeakCandidate] = []
+    for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
+        if not any(other.dominates(candidate) for other in found):
+            found.append(candidate)
     return found

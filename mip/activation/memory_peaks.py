@@ -1,7 +1,7 @@
-"""The places in a stage's step where the device's bytes may peak, by the rules of `memo.mip.activation.plan`.
+"""Candidates for the device's memory peak in a stage's step, by the rules of `memo.mip.activation.plan`.
 
-Owns which layers stand whole there and how often each of the others is held; what a plan makes of a layer is not known
-here, so that the program and the prediction read the same rows.
+Owns the counts: which layers are whole on the device at a candidate, and in how many microbatches each of the others is
+held. The plan of a layer is not known here, so that the linear program and the prediction use the same rows.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationProblem
     from memo.mip.inputs.profile import LayerProfile
 
-__all__ = ["Position", "device_positions", "stage_static_bytes"]
+__all__ = ["PeakCandidate", "device_peak_candidates", "stage_static_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """A place in a stage at which the device's bytes have a peak of their own."""
+class PeakCandidate:
+    """A point of a stage's step at which the device's memory may peak."""
 
     name: str
     resident_bytes: int
-    """What stands there whatever the plan is: rounding buffers, transients, what the ends hold."""
+    """Bytes that do not depend on the plan: rounding buffers, transients, embedding and head."""
     kept: tuple[int, ...]
-    """By layer of the stage: in how many microbatches only its kept bytes are there."""
+    """By layer of the stage: number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
-    """By layer: in how many it stands whole, where there is then also something that its recompute is given."""
+    """By layer: number that hold it whole, where its recompute is then also given bytes."""
     still: tuple[int, ...]
-    """By layer: in how many all of that is there but for what has moved."""
+    """By layer: number that hold all of it but the moved bytes."""
 
     def nbytes(self, *, kept: Sequence[float], beside: Sequence[float], still: Sequence[float]) -> float:
-        """On the device, with so many bytes of each layer."""
+        """Bytes on the device, given the bytes of each layer by kind."""
         counted = ((self.kept, kept), (self.whole, beside), (self.still, still))
         return self.resident_bytes + sum(
             count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
         )
 
-    def says_more_than(self, other: Position) -> bool:
-        """The other one holds nothing that this one does not."""
+    def dominates(self, other: PeakCandidate) -> bool:
+        """Whether this candidate holds at least as much of everything as the other."""
         mine = (*self.kept, *self.whole, *self.still, self.resident_bytes)
         others = (*other.kept, *other.whole, *other.still, other.resident_bytes)
         return all(a >= b for a, b in zip(mine, others, strict=True))
 
 
 def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
-    """Parameters, gradients and optimizer state of one rank of a stage."""
+    """Bytes of parameters, gradients and optimizer state of one rank of a stage."""
     layers, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
     static = sum(layers[index].static_bytes for index in own)
     if own[0] == 0:
@@ -61,14 +61,14 @@ def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
     return static
 
 
-def device_positions(problem: ActivationProblem, stage: int) -> list[Position]:
-    """Moment by moment, and within each in forward order: the embedding, each layer, the head."""
+def device_peak_candidates(problem: ActivationProblem, stage: int) -> list[PeakCandidate]:
+    """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order."""
     moments = problem.pipeline.moments(stage)
-    return [position for moment in moments for position in _Place(problem, stage, moment).positions()]
+    return [candidate for moment in moments for candidate in _MomentPeaks(problem, stage, moment).candidates()]
 
 
-class _As(enum.Enum):
-    """In which way one microbatch's layer is on the device."""
+class _Residence(enum.Enum):
+    """Form in which one microbatch's layer is on the device."""
 
     KEPT = enum.auto()
     WHOLE = enum.auto()
@@ -76,39 +76,39 @@ class _As(enum.Enum):
 
 
 class _Tally:
-    """What is on the device, as it adds up."""
+    """Running sum of the bytes on the device."""
 
     def __init__(self, layers: Sequence[LayerProfile], resident_bytes: int) -> None:
         self.resident_bytes = resident_bytes
         self._layers = layers
-        self._counts = {how: [0] * len(layers) for how in _As}
+        self._counts = {how: [0] * len(layers) for how in _Residence}
 
-    def add(self, number: int, how: _As, times: int = 1) -> None:
-        """A layer's bytes come, or go."""
+    def add(self, number: int, how: _Residence, times: int = 1) -> None:
+        """Adds a layer `times` times; negative removes it."""
         layer = self._layers[number]
-        if how is _As.WHOLE:
+        if how is _Residence.WHOLE:
             self.resident_bytes += times * layer.full_bytes
             if not any(level.beside_bytes for level in layer.levels):
                 return
         self._counts[how][number] += times
 
-    def turn(self, number: int, how: _As) -> None:
-        """One that was there in this way stands whole."""
+    def turn(self, number: int, how: _Residence) -> None:
+        """Makes one that was there in this form whole."""
         self.add(number, how, -1)
-        self.add(number, _As.WHOLE)
+        self.add(number, _Residence.WHOLE)
 
     def copy(self) -> _Tally:
         twin = _Tally(self._layers, self.resident_bytes)
         twin._counts = {how: list(counts) for how, counts in self._counts.items()}
         return twin
 
-    def position(self, name: str) -> Position:
+    def candidate(self, name: str) -> PeakCandidate:
         counts = {how.name.lower(): tuple(counts) for how, counts in self._counts.items()}
-        return Position(name=name, resident_bytes=self.resident_bytes, **counts)
+        return PeakCandidate(name=name, resident_bytes=self.resident_bytes, **counts)
 
 
-class _Place:
-    """One moment: what is there besides the running chunk, and then that chunk layer by layer."""
+class _MomentPeaks:
+    """One moment: the calls besides the running one, and the running chunk layer by layer."""
 
     def __init__(self, problem: ActivationProblem, stage: int, moment: Moment) -> None:
         self._moment = moment
@@ -131,19 +131,19 @@ class _Place:
         self._others = self._tally(static)
 
     def _tally(self, static: int) -> _Tally:
-        """Of all calls but the running one."""
+        """Sum of all calls but the running one."""
         tally, moment = _Tally(self._layers, static), self._moment
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
             for number in chunk:
-                tally.add(number, _As.KEPT, waiting)
-                tally.add(number, _As.STILL, between)
+                tally.add(number, _Residence.KEPT, waiting)
+                tally.add(number, _Residence.STILL, between)
                 tally.resident_bytes += between * self._layers[number].between_bytes
         if moment.standing is not None:
-            tally.turn(self._chunks[moment.standing][-1], _As.KEPT)
+            tally.turn(self._chunks[moment.standing][-1], _Residence.KEPT)
         return tally
 
-    def positions(self) -> Iterator[Position]:
-        """Of the running chunk."""
+    def candidates(self) -> Iterator[PeakCandidate]:
+        """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
         second_half = kind is Kind.WEIGHT
         if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
@@ -161,19 +161,21 @@ class _Place:
             running = {} if second_half else self._running(range(own[-1], own.stop))
             yield self._at("the head", self._head.saved_bytes + self._head.transient_bytes, running)
 
-    def _running(self, whole: range) -> Mapping[int, _As]:
-        """How the running call's layers are there while these are its rounding buffers."""
+    def _running(self, whole: range) -> Mapping[int, _Residence]:
+        """Form of each of the running call's layers while `whole` are its rounding buffers."""
         found = {}
         for number in self._own:
             if number in whole:
-                found[number] = _As.WHOLE
+                found[number] = _Residence.WHOLE
             elif number < whole.start and self._moment.kind is not Kind.WEIGHT:
-                found[number] = _As.KEPT
+                found[number] = _Residence.KEPT
             elif number >= whole.stop and self._moment.kind in (Kind.INPUT, Kind.WEIGHT):
-                found[number] = _As.STILL
+                found[number] = _Residence.STILL
         return found
 
-    def _at(self, name: str, nbytes: int, running: Mapping[int, _As], *, ends_turn: bool = False) -> Position:
+    def _at(
+        self, name: str, nbytes: int, running: Mapping[int, _Residence], *, ends_turn: bool = False
+    ) -> PeakCandidate:
         tally = self._others.copy()
         tally.resident_bytes += nbytes
         for number, how in running.items():
@@ -182,5 +184,5 @@ class _Place:
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]
             if number < len(self._layers) - 1:  # the last layer does not move, and needs no reading
-                tally.turn(number, _As.STILL if second_half else _As.KEPT)
-        return tally.position(name)
+                tally.turn(number, _Residence.STILL if second_half else _Residence.KEPT)
+        return tally.candidate(name)

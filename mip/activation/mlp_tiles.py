@@ -1,7 +1,7 @@
-"""The tiles in which layers compute their MLP, as a variable of the plan: the number with the shortest step.
+"""Number of tiles in which layers compute their MLP, as a variable of the plan: the number with the shortest step.
 
-Owns the choice alone. What a number of tiles saves, holds and costs is in the profile that somebody makes for it; each is
-a problem of its own, whose plan is proven best among those of that number.
+Owns the choice alone. What a number of tiles saves, holds and costs is in a profile made for it; each number is a
+problem of its own, whose plan is proven best for that number.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
 from memo.mip.activation.solver import solve_problem
 
-__all__ = ["TILES", "solve_tiles"]
+__all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
 
-TILES = (1, 2, 4, 8, 16, 32, 64)
-"""More save little: a sixty-fourth of the wide activations is less than one tensor of the residual stream's width."""
+MLP_TILE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of tiles to try. Beyond 64 little is saved: a 64th of the MLP's wide activations is less than one tensor of
+the hidden size."""
 
 
-def solve_tiles(problem_of: Callable[[int], ActivationProblem], counts: Sequence[int] = TILES) -> ActivationPlan:
-    """The plan with the shortest step, of as few tiles as give it; `problem_of` asks the question for a number of them.
+def solve_mlp_tiles(
+    problem_of: Callable[[int], ActivationProblem], counts: Sequence[int] = MLP_TILE_COUNTS
+) -> ActivationPlan:
+    """Finds the number of tiles with the shortest step, the smallest such number.
 
-    `counts` ascend. Tiles only add to the computation, so none are tried that compute longer than the best step takes.
+    Tiles only add computation, so numbers that compute longer than the best step takes are skipped.
+
+    Args:
+        problem_of: returns the problem for a number of tiles.
+        counts: numbers of tiles to try, ascending.
 
     Raises:
-        Infeasible: no number of tiles fits; the message is that of the most, which need least.
+        Infeasible: no number of tiles fits; the message is that of the largest, which needs least memory.
+        SolverFailed: the solver crashed.
     """
     best: ActivationPlan | None = None
     refused: Infeasible | None = None
@@ -49,7 +57,7 @@ def solve_tiles(problem_of: Callable[[int], ActivationProblem], counts: Sequence
 
 
 def _least_s(problem: ActivationProblem) -> float:
-    """No step is shorter than its slowest stage's computation."""
+    """Lower bound on the step: the slowest stage's computation."""
     stages = range(problem.pipeline.stages)
     slowest = max(stage_compute_s(problem, stage) for stage in stages)
     return problem.pipeline.microbatches * slowest + problem.profile.optimizer_s

@@ -1,8 +1,8 @@
-"""What hides each copy of a stage: which layer's work, in which direction, and how often in a step.
+"""Overlap windows: for each copy of a stage the layer whose work hides it, in which direction, and how often in a step.
 
-Owns the pairing alone, by the rules of `memo.mip.activation.plan`. Layers are counted within the stage. Within a chunk
-a layer is copied out beside the next one's forward and in beside its backward, or beside the one before's where the
-second half of a split backward runs from the first layer on; at a chunk's ends the order of the turns says what runs beside.
+Owns the pairing alone, by the rules of `memo.mip.activation.plan`. Layers are counted within the stage. Within a chunk,
+a layer is copied out beside the next one's forward and in beside its backward; for the second half of a split backward,
+which runs from the first layer on, in beside the previous layer. At a chunk's ends the order of turns decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memo.mip.activation.in_flight import successions_of
+from memo.mip.activation.in_flight import copies_between_turns
 from memo.mip.activation.plan import chunk_layers
 from memo.mip.inputs.pipeline_schedules import Kind
 
@@ -23,31 +23,32 @@ __all__ = ["Window", "copies_in", "copies_out"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A layer's copy, one way, and the layer beside whose work it has to be over."""
+    """A layer's copy in one direction, and the layer whose work must hide it."""
 
     moving: int
+    """The layer that is copied."""
     beside: int | None
-    """None: nothing runs beside it."""
+    """The layer whose work runs meanwhile; None if nothing does."""
     kind: Kind
-    """Which work of that layer's."""
+    """The pass of that layer."""
     times: float
-    """In a microbatch; less than 1 where the order has it so."""
+    """Number of such copies per microbatch; a fraction where not every microbatch has one."""
     waits: tuple[int, Kind]
-    """The chunk's turn that stalls where it is not over."""
+    """(chunk, kind) of the turn that stalls until the copy ends."""
 
     @property
     def share(self) -> float:
-        """Of a layer's backward."""
+        """Fraction of the layer's backward time in this pass."""
         return 0.5 if self.kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
 
     @property
     def recomputes(self) -> bool:
-        """The work begins with the layer's recompute."""
+        """Whether the pass begins with the layer's recompute."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT)
 
 
 def copies_out(problem: ActivationProblem, stage: int) -> Iterator[Window]:
-    """Of one microbatch."""
+    """Yields the windows of one microbatch's copies out."""
     for chunk, layers in enumerate(_numbers(problem, stage)):
         for number in layers[:-1]:
             yield Window(moving=number, beside=number + 1, kind=Kind.FORWARD, times=1.0, waits=(chunk, Kind.FORWARD))
@@ -55,7 +56,7 @@ def copies_out(problem: ActivationProblem, stage: int) -> Iterator[Window]:
 
 
 def copies_in(problem: ActivationProblem, stage: int) -> Iterator[Window]:
-    """Of one microbatch."""
+    """Yields the windows of one microbatch's copies in."""
     for chunk, layers in enumerate(_numbers(problem, stage)):
         split = problem.pipeline.splits(stage, chunk)
         kind = Kind.INPUT if split else Kind.BACKWARD
@@ -67,30 +68,30 @@ def copies_in(problem: ActivationProblem, stage: int) -> Iterator[Window]:
 
 
 def _at_turns(problem: ActivationProblem, stage: int, *, forward: bool) -> Iterator[Window]:
-    """Between one turn and another. The stage's last layer does not move, here and above: it has no bytes that do."""
+    """Windows between turns. The stage's last layer has no bytes that move, here and above."""
     if problem.pipeline.chunks == 1:
         return
     layers = _numbers(problem, stage)
-    for succession in successions_of(problem.pipeline.turns(stage)):
-        chunk, kind = succession.turn
+    for copy in copies_between_turns(problem.pipeline.turns(stage)):
+        chunk, kind = copy.turn
         if (kind is Kind.FORWARD) is not forward:
             continue
         beside, besides_kind = None, Kind.FORWARD
-        if succession.beside is not None:
-            besides_chunk, besides_kind = succession.beside
+        if copy.beside is not None:
+            besides_chunk, besides_kind = copy.beside
             at_start = besides_kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
             beside = layers[besides_chunk][0 if at_start else -1]
         yield Window(
             moving=layers[chunk][0 if kind is Kind.WEIGHT else -1],
             beside=beside,
             kind=besides_kind,
-            times=succession.times / problem.pipeline.microbatches,
-            waits=(succession.beside or succession.turn) if forward else (chunk, kind),
+            times=copy.times / problem.pipeline.microbatches,
+            waits=(copy.beside or copy.turn) if forward else (chunk, kind),
         )
 
 
 def _numbers(problem: ActivationProblem, stage: int) -> list[range]:
-    """The layers of each chunk, counted within the stage."""
+    """Layers of each chunk, counted within the stage."""
     found, first = [], 0
     for layers in chunk_layers(problem, stage):
         found.append(range(first, first + len(layers)))

@@ -1,7 +1,7 @@
-"""How long a pipeline's step takes, given what one microbatch takes on each stage: who waits for whom.
+"""Time of a pipeline's step, given the time of one microbatch on each stage.
 
-Owns the waiting alone: a forward waits for the stage before, a backward for the one behind, the second half of a split
-backward for nothing but its rank. The simulator plays the same with every copy, and shares no code with this.
+Owns the dependencies alone: a forward waits for the previous stage, a backward for the next one, the second half of a
+split backward only for its own rank. The simulator plays the same with every copy, and shares no code with this.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["microbatches_s"]
 
 
 def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
-    """When the last backward of a step ends."""
+    """Seconds from the start of a step to the end of its last backward."""
     if pipeline.chunks > 1:
         return _in_turns(pipeline, stages)
     ahead = max(pipeline.stages, pipeline.in_flight(0))
-    shown = min(pipeline.microbatches, 4 * ahead)  # by then each one more takes the slowest stage's time
+    shown = min(pipeline.microbatches, 4 * ahead)  # from there on each further one takes the slowest stage's time
     pace = max(stage.microbatch_s for stage in stages)
     first = _one_chunk_each(dataclasses.replace(pipeline, microbatches=shown), stages)
     return first + (pipeline.microbatches - shown) * pace
@@ -54,9 +54,7 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
     places = [pipeline.places(stage) for stage in range(count)]
-    ends: dict[
-        tuple[int, bool, int], float
-    ] = {}  # of a place's forward, or of that of its backward which others wait for
+    ends: dict[tuple[int, bool, int], float] = {}  # by place, forward or the backward others wait for, and microbatch
     while any(done < len(order) for done, order in zip(at, orders, strict=True)):
         for number, stage in enumerate(stages):
             while at[number] < len(orders[number]):

@@ -1,7 +1,7 @@
-"""From a program's fractions of tokens to ranges that a runtime can cut, without breaking a budget.
+"""Rounding of a solution's token fractions to ranges that the runtime can cut, within every budget.
 
-Owns the rounding alone. Fewer tokens are saved than asked, so every tier holds less and more is computed again; where that
-stays on the device between the halves of a backward, what moves does not become less.
+Owns the rounding alone. Fewer tokens are saved than asked, so every tier holds less and more is recomputed; where
+recomputed bytes stay on the device between the halves of a backward, the moved bytes are not reduced.
 """
 
 from __future__ import annotations
@@ -10,39 +10,42 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, StagePrediction, chunk_layers
 from memo.mip.inputs.profile import LayerProfile, Level
 
 __all__ = ["LEAST_TOKENS", "in_tiles", "most_lost_bytes", "tile_of"]
 
 LONG_TILE, SHORT_TILE = 256, 8
-"""A sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
+"""Tokens; a sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
 LONG_TOKENS = 8 * LONG_TILE
 LEAST_TOKENS = 16
-"""No range lower than this is computed again: the kernels of so small a product round in another way."""
+"""Smallest range that is recomputed: kernels of smaller products round differently."""
 
 
 def tile_of(tokens: int) -> int:
-    """What a sequence of so many tokens is cut at a multiple of."""
+    """Multiple at which a sequence of so many tokens is cut."""
     return LONG_TILE if tokens >= LONG_TOKENS else SHORT_TILE
 
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
-    """By how much less a layer may save than asked: each range may lose a tile, and what the last one must have."""
+    """Upper bound of the saved bytes that rounding takes from a layer: a tile per range, and the least last range."""
     return sum(known.saved_bytes for known in layer.levels) * (tile_of(tokens) + LEAST_TOKENS) / tokens
 
 
 def in_tiles(
     problem: ActivationProblem, plans: Sequence[LayerPlan]
 ) -> tuple[tuple[LayerPlan, ...], tuple[StagePrediction, ...]]:
-    """Token ranges that end on a tile, in which every layer saves no more than asked.
+    """Rounds token ranges to tiles; no layer saves more than asked.
 
-    What the first range loses the second one gets, where the device has room for what recomputes are then given more.
+    The second range gets what the first one loses, if the device has room for the bytes that recomputes are then given.
+
+    Returns:
+        The rounded layer plans, and the predictions of each stage under them.
     """
     tokens, known = problem.profile.signature.rank_tokens, problem.profile.layer_profiles()
     layers = _moving_as_much(problem, [_rounded(plan, tokens) for plan in plans], plans)
-    stages = predict(problem, layers)
+    stages = predict_stages(problem, layers)
     if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
         return layers, stages
     shrunk = [
@@ -50,13 +53,13 @@ def in_tiles(
         for plan, layer in zip(plans, known, strict=True)
     ]
     layers = _moving_as_much(problem, shrunk, plans)
-    return layers, predict(problem, layers)
+    return layers, predict_stages(problem, layers)
 
 
 def _moving_as_much(
     problem: ActivationProblem, rounded: Sequence[LayerPlan], plans: Sequence[LayerPlan]
 ) -> tuple[LayerPlan, ...]:
-    """Where backward is split, as many bytes move as before the rounding, or all that are still saved."""
+    """Where backward is split, moves as many bytes as before rounding, or all that are still saved."""
     known, pipeline = problem.profile.layer_profiles(), problem.pipeline
     split = {
         index
@@ -81,7 +84,7 @@ def _with_moved(plan: LayerPlan, before: LayerPlan, layer: LayerProfile) -> Laye
 
 
 def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> LayerPlan:
-    """Ranges that end on a tile. Fewer tokens are saved than asked, so every tier holds less, and more is recomputed."""
+    """Rounds one layer's ranges down to tiles; `middle_grows`: the second range gets what the first one loses."""
     tile = tile_of(tokens)
     whole = not plan.attention_tokens and not plan.matmul_tokens
     first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
@@ -103,5 +106,5 @@ def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> Laye
 
 
 def _down(count: float, tile: int, tokens: int) -> int:
-    nearly = count + 1e-6 * tile  # what floating point took away is no reason to lose a tile
+    nearly = count + 1e-6 * tile  # a floating-point error must not cost a tile
     return tokens if nearly >= tokens else math.floor(nearly / tile) * tile

@@ -1,7 +1,7 @@
-"""The face of activation planning: `plan_activations` gives a checked plan or says what would fit.
+"""Entry point of activation planning: `solve_problem` returns a checked plan, or raises with what would fit.
 
-Owns the order of the work: keep everything where that fits, else solve, round token ranges to what a runtime can cut,
-predict, and have the result checked. A plan that the independent checker refuses never leaves here.
+Owns the sequence: keep everything where that fits, else solve the linear program, round token ranges to what the
+runtime can cut, predict, and check. A plan that the independent checker refuses is never returned.
 """
 
 from __future__ import annotations
@@ -13,64 +13,58 @@ from collections.abc import Iterator, Sequence
 from memo.errors import Infeasible
 from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.checker import require_valid
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import (
-    ONE_STAGE,
     ActivationPlan,
     ActivationProblem,
-    Budgets,
     LayerPlan,
-    Pipeline,
 )
 from memo.mip.activation.rounding import in_tiles
-from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["plan_activations", "solve_problem"]
+__all__ = ["solve_problem"]
 
 UNIFORM_PRICE = 1e-4
-"""Of a step: what treating layers alike may cost."""
+"""Fraction of a step that treating layers alike may cost."""
 
 GIB = 1 << 30
-MOST_REASONS = 4
+MOST_BINDING = 4
 ALMOST_ALL = 1e-6
-"""Of a layer's tokens."""
+"""Fraction of a layer's tokens above which all are taken to be saved."""
 LEAST_SAVING = 1e-6
-"""Of a step: what saves less is only the price that settles ties."""
-
-
-def plan_activations(
-    profile: Profile, hardware: Hardware, budgets: Budgets, pipeline: Pipeline = ONE_STAGE
-) -> ActivationPlan:
-    """The plan with the shortest step that these budgets allow; the same plan for the same input.
-
-    Raises:
-        Infeasible: none fits; the message names the tier, the place, the bytes, and the smallest budgets that would do.
-        SolverFailed: the solver crashed.
-    """
-    return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
+"""Fraction of a step; smaller savings come from the prices that break ties."""
 
 
 def solve_problem(problem: ActivationProblem) -> ActivationPlan:
-    """As `plan_activations`."""
+    """Finds the plan with the shortest step that the budgets allow. The same problem gives the same plan.
+
+    Returns:
+        A plan that has passed `memo.mip.activation.checker`. `declined` is set where everything fits without a plan.
+
+    Raises:
+        Infeasible: no plan fits; the message names the tier, the place, the bytes, and the smallest sufficient budgets.
+        SolverFailed: the solver crashed.
+    """
     kept = _keep_all(problem)
     if kept is not None:
         return kept
     model = _best_model(problem)
     layers, stages = in_tiles(problem, model.layer_plans())
-    plan = ActivationPlan(problem=problem, layers=layers, stages=stages, binding=_reasons(model.limits(), model.step_s))
+    plan = ActivationPlan(
+        problem=problem, layers=layers, stages=stages, binding=_binding_texts(model.limits(), model.step_s)
+    )
     require_valid(plan)
     return plan
 
 
 def _best_model(problem: ActivationProblem) -> Model:
-    """Layers are treated alike unless that costs more than nothing to speak of."""
-    models = [model for staying in _ways(problem) for model in _models(problem, staying)]
+    """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
+    models = [model for staying in _staying_options(problem) for model in _models(problem, staying)]
     solved = [model for model in models if model.solve()]
     if not solved:
-        raise Infeasible(_what_would_fit(problem))
+        raise Infeasible(_infeasible_text(problem))
     exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
@@ -79,33 +73,33 @@ def _best_model(problem: ActivationProblem) -> Model:
 
 
 def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
-    """The program; and where something is gathered of layers that are divided alone, one that knows which layers are not.
+    """The program, and where level all has bytes beside the layer, a second one with the undivided layers fixed.
 
-    A linear program cannot say that nothing stands beside a layer when all of its tokens are saved, and nearly all of it
-    when all but a few are. Which layers it would leave whole is found as if nothing were gathered.
+    Only a divided layer has bytes beside it, a discontinuity that a linear program cannot express. The undivided layers
+    are those that a program without such bytes leaves whole.
     """
     yield Model(problem, staying=staying)
-    if not _gathers(problem.profile):
+    if not _has_beside(problem.profile):
         return
     layers = problem.profile.layer_profiles()
-    free = Model(_with_layers(problem, [_gathering_nothing(layer) for layer in layers]), staying=staying)
+    free = Model(_with_layers(problem, [_without_beside(layer) for layer in layers]), staying=staying)
     if free.solve():
         plans = zip(layers, free.layer_plans(), strict=True)
         known = [_undivided(layer) if plan.all_tokens >= 1 - ALMOST_ALL else layer for layer, plan in plans]
         yield Model(_with_layers(problem, known), staying=staying)
 
 
-def _gathers(profile: Profile) -> bool:
+def _has_beside(profile: Profile) -> bool:
     return any(layer.levels[0].beside_bytes for layer in profile.classes)
 
 
-def _gathering_nothing(layer: LayerProfile) -> LayerProfile:
+def _without_beside(layer: LayerProfile) -> LayerProfile:
     return dataclasses.replace(layer, levels=(dataclasses.replace(layer.levels[0], beside_bytes=0), *layer.levels[1:]))
 
 
 def _undivided(layer: LayerProfile) -> LayerProfile:
-    """All of its tokens are saved."""
-    whole = _gathering_nothing(layer)
+    """The class with level all alone."""
+    whole = _without_beside(layer)
     return dataclasses.replace(whole, name=f"{layer.name}, whole", levels=whole.levels[:1])
 
 
@@ -116,10 +110,10 @@ def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> 
     return dataclasses.replace(problem, profile=profile)
 
 
-def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
-    """How many layers may stay whole, or None: where none is divided, rounding takes less of the tier, if there is but one.
+def _staying_options(problem: ActivationProblem, relaxed: Resource | None = None) -> list[int | None]:
+    """Values of `staying` to try: with a single tier, rounding takes less of it where no layer is divided.
 
-    Two layers stand at the end of the forward whatever the plan is.
+    Two layers are on the device at the end of the forward under any plan, so at most two are tried.
     """
     budgets = {Resource.HOST: problem.budgets.host_bytes, Resource.DISK: problem.budgets.disk_bytes}
     tiers = sum(nbytes > 0 or tier is relaxed for tier, nbytes in budgets.items())
@@ -128,9 +122,9 @@ def _ways(problem: ActivationProblem, relaxed: Resource | None = None) -> list[i
 
 
 def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
-    """The plan that does nothing, where nothing has to be done."""
+    """The plan that keeps everything, if that fits; else None."""
     layers = tuple(LayerPlan() for _ in problem.profile.layers)
-    stages = predict(problem, layers)
+    stages = predict_stages(problem, layers)
     peak, budget = max(stage.peak_device_bytes for stage in stages), problem.budgets.device_bytes
     if peak > budget:
         return None
@@ -140,25 +134,25 @@ def _keep_all(problem: ActivationProblem) -> ActivationPlan | None:
     return plan
 
 
-def _reasons(limits: list[Limit], step_s: float) -> tuple[str, ...]:
-    """In words, each kind of row once, the weightiest first."""
+def _binding_texts(limits: list[Limit], step_s: float) -> tuple[str, ...]:
+    """Texts of the binding rows, one for each kind of row, the most valuable first."""
     saving: dict[tuple[Resource, str], float] = {}
     for limit in limits:
         key = (limit.resource, limit.where)
         saving[key] = saving.get(key, 0.0) + limit.saving
     ranked = sorted(saving.items(), key=lambda item: (-_worth(item[0][0], item[1]), item[0]))
     worthy = [item for item in ranked if _worth(item[0][0], item[1]) > LEAST_SAVING * step_s]
-    return tuple(_reason(*key, worth) for key, worth in worthy[:MOST_REASONS])
+    return tuple(_binding_text(*key, worth) for key, worth in worthy[:MOST_BINDING])
 
 
 def _worth(resource: Resource, saving: float) -> float:
-    """Comparable figures of unlike rows: a GiB of memory, a terabyte a day, a hundredth of the windows' time."""
+    """Seconds a step per GiB of memory, per terabyte a day, or per hundredth of the windows' time, for comparison."""
     if resource in (Resource.COPY_IN, Resource.COPY_OUT):
         return saving / 100
     return saving * (1e12 if resource is Resource.WEAR else GIB)
 
 
-def _reason(resource: Resource, where: str, saving: float) -> str:
+def _binding_text(resource: Resource, where: str, saving: float) -> str:
     if resource in (Resource.COPY_IN, Resource.COPY_OUT):
         return f"{where} is full: {resource} takes all of it"
     unit = "TB a day" if resource is Resource.WEAR else "GiB"
@@ -167,8 +161,8 @@ def _reason(resource: Resource, where: str, saving: float) -> str:
     return f"{name or resource} {where} is full: a {unit} more saves {worth} a step"
 
 
-def _what_would_fit(problem: ActivationProblem) -> str:
-    """Which tier overflows where, by how much, and each budget that would do with the others as they are."""
+def _infeasible_text(problem: ActivationProblem) -> str:
+    """Text of an Infeasible: where the device overflows, by how much, and each budget that would suffice by itself."""
     model = _least_excess(problem, Resource.DEVICE)
     assert model is not None
     budgets = problem.budgets
@@ -187,9 +181,11 @@ def _what_would_fit(problem: ActivationProblem) -> str:
 
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
-    """The program that needs least beyond one tier's budget; None where more of it would not help."""
+    """The solved program with the least excess over one tier's budget; None where a larger budget would not help."""
     variants = [problem]
-    if _gathers(problem.profile):
+    if _has_beside(problem.profile):
         variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
-    models = [Model(one, staying=staying, relaxed=tier) for one in variants for staying in _ways(problem, tier)]
+    models = [
+        Model(one, staying=staying, relaxed=tier) for one in variants for staying in _staying_options(problem, tier)
+    ]
     return min((model for model in models if model.solve()), key=lambda model: model.excess_bytes, default=None)

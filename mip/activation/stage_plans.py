@@ -1,7 +1,7 @@
-"""One stage's part of a pipeline's plan, as a plan of its own: what the stage's ranks carry out.
+"""Part of a pipeline's plan for one stage, as a plan of its own for the stage's ranks.
 
-Owns the cut alone. The part keeps the whole plan's signature, its rates and what was predicted of the stage; its budgets of
-host and disk are what the stage needs of them, as if the node had no other stage.
+Owns the extraction alone. The part keeps the whole plan's signature, its rates and the prediction of the stage; its
+host and disk budgets are what the stage may take of them, as if the node had no other stage.
 """
 
 from __future__ import annotations
@@ -12,31 +12,35 @@ from memo.mip.activation.cost import rounding_bytes
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
-    OwnTurns,
     Pipeline,
+    StageTurns,
     chunk_layers,
     stage_layers,
 )
 from memo.mip.inputs.profile import EndProfile
 
-__all__ = ["needs", "stage_plan"]
+__all__ = ["extract_stage_plan", "lower_tier_nbytes"]
 
 
-def needs(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
-    """Bytes of host and disk that one rank of a stage may take, with what whole storages and pages take beyond the plan."""
+def lower_tier_nbytes(plan: ActivationPlan, stage: int = 0) -> tuple[int, int]:
+    """Bytes of (host, disk) that one rank of a stage may take, including the excess of whole storages and pages."""
     own = stage_layers(plan.problem, stage)
     rounding = rounding_bytes(plan.problem, stage, divided=any(plan.layers[index].divided for index in own))
     known = plan.stages[stage]
-    rounding += 1  # of the predicted peaks
+    rounding += 1  # predicted peaks are rounded to bytes
     host, disk = known.peak_host_bytes, known.peak_disk_bytes
     return host and host + rounding, disk and disk + rounding
 
 
-def stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
-    """The part of one stage, which holds as many microbatches as in the whole pipeline; chunk after chunk of its layers."""
+def extract_stage_plan(plan: ActivationPlan, stage: int) -> ActivationPlan:
+    """Extracts the plan of one stage: its layers, chunk after chunk, with the whole pipeline's microbatches in flight.
+
+    Returns:
+        A plan of one stage that can be checked and run by itself.
+    """
     problem, own = plan.problem, stage_layers(plan.problem, stage)
     profile, ranks = problem.profile, problem.budgets.ranks_per_node
-    host, disk = needs(plan, stage)
+    host, disk = lower_tier_nbytes(plan, stage)
     return dataclasses.replace(
         plan,
         problem=dataclasses.replace(
@@ -62,5 +66,5 @@ def _alone(problem: ActivationProblem, stage: int) -> Pipeline:
     if pipeline.chunks == 1:
         return Pipeline(microbatches=pipeline.microbatches, held=pipeline.in_flight(stage))
     sizes = tuple(len(chunk) for chunk in chunk_layers(problem, stage))
-    own = OwnTurns(layers=sizes, turns=pipeline.turns(stage))
+    own = StageTurns(layers=sizes, turns=pipeline.turns(stage))
     return Pipeline(microbatches=pipeline.microbatches, own=own)

@@ -1,8 +1,9 @@
-"""The bi-level way: pack each layer's pass by itself, then the step with every pass as one pseudo-buffer.
+"""Bi-level address planning: each layer pass is packed separately, then the step with every pass as one pseudo-buffer.
 
-Buffers that name a group and live only inside it are level 1; identical groups, which the layers of a transformer are,
-are solved once. Level 2 packs the pseudo-buffers with all other buffers. The result can never beat the best flat
-placement, only be found where that one is not, so it is offered as an incumbent and the smaller one stays.
+Level 1 packs the buffers of each group, where they live only within it; identical groups, such as the layers of a
+transformer, are solved once. Level 2 packs the pseudo-buffers with all other buffers. The result cannot beat the best
+flat placement, but may be found where that one is not, so it is offered as an incumbent. Bi-level formulation: MEMO,
+SIGMOD 2025.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ from memo.mip.address.problem import Buffer
 __all__ = ["solve_by_layers"]
 
 LEVEL_1_SHARE = 0.25
-"""Of the time left, for all groups together; as much again for level 2."""
+"""Share of the remaining time for all groups together, and the same for level 2."""
 
 Shape = tuple[tuple[int, int, int, int], ...]
 
 
 def solve_by_layers(solver: ArenaSolver, buffers: Sequence[Buffer], *, alignment: int, deadline: float) -> None:
-    """Offers the bi-level placement to `solver`, whose instance is of these buffers in this order."""
+    """Offers the bi-level placement to a solver as incumbent.
+
+    Args:
+        solver: its instance is of these buffers in this order.
+        buffers: of one arena, none of zero bytes.
+        alignment: the problem's, in bytes.
+        deadline: in seconds of `time.monotonic`.
+    """
     groups: dict[str, list[int]] = {}
     outside: list[int] = []
     for index, buffer in enumerate(buffers):
@@ -58,7 +66,7 @@ def solve_by_layers(solver: ArenaSolver, buffers: Sequence[Buffer], *, alignment
 def _pack_groups(
     buffers: Sequence[Buffer], groups: dict[str, list[int]], alignment: int, deadline: float
 ) -> dict[str, tuple[int, list[int]]]:
-    """For each group the bytes it needs and its members' offsets inside; every shape solved once."""
+    """For each group its size in bytes and its members' offsets within it; groups of one shape are solved once."""
     known: dict[Shape, tuple[int, list[int]]] = {}
     packed = {}
     for name, members in groups.items():

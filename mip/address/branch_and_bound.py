@@ -1,17 +1,17 @@
-"""Canonical branch and bound in Python, and the greedy fit: the reference of search.cpp, and its stand-in.
+"""Canonical branch and bound, and greedy fit, in Python: the reference implementation of search.cpp, and its fallback.
 
 Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
-can be told in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at the
-lowest place above all it meets: that is a canonical placement, and the tree has no other nodes. What is cut off:
+can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
+the lowest place above all it overlaps in time: a canonical placement. The tree has no other nodes. Pruning:
 
-Order        A buffer that could have come before the last one placed but did not must wait until something below it
+Order        A buffer that could have come before the last placed one but did not must wait until something below it
              lifts it; with it in its place the branch was, or will be, explored elsewhere.
-Dominance    A buffer is no choice while another one fits entirely below it: from any solution that takes it first, the
+Dominance    A buffer is not a choice while another one fits entirely below it: in any solution that takes it first, the
              other can be moved down there, which is another branch.
-Sections     In each section, what is still to be placed must fit above the lowest offset any of it can have there.
-Parts        Where no unplaced buffer crosses a boundary in time, both sides are solved by themselves.
-Memory       A state, the waiting flags and offsets of the unplaced buffers, that failed once fails again. States are
-             known by a 64-bit hash.
+Sections     In each section the unplaced buffers must fit above the lowest offset that any of them can have there.
+Parts        Where no unplaced buffer crosses an instant, both sides of it are solved separately.
+Memory       A state (waiting flags and offsets of the unplaced buffers) that failed once fails again. States are
+             identified by a 64-bit hash.
 
 A fixed buffer is a choice like others, at its own offset; buffers that would run into one rest on top of it.
 """
@@ -33,7 +33,10 @@ Low = tuple[int, int]
 
 
 class Tree:
-    """One search of one instance for a placement within a capacity."""
+    """One search of one instance for a placement within a capacity.
+
+    Args: as `memo.mip.address.native_search.Engine.search`; `expired` says whether the deadline has passed.
+    """
 
     def __init__(
         self,
@@ -60,11 +63,11 @@ class Tree:
         self._stopped = False
 
     def halt(self) -> None:
-        """Makes a running search come back STOPPED."""
+        """Makes a running search return STOPPED."""
         self._stopped = True
 
     def run(self) -> int:
-        """FOUND, with `offsets` set, IMPOSSIBLE or STOPPED."""
+        """Searches; returns FOUND, with `offsets` set, IMPOSSIBLE or STOPPED."""
         tops = map(sum, zip(self._low_end, self._instance.sizes, strict=True))
         if any(top > self._capacity for top in tops):
             return IMPOSSIBLE
@@ -83,7 +86,7 @@ class Tree:
         return sorted((k for k in self._meets[index] if fixed[k] >= 0), key=lambda k: (fixed[k], self._rank[k]))
 
     def _settle(self, index: int, at: int) -> int:
-        """The lowest place at or above `at` that runs into no fixed buffer; NEVER if a fixed one's place is below."""
+        """Lowest place at or above `at` that hits no fixed buffer; NEVER if the buffer is fixed below `at`."""
         instance = self._instance
         if instance.fixed[index] >= 0:
             return instance.fixed[index] if at <= instance.fixed[index] else NEVER
@@ -95,7 +98,7 @@ class Tree:
         return at
 
     def _solve(self, part: list[int], low: Low) -> bool:
-        """Places the buffers of a part, all after `low`."""
+        """Places the buffers of a part, all after `low` = (offset, rank) of the last placed one."""
         if not part:
             return True
         self.nodes += 1
@@ -126,7 +129,7 @@ class Tree:
         return (self._low_end[index], self._rank[index]) < low
 
     def _room(self, part: list[int], low: Low, smallest: int) -> bool:
-        """Whether in every section the rest of the part fits above the lowest place any of it can have."""
+        """Whether in every section the rest of the part fits above the lowest offset that any of it can have."""
         floor: dict[int, int] = {}
         for index in part:
             least = low[0] + smallest if self._waits(index, low) else self._low_end[index]
@@ -139,7 +142,7 @@ class Tree:
         return not tight
 
     def _place(self, part: list[int], at: int, index: int) -> bool:
-        """Puts one buffer down and solves the rest; undone unless that succeeds."""
+        """Places one buffer and solves the rest; undone unless that succeeds."""
         sizes = self._instance.sizes
         if any(at + self._rest[s] > self._capacity for s in self._sections[index]):
             return False
@@ -163,7 +166,7 @@ class Tree:
         return ok
 
     def _parts(self, part: list[int]) -> list[list[int]]:
-        """The part cut wherever no buffer crosses, the smallest piece first; each in branching order."""
+        """Divides the part at instants that no buffer crosses; smallest piece first, each in branching order."""
         spans = self._instance.spans
         owner: dict[int, int] = {}
         end = name = -1
@@ -177,7 +180,7 @@ class Tree:
 
 
 def fit(instance: Instance, order: Sequence[int], *, best: bool, expired: Callable[[], bool]) -> tuple[int, ...] | None:
-    """Places the buffers one by one, each into the first or the tightest gap; None when time ran out."""
+    """Places the buffers one by one, each in the first or the tightest gap; None when time ran out."""
     sizes, alignments = instance.sizes, instance.alignments
     meets = _meeting(instance)
     offsets = list(instance.fixed)
@@ -201,7 +204,7 @@ def _align(offset: int, alignment: int) -> int:
 
 
 def _meeting(instance: Instance) -> list[set[int]]:
-    """For each buffer the others that live in one of its sections."""
+    """For each buffer the indices of the others that are live in one of its sections."""
     inside: list[set[int]] = [set() for _ in range(instance.n_sections)]
     for index, spans in enumerate(instance.spans):
         for span in spans:

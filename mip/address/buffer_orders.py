@@ -1,9 +1,9 @@
-"""Orders in which buffers are tried: the fixed ones of the portfolio, and an endless seeded stream for the search.
+"""Orders in which buffers are tried: the named orders of the portfolio, and an endless seeded stream for the search.
 
-An order decides nothing but luck: every search is complete in every order. Hard instances have orders in which they fall
-within a few thousand nodes and others in which they do not fall at all, so many short searches beat a long one. The
-stream mixes the logarithms of a buffer's width, size and largest load with varying weights, and pulls forward the
-buffers of sections in which earlier searches failed.
+An order does not change what a search can find: every search is complete in every order. Hard instances are solved
+within a few thousand nodes in some orders and not at all in others, so many short searches beat a long one. The stream
+mixes the logarithms of a buffer's width, size and largest load with varying weights, and moves forward the buffers of
+sections in which earlier searches failed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from memo.mip.address.instance import Instance
 __all__ = ["portfolio_orders", "search_orders"]
 
 GOLDEN = 0.6180339887498949
-"""Steps of this on the unit circle cover it evenly, whenever they stop."""
+"""Golden ratio: its multiples modulo 1 cover the unit interval evenly, however many there are."""
 BY_SIZE = (0.3, 1.1)
-"""Weight of the logarithm of the size to 1 of the width's; orders outside hardly ever succeed on hard instances."""
+"""Range of the size's weight relative to the width's; weights outside hardly ever succeed on hard instances."""
 
 Key = Callable[[int], tuple[int, ...]]
 
 
 def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
-    """Named orders for greedy fit, the one by peak load first."""
+    """Yields (name, buffer indices) of the orders for greedy fit; by peak load comes first."""
     width, peak, sizes = _widths(instance), _peaks(instance), instance.sizes
     keys: dict[str, Key] = {
         "peak load": lambda i: (-peak[i], -width[i] * sizes[i], i),
@@ -40,7 +40,13 @@ def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
 
 
 def search_orders(instance: Instance, *, seed: int, conflicts: Sequence[int]) -> Iterator[list[int]]:
-    """Orders without end; `conflicts` counts failures by section and is read anew for each."""
+    """Yields orders of buffer indices without end.
+
+    Args:
+        instance: the buffers.
+        seed: of the random weights.
+        conflicts: number of failures by section; read again for each order.
+    """
     width, peak, sizes = _widths(instance), _peaks(instance), instance.sizes
     named: tuple[Key, ...] = (
         lambda i: (-width[i], -width[i] * sizes[i], -peak[i], i),
@@ -67,11 +73,11 @@ def search_orders(instance: Instance, *, seed: int, conflicts: Sequence[int]) ->
 
 
 def _widths(instance: Instance) -> list[int]:
-    """Sections from a buffer's first to its last."""
+    """Number of sections from each buffer's first to its last."""
     return [spans[-1][1] - spans[0][0] for spans in instance.spans]
 
 
 def _peaks(instance: Instance) -> list[int]:
-    """The largest load of any section a buffer lives in."""
+    """Largest load among each buffer's sections."""
     loads = instance.loads
     return [max(max(loads[a:b]) for a, b in spans) for spans in instance.spans]

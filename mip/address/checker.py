@@ -1,8 +1,8 @@
-"""Checks a plan against every rule, independently of how it was made.
+"""Independent checker of address plans.
 
-Shares no code with the solvers: it reads only the nouns. One sweep over the buffers' spans in time, with the live ones
-kept sorted by offset, so two live neighbours that overlap are found in O(n log n) comparisons. The first rule broken is
-returned, in the order of `Rule`; a plan is valid when none is.
+Shares no code with the solvers: it reads only the data types. One sweep over the buffers' spans in time keeps the live
+ones sorted by offset, so two live neighbours that overlap are found in O(n log n) comparisons. The first broken rule is
+returned, in the order of `Rule`; a plan is valid when there is none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Rule", "Violation", "check", "require_valid"]
 
 
 class Rule(enum.StrEnum):
-    """What a valid plan keeps."""
+    """Rules of a valid plan."""
 
     SHAPE = "shape"
     """One offset for each buffer and one entry for each arena."""
@@ -31,30 +31,34 @@ class Rule(enum.StrEnum):
     CAPACITY = "capacity"
     """No arena is larger than its capacity."""
     OVERLAP = "overlap"
-    """Buffers of one arena whose lives overlap share no byte."""
+    """Buffers of one arena whose lifetimes overlap share no byte."""
     BOUND = "bound"
     """No arena is smaller than the lower bound it claims."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """The first rule a plan breaks, in words and by name."""
+    """A broken rule."""
 
     rule: Rule
     message: str
     buffers: tuple[str, ...] = ()
-    """Ids: one, or two for an overlap."""
+    """Ids of the buffers concerned: one, or two for an overlap."""
 
 
 def require_valid(plan: Plan) -> None:
-    """Raises PlanInvalid with the first violation, if there is one."""
+    """Checks a plan before it is used.
+
+    Raises:
+        PlanInvalid: the plan breaks a rule; the message is of the first one.
+    """
     violation = check(plan)
     if violation is not None:
         raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
 
 
 def check(plan: Plan) -> Violation | None:
-    """The first rule that the plan breaks, or None."""
+    """Returns the first violation in the order of `Rule`, or None for a valid plan."""
     return _shape(plan) or _each_buffer(plan) or _each_arena(plan) or _overlap(plan)
 
 
@@ -86,7 +90,7 @@ def _each_buffer(plan: Plan) -> Violation | None:
 def _each_arena(plan: Plan) -> Violation | None:
     for arena in plan.arenas:
         if arena.nbytes % plan.problem.alignment:
-            words = f"arena {arena.name!r} of {arena.nbytes} bytes is no multiple of {plan.problem.alignment}"
+            words = f"arena {arena.name!r} of {arena.nbytes} bytes is not a multiple of {plan.problem.alignment}"
             return Violation(rule=Rule.ALIGNMENT, message=words)
         capacity = plan.problem.capacities.get(arena.name)
         if capacity is not None and arena.nbytes > capacity:
@@ -111,7 +115,7 @@ def _overlap(plan: Plan) -> Violation | None:
 
 
 def _overlap_in(arena: str, plan: Plan) -> Violation | None:
-    """Sweeps time; ends go before starts of the same instant. `live` holds (offset, index) of disjoint byte ranges."""
+    """Sweeps over time, ends before starts of an instant. `live` holds (offset, index) of disjoint byte ranges."""
     buffers, offsets = plan.problem.buffers, plan.offsets
     events = []
     for index, buffer in enumerate(buffers):

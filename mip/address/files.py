@@ -1,23 +1,23 @@
-"""Reads problems and plans that may come from anywhere, and writes plans: strict, versioned, bounded, atomic.
+"""Files of address problems and plans: JSON and CSV.
 
-Owns the two formats of docs/plan-format.md. Invariants: what is read is exactly what the format allows, or a PlanError
-says in one line what is not; a file appears under its name whole or not at all; equal plans make equal bytes.
+Owns the formats of docs/plan-format.md. Input may come from anywhere: what is read is exactly what the format allows,
+or a PlanError says in one line what is not. Output is atomic, and equal plans give equal bytes.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from memo.errors import OutputExists, PlanError
-from memo.mip.address.problem import DEVICE, MAX_NBYTES, ArenaPlan, Buffer, Plan, Problem, Status
-from memo.mip.strict_json import parse_json, read_as, require_format
+from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem
+from memo.mip.strict_json import decode, decode_value, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
     "PROBLEM_FORMAT",
@@ -36,21 +36,60 @@ __all__ = [
 
 PLAN_FORMAT, PROBLEM_FORMAT, VERSION = "memo-address-plan", "memo-address-problem", 1
 MAX_BUFFERS = 250_000
-MAX_NAME = 1000
 
 CSV_REQUIRED = ("id", "lower", "upper", "size")
 CSV_OPTIONAL = ("alignment", "fixed_offset", "gaps", "arena", "group", "offset")
 NOTES = ("tag", "phase", "stream")
-"""What a recorder says of a buffer beyond its place in the problem; the planner does not look at it."""
-
+"""Optional columns and keys that a recorder adds to a buffer. The planner ignores them."""
 
 Path_ = str | os.PathLike[str]
 Notes = Mapping[str, str]
 """The notes of one buffer, by name; those it does not have are absent or empty."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _ProblemHead:
+    """Keys of a problem besides its buffers."""
+
+    alignment: int = 1
+    capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanHead:
+    """Keys of a plan that a problem does not have."""
+
+    arenas: tuple[ArenaPlan, ...]
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _EntryExtras:
+    """Keys of a buffer's entry that are not fields of the buffer."""
+
+    offset: int | None = None
+    tag: str | None = None
+    phase: str | None = None
+    stream: int | None = None
+
+    @property
+    def notes(self) -> Notes:
+        found = {name: getattr(self, name) for name in NOTES}
+        return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _field_names(kind: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+_HEAD_KEYS = {"format", "version", "buffers"}
+_BUFFER_KEYS, _EXTRA_KEYS = _field_names(Buffer), _field_names(_EntryExtras)
+_DEFAULTS = {"alignment": 1, "gaps": [], "arena": DEVICE, "group": ""}
+"""Fields of a buffer that a file leaves out where they have this value."""
+
+
 def read_problem(path: Path_) -> Problem:
-    """The problem in a CSV file, or in a JSON file of ours; a plan's problem is its problem, too. `-` is standard input.
+    """Reads a problem from a CSV file, a problem file or a plan file; `-` is standard input.
 
     Raises:
         PlanError: the file cannot be read or is not in the format; the message names the line or the key.
@@ -59,7 +98,7 @@ def read_problem(path: Path_) -> Problem:
 
 
 def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
-    """The problem, and the notes of each of its buffers in the same order.
+    """Reads a problem and the notes of its buffers, in the same order.
 
     Raises:
         PlanError: as `read_problem`.
@@ -70,7 +109,7 @@ def read_annotated(path: Path_) -> tuple[Problem, tuple[Notes, ...]]:
 
 
 def read_plan(path: Path_) -> Plan:
-    """The plan in a JSON file. Only its form is checked; `memo.mip.address.checker` says whether it is valid.
+    """Reads a plan. Only the format is checked; `memo.mip.address.checker` decides whether the plan is valid.
 
     Raises:
         PlanError: as `read_problem`.
@@ -79,15 +118,20 @@ def read_plan(path: Path_) -> Plan:
 
 
 def write_file(path: Path_, text: str, *, overwrite: bool = False) -> None:
-    """`write_bytes` for text."""
+    """Writes a text file atomically.
+
+    Raises:
+        OutputExists: the file exists and `overwrite` is False.
+        PlanError: it cannot be written; nothing is left behind.
+    """
     write_bytes(path, text.encode(), overwrite=overwrite)
 
 
 def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None:
-    """Writes the content under a temporary name beside `path`, then gives it its name.
+    """Writes a file atomically: under a temporary name beside `path`, which is then renamed.
 
     Raises:
-        OutputExists: the file exists and may not be overwritten.
+        OutputExists: the file exists and `overwrite` is False.
         PlanError: it cannot be written; nothing is left behind.
     """
     target = Path(path)
@@ -112,47 +156,22 @@ def write_bytes(path: Path_, content: bytes, *, overwrite: bool = False) -> None
 
 
 def problem_to_json(problem: Problem) -> str:
-    """The problem as JSON, one buffer a line."""
-    head = {
-        "format": PROBLEM_FORMAT,
-        "version": VERSION,
-        "alignment": problem.alignment,
-        "capacities": dict(sorted(problem.capacities.items())),
-    }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines.append(f'"buffers": {_lines(map(_buffer_to_json, problem.buffers))}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """Writes a problem as JSON, one buffer a line."""
+    buffers = [_encode_buffer(buffer) for buffer in problem.buffers]
+    return write_json(PROBLEM_FORMAT, VERSION, {**_encode_head(problem), "buffers": buffers})
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON, one buffer a line."""
-    problem = plan.problem
-    head = {
-        "format": PLAN_FORMAT,
-        "version": VERSION,
-        "seed": plan.seed,
-        "alignment": problem.alignment,
-        "capacities": dict(sorted(problem.capacities.items())),
-    }
-    arenas = [
-        {
-            "name": arena.name,
-            "nbytes": arena.nbytes,
-            "lower_bound_nbytes": arena.lower_bound_nbytes,
-            "status": arena.status.value,
-            "method": arena.method,
-        }
-        for arena in sorted(plan.arenas, key=lambda arena: arena.name)
-    ]
-    pairs = zip(problem.buffers, plan.offsets, strict=True)
-    buffers = [{**_buffer_to_json(buffer), "offset": offset} for buffer, offset in pairs]
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines += [f'"arenas": {_lines(arenas)}', f'"buffers": {_lines(buffers)}']
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """Writes a plan as JSON, one buffer a line. Equal plans give equal text."""
+    arenas = [encode(arena) for arena in sorted(plan.arenas, key=lambda arena: arena.name)]
+    pairs = zip(plan.problem.buffers, plan.offsets, strict=True)
+    buffers = [{**_encode_buffer(buffer), "offset": offset} for buffer, offset in pairs]
+    entries = {"seed": plan.seed, **_encode_head(plan.problem), "arenas": arenas, "buffers": buffers}
+    return write_json(PLAN_FORMAT, VERSION, entries)
 
 
 def plan_to_csv(plan: Plan) -> str:
-    """The plan as CSV: the columns of the input that are in use, and `offset`."""
+    """Writes a plan as CSV: the columns of the input that are in use, and `offset`."""
     rows = []
     for buffer, offset in zip(plan.problem.buffers, plan.offsets, strict=True):
         gaps = " ".join(f"{start}-{end}" for start, end in buffer.gaps)
@@ -168,99 +187,54 @@ def plan_to_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def _lines(entries: Iterable[Mapping[str, object]]) -> str:
-    return "[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]"
+def _encode_head(problem: Problem) -> dict[str, Any]:
+    return encode(_ProblemHead(alignment=problem.alignment, capacities=problem.capacities))  # type: ignore[no-any-return]
 
 
-def _buffer_to_json(buffer: Buffer) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "id": buffer.id,
-        "start": buffer.start,
-        "end": buffer.end,
-        "nbytes": buffer.nbytes,
-    }
-    optional: dict[str, tuple[object, object]] = {
-        "alignment": (buffer.alignment, 1),
-        "fixed_offset": (buffer.fixed_offset, None),
-        "gaps": ([list(gap) for gap in buffer.gaps], []),
-        "arena": (buffer.arena, DEVICE),
-        "group": (buffer.group, ""),
-    }
-    return entry | {key: value for key, (value, default) in optional.items() if value != default}
+def _encode_buffer(buffer: Buffer) -> dict[str, Any]:
+    return {name: value for name, value in encode(buffer).items() if value != _DEFAULTS.get(name)}
 
 
 def address_plan_of(root: dict[str, Any]) -> Plan:
-    """The plan in a file's JSON object. Raises as `read_plan`."""
+    """Decodes the plan in a parsed JSON document.
+
+    Raises:
+        PlanError: as `read_plan`.
+    """
     require_format(root, PLAN_FORMAT, version=VERSION)
-    _only(root, "the file", {"format", "version", "alignment", "buffers", "arenas", "seed", "capacities"})
+    head = decode(_PlanHead, root, "the file", ignore={*_HEAD_KEYS, *_field_names(_ProblemHead)})
     offsets = []
-    for index, entry in enumerate(_array(root, "buffers")):
-        offsets.append(_integer(_object(entry, f"buffer {index}"), "offset", f"buffer {index}"))
-    arenas = []
-    for index, entry in enumerate(_array(root, "arenas")):
-        where = f"arena {index}"
-        arena = _object(entry, where)
-        _only(arena, where, {"name", "nbytes", "lower_bound_nbytes", "status", "method"})
-        status = _string(arena, "status", where)
-        if status not in list(Status):
-            raise PlanError(f"{where}: status {status!r} is none of {', '.join(Status)}")
-        arenas.append(
-            ArenaPlan(
-                name=_string(arena, "name", where),
-                nbytes=_integer(arena, "nbytes", where),
-                lower_bound_nbytes=_integer(arena, "lower_bound_nbytes", where),
-                status=Status(status),
-                method=_string(arena, "method", where),
-            )
-        )
-    seed = _integer(root, "seed", "the file", default=0)
-    return Plan(problem=_problem_of(root), offsets=tuple(offsets), arenas=tuple(arenas), seed=seed)
+    for where, entry in _buffer_entries(root):
+        placed = decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS)
+        if placed.offset is None:
+            raise PlanError(f"{where} has no offset")
+        offsets.append(placed.offset)
+    return Plan(problem=_problem_of(root), offsets=tuple(offsets), arenas=head.arenas, seed=head.seed)
 
 
 def _problem_of(root: dict[str, Any]) -> Problem:
     require_format(root, PLAN_FORMAT, PROBLEM_FORMAT, version=VERSION)
-    if root["format"] == PROBLEM_FORMAT:
-        _only(root, "the file", {"format", "version", "alignment", "buffers", "capacities"})
-    entries = _array(root, "buffers")
-    if len(entries) > MAX_BUFFERS:
-        raise PlanError(f"{len(entries)} buffers; {MAX_BUFFERS} are the most")
-    capacities = _object(root.get("capacities", {}), "capacities")
-    return Problem(
-        buffers=tuple(_buffer_of(_object(entry, f"buffer {i}"), f"buffer {i}") for i, entry in enumerate(entries)),
-        alignment=_integer(root, "alignment", "the file", default=1),
-        capacities={_name(arena, "capacities"): _integer(capacities, arena, "capacities") for arena in capacities},
-    )
+    plan_keys = _field_names(_PlanHead) if root["format"] == PLAN_FORMAT else ()
+    head = decode(_ProblemHead, root, "the file", ignore={*_HEAD_KEYS, *plan_keys})
+    buffers = tuple(decode(Buffer, entry, where, ignore=_EXTRA_KEYS) for where, entry in _buffer_entries(root))
+    return Problem(buffers=buffers, alignment=head.alignment, capacities=head.capacities)
 
 
 def _annotated(root: dict[str, Any]) -> tuple[Problem, tuple[Notes, ...]]:
     problem = _problem_of(root)
-    return problem, tuple(_notes_of(entry, f"buffer {i}") for i, entry in enumerate(_array(root, "buffers")))
+    found = (decode(_EntryExtras, entry, where, ignore=_BUFFER_KEYS) for where, entry in _buffer_entries(root))
+    return problem, tuple(extras.notes for extras in found)
 
 
-def _notes_of(entry: dict[str, Any], where: str) -> Notes:
-    notes = {name: _string(entry, name, where) for name in ("tag", "phase") if name in entry}
-    return notes | ({"stream": str(_integer(entry, "stream", where))} if "stream" in entry else {})
-
-
-def _buffer_of(entry: dict[str, Any], where: str) -> Buffer:
-    keys = {"id", "start", "end", "nbytes", "alignment", "fixed_offset", "gaps", "arena", "group", "offset", *NOTES}
-    _only(entry, where, keys)
-    gaps = []
-    for gap in _array(entry, "gaps") if "gaps" in entry else []:
-        if not isinstance(gap, list) or len(gap) != 2:
-            raise PlanError(f"{where}: a gap is not a pair")
-        gaps.append((_whole(gap[0], "gaps", where), _whole(gap[1], "gaps", where)))
-    return Buffer(
-        id=_string(entry, "id", where),
-        start=_integer(entry, "start", where),
-        end=_integer(entry, "end", where),
-        nbytes=_integer(entry, "nbytes", where),
-        alignment=_integer(entry, "alignment", where, default=1),
-        fixed_offset=_integer(entry, "fixed_offset", where) if "fixed_offset" in entry else None,
-        gaps=tuple(gaps),
-        arena=_string(entry, "arena", where) if "arena" in entry else DEVICE,
-        group=_string(entry, "group", where) if "group" in entry else "",
-    )
+def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Each entry of `buffers`, after its place in the document."""
+    entries = root.get("buffers")
+    if not isinstance(entries, list):
+        raise PlanError("buffers is not an array")
+    if len(entries) > MAX_BUFFERS:
+        raise PlanError(f"{len(entries)} buffers; {MAX_BUFFERS} are the most")
+    for index, entry in enumerate(entries):
+        yield f"buffer {index}", entry
 
 
 def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
@@ -285,7 +259,7 @@ def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
 
 
 def _notes_of_row(header: list[str], row: list[str], where: str) -> Notes:
-    return {name: _name(cell, where) for name, cell in zip(header, row, strict=True) if name in NOTES}
+    return {name: decode_value(str, cell, where) for name, cell in zip(header, row, strict=True) if name in NOTES}
 
 
 def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
@@ -297,7 +271,7 @@ def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
         digits = text.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
             raise PlanError(f"{where}: {name} is {text[:40]!r}, not a whole number below 2^62")
-        return _whole(int(text), name, where)
+        return decode_value(int, int(text), f"{where}: {name}")  # type: ignore[no-any-return]
 
     gaps = []
     for gap in cells.get("gaps", "").split():
@@ -308,60 +282,15 @@ def _buffer_of_row(header: list[str], row: list[str], where: str) -> Buffer:
     fixed = cells.get("fixed_offset", "")
     try:
         return Buffer(
-            id=_name(cells["id"], where),
+            id=decode_value(str, cells["id"], where),
             start=number(cells["lower"], "lower"),
             end=number(cells["upper"], "upper"),
             nbytes=number(cells["size"], "size"),
             alignment=number(cells.get("alignment") or "1", "alignment"),
             fixed_offset=number(fixed, "fixed_offset") if fixed else None,
             gaps=tuple(gaps),
-            arena=_name(cells.get("arena") or DEVICE, where),
-            group=_name(cells.get("group", ""), where),
+            arena=decode_value(str, cells.get("arena") or DEVICE, where),
+            group=decode_value(str, cells.get("group", ""), where),
         )
     except PlanError as error:
         raise PlanError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-
-
-def _object(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where} is not an object")
-    return value
-
-
-def _array(entry: dict[str, Any], key: str) -> list[Any]:
-    value = entry.get(key)
-    if not isinstance(value, list):
-        raise PlanError(f"{key} is not an array")
-    return value
-
-
-def _integer(entry: dict[str, Any], key: str, where: str, *, default: int | None = None) -> int:
-    if key not in entry and default is not None:
-        return default
-    return _whole(entry.get(key), key, where)
-
-
-def _whole(value: object, key: str, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_NBYTES:
-        raise PlanError(f"{where}: {key[:80]} is not a whole number below 2^62")
-    return value
-
-
-def _string(entry: dict[str, Any], key: str, where: str) -> str:
-    return _name(entry.get(key), f"{where}: {key}")
-
-
-def _name(value: object, where: str) -> str:
-    if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise PlanError(f"{where} is not a text of at most {MAX_NAME} characters")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise PlanError(f"{where} is not valid Unicode") from None
-    return value
-
-
-def _only(entry: dict[str, Any], where: str, keys: set[str]) -> None:
-    for key in entry:
-        if key not in keys:
-            raise PlanError(f"{where} has the unknown key {key[:80]!r}")

@@ -1,9 +1,9 @@
-"""One arena's problem as the solvers see it: whole units of the greatest common divisor, time cut into sections.
+"""One arena's problem in solver form: sizes in units of their greatest common divisor, time divided into sections.
 
-A section is a moment at which a set of live buffers is largest: every other moment's set is part of a neighbour's, so
-two buffers overlap in time exactly when some section holds both. Buffers of zero bytes are left out. In units the
-numbers stay small, which MIP solvers need (in bytes both HiGHS and CBC call feasible models infeasible) and which keeps
-the search's arithmetic exact.
+A section is an instant at which the set of live buffers is maximal: the set at any other instant is a subset of a
+neighbouring section's, so two buffers overlap in time exactly when some section holds both. Buffers of zero bytes are
+left out. Units keep the numbers small, which MIP solvers need (in bytes both HiGHS and CBC call feasible models
+infeasible), and keep the search's arithmetic exact.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["Instance", "make_instance"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instance:
-    """Buffers by index, sizes in units; `spans[i]` are buffer i's half-open ranges of sections, in order."""
+    """Buffers by index. Sizes and offsets are in units, times in sections."""
 
     unit: int
-    """Bytes in a unit."""
+    """Bytes of one unit."""
     sizes: tuple[int, ...]
     alignments: tuple[int, ...]
     fixed: tuple[int, ...]
-    """The offset a buffer is fixed at, or -1."""
+    """Given offset of each buffer, or -1."""
     spans: tuple[tuple[tuple[int, int], ...], ...]
+    """Half-open ranges of sections in which each buffer is in use, in order."""
     n_sections: int
 
     @property
@@ -38,7 +39,7 @@ class Instance:
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
-        """Units live in each section."""
+        """Sum of the live buffers' sizes in each section."""
         steps = [0] * (self.n_sections + 1)
         for size, spans in zip(self.sizes, self.spans, strict=True):
             for first, last in spans:
@@ -52,19 +53,19 @@ class Instance:
 
     @cached_property
     def lower_bound(self) -> int:
-        """No arena of fewer units holds the buffers: the largest load, or the end of the highest fixed buffer."""
+        """Lower bound on the arena's size: the largest load, or the end of the highest fixed buffer."""
         ends = [at + size for at, size in zip(self.fixed, self.sizes, strict=True) if at >= 0]
         return max([*self.loads, *ends], default=0)
 
     def height(self, offsets: Sequence[int]) -> int:
-        """Units of arena that these offsets need."""
+        """Size of the arena that these offsets need."""
         return max((offset + size for offset, size in zip(offsets, self.sizes, strict=True)), default=0)
 
 
 def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
-    """The instance of these buffers, all of one arena and none of zero bytes, in their order.
+    """Builds the instance of one arena's buffers, in their order; none of them may have zero bytes.
 
-    Sizes are rounded up to the alignment: offsets are multiples of it, so the bytes between could serve nobody.
+    Sizes are rounded up to the alignment: offsets are multiples of it, so no other buffer could use the bytes between.
     """
     sizes = [-(-buffer.nbytes // alignment) * alignment for buffer in buffers]
     alignments = [math.lcm(alignment, buffer.alignment) for buffer in buffers]
@@ -82,7 +83,7 @@ def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
 
 
 def _sections(buffers: Sequence[Buffer]) -> tuple[tuple[tuple[tuple[int, int], ...], ...], int]:
-    """Each buffer's section ranges, and the number of sections. A section closes when an end follows a start."""
+    """Each buffer's section ranges, and the number of sections. An end that follows a start closes a section."""
     events = []
     for index, buffer in enumerate(buffers):
         for start, end in buffer.spans():

@@ -1,4 +1,4 @@
-"""The lower bound: the largest sum of live bytes, and when it is reached."""
+"""Lower bound on an arena's size: the largest sum of live bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["peak"]
 
 
 def peak(buffers: Iterable[Buffer], *, alignment: int = 1) -> tuple[int, int]:
-    """(first instant of the largest load, that load in bytes), sizes rounded up to the alignment; (0, 0) for none.
+    """Finds the largest sum of live bytes, with sizes rounded up to the alignment. No arena can be smaller.
 
-    No arena that holds the buffers is smaller.
+    Returns:
+        (first instant of the largest sum, that sum in bytes); (0, 0) without buffers.
     """
     steps: dict[int, int] = {}
     for buffer in buffers:

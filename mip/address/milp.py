@@ -1,10 +1,10 @@
-"""The mixed-integer model of address planning, in MEMO's letters, for either level of its bi-level formulation.
+"""Mixed-integer program of address planning, in MEMO's letters (SIGMOD 2025), for either level of the bi-level form.
 
-Level 1 is this model for the buffers of one layer's forward or backward pass, level 2 the same model for the step with
-each of those passes as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common
-divisor: in bytes both solvers call feasible models infeasible. What a solver answers is not believed: its addresses
-only give an order, the buffers are packed again in whole units in that order, and its claim of optimality counts only
-when the result is as small as it said.
+Level 1 is this program for the buffers of one layer's forward or backward pass; level 2 is the same program for the
+step with each pass as one pseudo-buffer (`memo.mip.address.bilevel`). All numbers are units of the greatest common
+divisor: in bytes both solvers call feasible programs infeasible. The solver's answer is not trusted: its addresses only
+give an order, in which the buffers are packed again in whole units, and its claim of optimality counts only when the
+result is as small as claimed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from memo.mip.solvers import Backend, pulp, solve_model
 __all__ = ["MAX_PAIRS", "Model", "overlapping_pairs", "pack_in_order", "solve_flat"]
 
 MAX_PAIRS = 6000
-"""Beyond so many overlapping pairs, one binary variable each, neither solver gets anywhere in a minute."""
+"""Overlapping pairs, one binary variable each, beyond which neither solver makes progress within a minute."""
 
 
 class Model:
-    """min M  subject to, for every tensor i and every pair (i, j) of tensors that live at one time,
+    """The program: minimise M, for every tensor i and every pair (i, j) of tensors with overlapping lifetimes.
 
     (1)  A_i + S_i <= M                          every tensor ends below the peak
     (2)  A_i + S_i <= A_j + (1 - z_ij) * L       z_ij = 1: i lies below j
     (3)  A_j + S_j <= A_i + z_ij * L             z_ij = 0: j lies below i
     (4)  LB <= M <= UB,  A_i >= 0,  z_ij in {0, 1}
 
-    with S_i the sizes, A_i the addresses, L an upper bound of every address.
+    with S_i the sizes, A_i the addresses, L an upper bound of every address; (n) are the numbers of this list.
+
+    Args:
+        instance: the buffers, in units.
+        lower: LB.
+        incumbent: offsets of a known placement: the warm start, and its height is UB and L.
     """
 
     def __init__(self, instance: Instance, *, lower: int, incumbent: tuple[int, ...]) -> None:
@@ -39,13 +44,14 @@ class Model:
         multiples = []
         self.A = []
         for i, alignment in enumerate(instance.alignments):
-            # A whole multiple of the alignment where there is one; without, whole sizes make A whole by themselves.
+            # A is a whole multiple of the alignment. Without one, whole sizes make A whole by themselves.
             whole = pulp.LpContinuous if alignment == 1 else pulp.LpInteger
             multiples.append(self.program.add_variable(f"a_{i}", 0, (upper - sizes[i]) // alignment, cat=whole))
             self.A.append(pulp.LpAffineExpression({multiples[i]: alignment}))
         self.program += self.M
         for i, size in enumerate(sizes):
-            self.program += self.A[i] + size <= self.M  # (1)
+            # (1)
+            self.program += self.A[i] + size <= self.M
             if instance.fixed[i] >= 0:
                 self.program += self.A[i] == instance.fixed[i]
         for i, j in overlapping_pairs(instance):
@@ -58,14 +64,14 @@ class Model:
             multiples[i].setInitialValue(at // instance.alignments[i])
 
     def addresses(self) -> list[float]:
-        """A as the solver left it."""
+        """Values of A after solving."""
         return [float(pulp.value(address)) for address in self.A]
 
 
 def solve_flat(
     solver: ArenaSolver, *, deadline: float, backend: Backend = Backend.HIGHS, max_pairs: int = MAX_PAIRS
 ) -> None:
-    """Improves the incumbent by the portfolio, and if that misses the bound by the model, warm-started from it.
+    """Runs the portfolio and, if that misses the lower bound, solves the program with its result as warm start.
 
     Raises:
         SolverFailed: the solver crashed; the incumbent stays.
@@ -91,7 +97,7 @@ def solve_flat(
 
 
 def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tuple[int, int]]:
-    """Every pair of buffers that live in a common section, once; with `most`, no more once there are more than that."""
+    """Every pair of buffers that share a section, sorted; with `most`, stops once there are more than that."""
     pairs: set[tuple[int, int]] = set()
     inside: list[list[int]] = [[] for _ in range(instance.n_sections)]
     for index, spans in enumerate(instance.spans):
@@ -107,7 +113,7 @@ def overlapping_pairs(instance: Instance, *, most: int | None = None) -> list[tu
 
 
 def pack_in_order(instance: Instance, order: list[int]) -> tuple[int, ...] | None:
-    """Each buffer at the lowest place above those before it that it meets; None if a fixed one's place is taken."""
+    """Places each buffer above those before it with which it shares a section; None if a fixed one's place is taken."""
     top = [0] * instance.n_sections
     offsets = [0] * instance.n
     for i in order:

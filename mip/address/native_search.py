@@ -1,8 +1,8 @@
-"""Runs the two inner loops, greedy fit and tree search, compiled where possible and in Python where not.
+"""Greedy fit and tree search as engines: compiled C++ where possible, Python otherwise.
 
-Owns the border to C: the arrays, the stop flag, the thread. A call runs in a thread with a stack for deep recursion
-while the caller waits, so that Ctrl-C and the deadline take effect at once: both raise the stop flag, and the call
-comes back with what it has.
+Owns the interface to C: arrays, stop flag, thread. A call runs in a thread with a stack for deep recursion while the
+caller waits, so that Ctrl-C and the deadline take effect at once: both set the stop flag, and the call returns what it
+has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL_PART = 1024
 
 
 class Answer(enum.IntEnum):
-    """How a search ended; the numbers are those of search.cpp."""
+    """Outcome of a search; the numbers are those of search.cpp."""
 
     IMPOSSIBLE = 0
     FOUND = 1
@@ -39,7 +39,7 @@ class Answer(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a search found."""
+    """Result of a search."""
 
     answer: Answer
     offsets: tuple[int, ...]
@@ -48,35 +48,54 @@ class Outcome:
 
 
 class Engine(Protocol):
-    """Both inner loops on one instance."""
+    """Greedy fit and tree search on one instance."""
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
-        """Offsets by greedy fit in this order, or None when the deadline (`time.monotonic`) came first."""
+        """Places the buffers by greedy fit in this order.
+
+        Args:
+            order: buffer indices.
+            best: take the tightest gap instead of the first.
+            deadline: in seconds of `time.monotonic`.
+
+        Returns:
+            Offsets by buffer index, or None when the deadline came first.
+        """
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
     ) -> Outcome:
-        """A placement within the capacity, trying buffers in this order. Counts in `conflicts` where it failed."""
+        """Searches for a placement within the capacity.
+
+        Args:
+            order: buffer indices, in branching order.
+            capacity: in units.
+            node_limit: nodes after which the search stops.
+            deadline: in seconds of `time.monotonic`.
+            conflicts: failures by section; counted up in place.
+        """
 
 
 def make_engine(instance: Instance) -> Engine:
-    """The compiled engine where a compiler is at hand, else the one in Python."""
+    """Returns the compiled engine, or the one in Python where there is no compiler."""
     library = load(Path(__file__).with_name("search.cpp"))
     return Pure(instance) if library is None else Compiled(instance, library)
 
 
 class Pure:
-    """The engine in Python: correct, two orders of magnitude slower."""
+    """Engine in Python, two orders of magnitude slower than the compiled one."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
+        """As `Engine.fit`."""
         return branch_and_bound.fit(self._instance, order, best=best, expired=lambda: time.monotonic() > deadline)
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
     ) -> Outcome:
+        """As `Engine.search`."""
         search = branch_and_bound.Tree(
             self._instance,
             order,
@@ -96,7 +115,7 @@ class Pure:
 
 
 class Compiled:
-    """The engine in C++."""
+    """Engine in C++."""
 
     def __init__(self, instance: Instance, library: ctypes.CDLL, *, small_part: int = SMALL_PART) -> None:
         self._instance, self._small_part = instance, small_part
@@ -104,6 +123,7 @@ class Compiled:
         library.memo_fit.restype = ctypes.c_int64
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
+        """As `Engine.fit`."""
         stop, out = array("i", [0]), array("q", bytes(8 * len(order)))
         problem = _Arrays(self._instance, order)
 
@@ -117,6 +137,7 @@ class Compiled:
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
     ) -> Outcome:
+        """As `Engine.search`."""
         stop, nodes, out = array("i", [0]), array("q", [0]), array("q", bytes(8 * len(order)))
         problem = _Arrays(self._instance, order)
 
@@ -134,7 +155,7 @@ class Compiled:
 
 
 class _Arrays:
-    """An instance in branching order, as C reads it; lives as long as the call."""
+    """Arrays of an instance in branching order, as C reads them; must outlive the call."""
 
     def __init__(self, instance: Instance, order: Sequence[int]) -> None:
         rows, ranges = array("i", [0]), array("i")
@@ -162,7 +183,7 @@ def _by_index(order: Sequence[int], by_rank: Sequence[int]) -> tuple[int, ...]:
 
 
 def _in_thread(call: Callable[[], int], n: int, deadline: float, halt: Callable[[], None]) -> int:
-    """The call's result, from a thread with a deep stack; halts it at the deadline or on Ctrl-C."""
+    """Runs the call in a thread with a deep stack, and halts it at the deadline or on Ctrl-C."""
     results: list[int] = []
     errors: list[BaseException] = []
 

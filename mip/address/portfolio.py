@@ -1,8 +1,8 @@
-"""Solves one arena: a portfolio of greedy fits, then restarted tree searches, until the bound is met or time is up.
+"""Solver of one arena: a portfolio of greedy fits, then restarted tree searches, until the bound is met or time is up.
 
-Owns the incumbent and the bound. Invariant: `lower` is proven and `offsets` fit in `upper` units; they only ever close
-in on each other. The schedule is counted in nodes and not in seconds, so that two runs which both end before the time
-limit give the same plan on machines of any speed.
+Owns the incumbent and the lower bound. Invariant: `lower` is proven, and `offsets` fit in `upper` units; the two only
+approach each other. Work is limited by nodes, not by seconds, so that two runs which both end before the time limit
+give the same plan on machines of any speed.
 
     greedy fits ─▶ upper ── tree search at a capacity in [lower, upper) ─▶ found: upper = its height
                                                                        └▶ impossible: lower = that capacity + 1
@@ -21,17 +21,25 @@ from memo.mip.address.native_search import Answer, Engine, make_engine
 __all__ = ["ArenaSolver"]
 
 NODE_LIMIT = 4000
-"""Of the shortest searches: of MiniMalloc's instances A to F each falls within about it in some order."""
+"""Nodes of the shortest searches: some order solves each of MiniMalloc's instances A to F within about this many."""
 FIRST_NODE_LIMIT = 20_000
-"""Of the searches by the named orders, which more often than others need no second chance."""
+"""Nodes of the searches by named orders, which succeed at once more often than others."""
 NAMED_ORDERS = 3
 CYCLE, NEAR = 4, 0.02
-"""Of four searches without a capacity three aim at the lower bound when the incumbent is this near to it, else one; the
-others aim between it and the incumbent."""
+"""Targets of searches without a capacity: of every CYCLE, all but one are the lower bound when the incumbent is within
+the fraction NEAR of it, else one is; the others lie between the bound and the incumbent."""
 
 
 class ArenaSolver:
-    """The incumbent and bound of one instance, and the work that closes the gap between them."""
+    """Incumbent and lower bound of one instance, and the methods that close the gap between them.
+
+    Args:
+        instance: the arena's buffers.
+        capacity: a size in units that is good enough; None asks for the smallest.
+        seed: of the search's orders.
+        report: called after each change of incumbent or bound.
+        engine: the inner loops; compiled where possible by default.
+    """
 
     def __init__(
         self,
@@ -54,39 +62,44 @@ class ArenaSolver:
 
     @property
     def optimal(self) -> bool:
-        """No smaller arena exists."""
+        """Whether no smaller arena exists."""
         return self.upper is not None and self.upper <= self.lower
 
     @property
     def impossible(self) -> bool:
-        """No arena within the capacity exists."""
+        """Whether no arena within the capacity exists."""
         return self._capacity is not None and self.lower > self._capacity
 
     @property
     def fits(self) -> bool:
-        """There is an incumbent, within the capacity."""
+        """Whether there is an incumbent within the capacity."""
         return self.upper is not None and (self._capacity is None or self.upper <= self._capacity)
 
     def offer(self, offsets: tuple[int, ...], method: str) -> None:
-        """Takes the placement as incumbent if it is the smallest so far."""
+        """Makes the placement the incumbent if it is the smallest so far."""
         height = self.instance.height(offsets)
         if self.upper is None or height < self.upper:
             self.upper, self.offsets, self.method = height, offsets, method
         self._report(self)
 
     def run(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Works until the incumbent is optimal or good enough, the capacity is met or refuted, or time is up."""
+        """Runs portfolio and search until `done`."""
         self.portfolio(deadline=deadline, gap=gap)
         self.search(deadline=deadline, gap=gap)
 
     def done(self, *, deadline: float, gap: float = 0.0) -> bool:
-        """More work would gain nothing, or there is no time for it."""
+        """Whether the incumbent is within `gap`, the capacity is met or refuted, or the deadline has passed.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
+            gap: accepted excess over the lower bound, as a fraction of it.
+        """
         enough = self.upper is not None and self.upper <= self.lower * (1 + gap)
         met = self._capacity is not None and (self.fits or self.impossible)
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Greedy fits in every order of the portfolio, until one is optimal or good enough."""
+        """Runs greedy fit in every order of the portfolio until `done`."""
         if self.impossible or self.optimal:
             return
         for name, order in portfolio_orders(self.instance):
@@ -100,14 +113,16 @@ class ArenaSolver:
                     return
 
     def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
-        """Greedy fit in the order of somebody's placement, from the lowest buffer up: never worse than that placement,
-        since what has been placed is nowhere higher than it was there."""
+        """Runs greedy fit in the order of a known placement, from the lowest buffer up.
+
+        The result is never worse than that placement: no buffer gets a higher offset than it had there.
+        """
         offsets = self._engine.fit(list(order), best=False, deadline=deadline)
         if offsets is not None:
             self.offer(offsets, method)
 
     def search(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Tree searches in one order after the other."""
+        """Runs tree searches, one order after the other, until `done`."""
         if self.done(deadline=deadline, gap=gap):
             return
         conflicts = array("q", bytes(8 * self.instance.n_sections))
@@ -136,7 +151,7 @@ class ArenaSolver:
                 return
 
     def _target(self, turn: int, halvings: int) -> int:
-        """The capacity to search at: the user's, or the bound, or now and then a point nearer to the incumbent."""
+        """Capacity of the next search: the user's, the lower bound, or at times a point nearer to the incumbent."""
         if self._capacity is not None:
             return self._capacity
         if self.upper is None or turn < NAMED_ORDERS:
@@ -149,7 +164,7 @@ class ArenaSolver:
 
 
 def luby(turn: int) -> int:
-    """1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: how long to search when nobody knows how long it takes."""
+    """Luby's restart sequence: 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ... for turn 1, 2, ..."""
     while turn & (turn + 1):
         turn -= (1 << turn.bit_length() - 1) - 1
     return (turn + 1) >> 1

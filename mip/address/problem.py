@@ -1,7 +1,7 @@
-"""The nouns of address planning: buffers with lifetimes and sizes, the problem they make, and the plan that places them.
+"""Data types of address planning: buffers with lifetimes and sizes, the problem, and the plan that places them.
 
-All frozen, all pure data, all checkable without a device. Lifetimes are half-open: a buffer that ends at t and one that
-starts at t may share bytes. Whether offsets are right is for `memo.mip.address.checker` alone to say; nothing here looks.
+All are frozen and pure data. Lifetimes are half-open: a buffer that ends at t and one that starts at t may share bytes.
+Whether offsets are valid is decided by `memo.mip.address.checker` alone, not here.
 
     Problem(buffers, alignment, capacities) ── solve ──▶ Plan(problem, offsets, arenas)
 """
@@ -25,7 +25,7 @@ MAX_NBYTES = 1 << 62
 
 
 class Status(enum.StrEnum):
-    """What is known of an arena's size."""
+    """Quality of an arena's size."""
 
     OPTIMAL = "optimal"
     """No smaller arena exists: it meets the lower bound, or the search below it was exhausted."""
@@ -35,23 +35,23 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """Bytes that must lie at one address while they live."""
+    """A block of bytes that keeps one address over its lifetime."""
 
     id: str
     start: int
-    """First instant at which the bytes are in use."""
+    """First instant of the lifetime."""
     end: int
-    """First instant at which they no longer are."""
+    """First instant after the lifetime."""
     nbytes: int
     alignment: int = 1
     """The offset is a multiple of this and of the problem's alignment."""
     fixed_offset: int | None = None
-    """The address, when it is not the planner's to choose."""
+    """The offset, where it is given; None where the planner chooses it."""
     gaps: tuple[tuple[int, int], ...] = ()
-    """Half-open spans inside the life in which the contents are dead and the bytes may be lent."""
+    """Half-open spans within the lifetime in which the contents are dead and other buffers may use the bytes."""
     arena: str = DEVICE
     group: str = ""
-    """The layer's pass it belongs to, such as `layers.3.forward`, when it does not outlive it; empty when it does."""
+    """Layer pass within which the buffer lives and dies, such as `layers.3.forward`; empty if there is none."""
 
     def __post_init__(self) -> None:
         for name in ("start", "end", "nbytes", "alignment"):
@@ -70,7 +70,7 @@ class Buffer:
             at = end
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """The half-open spans in which the bytes are in use: the life without its gaps."""
+        """Yields the half-open spans in which the bytes are in use: the lifetime without its gaps."""
         at = self.start
         for start, end in self.gaps:
             yield at, start
@@ -80,13 +80,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Buffers to be placed, each in the arena it names."""
+    """Buffers to place, each in the arena that it names."""
 
     buffers: tuple[Buffer, ...]
     alignment: int = 1
-    """Every offset and every arena's size is a multiple of this."""
+    """Every offset and every arena's size is a multiple of this many bytes."""
     capacities: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Arenas that must not grow beyond so many bytes; an arena not named here has no limit."""
+    """Largest size in bytes, by arena; an arena not named here has no limit."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.alignment <= MAX_NBYTES:
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def arenas(self) -> tuple[str, ...]:
-        """The arenas that hold a buffer, by name."""
+        """Names of the arenas that hold a buffer, sorted."""
         return tuple(sorted({buffer.arena for buffer in self.buffers}))
 
     def of(self, arena: str) -> tuple[Buffer, ...]:
@@ -113,7 +113,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaPlan:
-    """One arena: how large it must be, and how good that is."""
+    """Size of one arena under a plan, and the bound on it."""
 
     name: str
     nbytes: int
@@ -122,33 +122,37 @@ class ArenaPlan:
     """No placement of these buffers is smaller."""
     status: Status
     method: str
-    """Which solver found it, for people."""
+    """The method that found the placement, for display."""
 
     @property
     def gap(self) -> float:
-        """How far the size may be above the best possible, as a fraction of the bound."""
+        """Excess of the size over the lower bound, as a fraction of the bound."""
         return self.nbytes / self.lower_bound_nbytes - 1 if self.lower_bound_nbytes else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A problem and where each of its buffers goes."""
+    """A problem and the offset of each of its buffers."""
 
     problem: Problem
     offsets: tuple[int, ...]
-    """`offsets[i]` is where `problem.buffers[i]` begins in its arena."""
+    """`offsets[i]` is the first byte of `problem.buffers[i]` in its arena."""
     arenas: tuple[ArenaPlan, ...]
-    """By name; one for each arena that holds a buffer."""
+    """Sorted by name; one for each arena that holds a buffer."""
     seed: int = 0
 
     @property
     def status(self) -> Status:
-        """OPTIMAL when every arena is."""
+        """OPTIMAL if every arena is, else FEASIBLE."""
         optimal = all(arena.status is Status.OPTIMAL for arena in self.arenas)
         return Status.OPTIMAL if optimal else Status.FEASIBLE
 
     def arena(self, name: str) -> ArenaPlan:
-        """The arena of that name; KeyError if no buffer is in it."""
+        """The arena of this name.
+
+        Raises:
+            KeyError: no buffer is in it.
+        """
         for arena in self.arenas:
             if arena.name == name:
                 return arena

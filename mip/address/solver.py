@@ -1,8 +1,8 @@
-"""The face of the planner: `solve(problem)` gives a checked plan or says why there is none.
+"""Entry point of address planning: `solve(problem)` returns a checked plan, or raises with the reason.
 
-Owns the way from bytes to units and back, the sharing of time among arenas, and the errors. Every plan has passed
-`memo.mip.address.checker` before it is returned. Solvers of integer models are imported where they are first used:
-`Method.SEARCH`, all that a training run needs, works without them.
+Owns the conversion between bytes and units, the division of time among arenas, and the errors. Every plan has passed
+`memo.mip.address.checker` before it is returned. MIP solvers are imported at first use: `Method.SEARCH`, which is all
+that a training run needs, works without them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ __all__ = ["Method", "Progress", "solve"]
 
 
 class Method(enum.StrEnum):
-    """Which solvers may work on a plan."""
+    """Solvers that a plan may use."""
 
     AUTO = "auto"
-    """Portfolio, then search; where buffers name their group, the bi-level models between, and the better one is kept."""
+    """Portfolio, then search; where buffers name groups, the bi-level program in between. The best result is kept."""
     SEARCH = "search"
     """Portfolio, then search."""
     MIP = "mip"
-    """Portfolio, then one flat mixed-integer model by HiGHS; for small problems and for comparison."""
+    """Portfolio, then one flat mixed-integer program by HiGHS; for small problems and comparison."""
     MIP_CBC = "mip-cbc"
     """The same by CBC."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where the work on one arena stands."""
+    """State of the work on one arena."""
 
     arena: str
     elapsed_s: float
     nbytes: int | None
-    """The best plan so far."""
+    """Size of the best placement so far; None before the first."""
     lower_bound_nbytes: int
 
 
@@ -60,15 +60,23 @@ def solve(
 ) -> Plan:
     """Places every buffer, each arena as small as the time allows.
 
-    `known` are placements that others found, by a name for each: offsets by buffer. The plan is worse than none of them.
+    An arena with a capacity only has to fit; one without is made smaller until it is proven optimal, within `gap` of
+    the bound, or time is up. Ctrl-C ends the work early and keeps the best plan, if there is one.
 
-    An arena with a capacity is only asked to fit; one without is made smaller until it is proven optimal, within `gap`
-    of the bound, or the time is up. Ctrl-C ends the work early, too, and keeps the best plan, if there is one.
+    Args:
+        problem: the buffers.
+        time_limit_s: for all arenas together.
+        gap: accepted excess over the lower bound, as a fraction of it.
+        method: the solvers to use.
+        seed: of the search; equal inputs and seeds that end before the time limit give equal plans.
+        progress: called after each change of an arena's size or bound.
+        known: placements from elsewhere, by name: offset in bytes by buffer id. No plan is larger than one of them.
 
     Raises:
         Infeasible: proven; the message names the arena, the instant, and what would fit.
         SolverTimeout: no plan within the capacities was found in time, and none was proven impossible.
-        KeyboardInterrupt: pressed before there was a plan.
+        SolverFailed: a MIP solver crashed.
+        KeyboardInterrupt: Ctrl-C before there was a plan.
     """
     began = time.monotonic()
     offsets: dict[str, int] = {}
@@ -90,7 +98,7 @@ def solve(
 
 
 class _ArenaWork:
-    """One arena, from its buffers in bytes to its part of the plan."""
+    """Planning of one arena, from its buffers in bytes to its part of the plan."""
 
     def __init__(
         self,
@@ -156,7 +164,7 @@ class _ArenaWork:
         )
 
     def _follow_known(self, *, deadline: float, gap: float) -> None:
-        """Those placements that have all of this arena's buffers."""
+        """Follows the known placements that have all of this arena's buffers."""
         for name, offsets in self._known.items():
             if self._solver.done(deadline=deadline, gap=gap):
                 return
@@ -170,8 +178,8 @@ class _ArenaWork:
         if not proven:
             least = solver.lower * unit
             return SolverTimeout(
-                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below {least} "
-                f"bytes{known}); give it more time or a larger capacity"
+                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below "
+                f"{least} bytes{known}); give it more time or a larger capacity"
             )
         at, load = peak(self._buffers, alignment=self._problem.alignment)
         if load > capacity:
@@ -197,13 +205,13 @@ class _ArenaWork:
 
 
 def _require_possible(problem: Problem, name: str, buffers: Sequence[Buffer]) -> None:
-    """Refuses fixed buffers that no planner could make right."""
+    """Raises Infeasible for fixed buffers that break a rule by themselves."""
     fixed = [buffer for buffer in buffers if buffer.fixed_offset is not None]
     for buffer in fixed:
         alignment = math.lcm(problem.alignment, buffer.alignment)
         if (buffer.fixed_offset or 0) % alignment:
             raise Infeasible(
-                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, which is no multiple of its alignment {alignment}"
+                f"buffer {buffer.id!r} is fixed at {buffer.fixed_offset}, not a multiple of its alignment {alignment}"
             )
     end = max((buffer.fixed_offset or 0 for buffer in fixed if not buffer.nbytes), default=0)
     capacity = problem.capacities.get(name)

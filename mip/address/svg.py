@@ -1,8 +1,8 @@
-"""Draws a plan: time across, address up, one rectangle for each span of a buffer, a line at the lower bound.
+"""Pictures of an address plan: time across, address up, one rectangle for each span of a buffer, a line at the bound.
 
-PNG by matplotlib, HTML as one file that needs no network: the rectangles as one JSON array and a canvas that draws
-them, so thousands of buffers stay quick. Names from the plan reach the page only as JSON with <, > and & escaped, and
-from there only as text.
+PNG by matplotlib; HTML as one file that needs no network, with the rectangles as one JSON array and a canvas that draws
+them, so that thousands of buffers stay fast. Names from the plan reach the page only as JSON with <, > and & escaped,
+and from there only as text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ __all__ = ["picture_html", "picture_png", "write_picture"]
 
 COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#86bcb6", "#d4a6c8", "#8cd17d")
 MAX_OUTLINED = 1500
-"""Beyond so many rectangles their outlines would be all there is to see."""
+"""Rectangles up to which outlines are drawn; of more, outlines would hide the fill."""
 
 
 def write_picture(path: str, plan: Plan, *, overwrite: bool = False) -> None:
-    """Writes the picture in the format its name ends in.
+    """Writes a picture of a plan; the suffix chooses the format.
 
     Raises:
         UsageError: the name ends in neither .png nor .html, or matplotlib is missing.
+        OutputExists: the file exists and `overwrite` is False.
         PlanError: the file cannot be written.
     """
     if path.endswith(".html"):
@@ -41,7 +42,11 @@ def write_picture(path: str, plan: Plan, *, overwrite: bool = False) -> None:
 
 
 def picture_png(plan: Plan) -> bytes:
-    """The picture as a PNG file, one panel an arena."""
+    """Draws the plan as a PNG file, one panel per arena.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.collections import PolyCollection
@@ -77,7 +82,7 @@ def picture_png(plan: Plan) -> bytes:
 
 
 def picture_html(plan: Plan) -> str:
-    """The picture as one HTML page: hover names a buffer, the wheel zooms, dragging pans, a double click resets."""
+    """Draws the plan as an HTML page. Hover names a buffer, the wheel zooms, dragging pans, a double click resets."""
     arenas = [
         {
             "name": arena.name,
@@ -113,7 +118,7 @@ STYLE = (
 
 
 def _boxes(plan: Plan, arena: ArenaPlan) -> list[tuple[int, int, int, int, int, str]]:
-    """(start, end, offset, nbytes, colour, id) of every span of every buffer of the arena, coloured by size and group."""
+    """(start, end, offset, nbytes, colour, id) of every span of an arena's buffers, coloured by size and group."""
     kinds = sorted({(buffer.nbytes, buffer.group) for buffer in plan.problem.of(arena.name)})
     colours = {kind: rank % len(COLOURS) for rank, kind in enumerate(kinds)}
     boxes = []

@@ -1,4 +1,4 @@
-"""The planners' inputs: hardware, profiles, a machine's measured rates, pipeline schedules."""
+"""Inputs of the planners: profiles, hardware, measured rates of a machine, pipeline schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.mip.inputs.doctor_rates import with_measured as with_measured
+    from memo.mip.inputs.doctor_rates import with_measured_rates as with_measured_rates
     from memo.mip.inputs.hardware import PRESETS as PRESETS, Hardware as Hardware, hardware_preset as hardware_preset
     from memo.mip.inputs.pipeline_schedules import Kind as Kind, PipelineSchedule as PipelineSchedule, Turn as Turn
     from memo.mip.inputs.profile import (
@@ -23,7 +23,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "doctor_rates": "with_measured",
+            "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_preset",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
             "profile": "EndProfile LayerProfile Level LevelProfile Profile Role Signature",

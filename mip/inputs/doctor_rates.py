@@ -1,7 +1,6 @@
-"""A machine as `memo doctor --json` measured it: its rates take the place of a preset's or of a description's.
+"""Hardware with the rates that `memo doctor --json` measured, in place of those of a preset or description.
 
-Reads only the keys that planning needs; a report from elsewhere that lacks them, or holds something else, is refused in
-one line.
+Reads only the keys that planning needs; a report that lacks them, or holds something else, is refused in one line.
 """
 
 from __future__ import annotations
@@ -15,16 +14,20 @@ from memo.errors import PlanError
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.strict_json import parse_json, read_as
 
-__all__ = ["with_measured"]
+__all__ = ["with_measured_rates"]
 
 MAX_RATE = 1e18
 
 
-def with_measured(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
-    """The machine with the links, memories and disks of a doctor's report; what it could not measure stays.
+def with_measured_rates(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
+    """Replaces links, memories and disks by those of a doctor's report; what it did not measure stays.
+
+    Args:
+        machine: the hardware to start from.
+        path: the report, as `memo doctor --json` printed it; `-` is standard input.
 
     Raises:
-        PlanError: the file is no such report.
+        PlanError: the file cannot be read or is no such report.
     """
 
     def measured(text: str) -> Hardware:
@@ -35,7 +38,7 @@ def with_measured(machine: Hardware, path: str | os.PathLike[str]) -> Hardware:
 
 
 def _gpus(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest GPU's link counts for all, since ranks wait for one another."""
+    """Rates of the slowest GPU's link, since ranks wait for one another."""
     links = [gpu["link"] for gpu in gpus if isinstance(gpu.get("link"), dict)]
     if not links:
         return {}
@@ -55,7 +58,7 @@ def _host(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disks(report: dict[str, Any]) -> dict[str, Any]:
-    """Several directories as one store, where that was measured; else the first that can be used."""
+    """Rates of all directories striped, where that was measured; else of the first usable one."""
     usable = [disk["rates"] for disk in _entries(report, "disks") if isinstance(disk.get("rates"), dict)]
     rates = report["striped"] if isinstance(report.get("striped"), dict) else next(iter(usable), None)
     if rates is None:
@@ -76,12 +79,12 @@ def _entries(report: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def _rate(entry: dict[str, Any], key: str) -> float:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_RATE:
-        raise PlanError(f"{key} is no rate")
+        raise PlanError(f"{key} is not a rate")
     return float(value)
 
 
 def _whole(entry: dict[str, Any], key: str) -> int:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 62:
-        raise PlanError(f"{key} is no number of bytes")
+        raise PlanError(f"{key} is not a number of bytes")
     return value

@@ -1,7 +1,7 @@
-"""What a machine can do, as planning sees it: peaks, memories and links, with presets for GPUs known by name.
+"""Hardware descriptions for planning: peaks, memories and links, with presets for GPUs known by name.
 
-Owns the presets and their sources, and the sharing of a node's links and disks among its ranks. Rates that were measured
-on the machine itself (`memo doctor --json`) replace a preset's. No torch.
+Owns the presets and their sources, and the division of a node's links and disks among its ranks. Rates measured on the
+machine itself (`memo doctor --json`) replace a preset's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRates:
-    """What one rank gets of each lane while every rank of its node uses it, too. 0: there is no such lane."""
+    """Rates of one rank while every rank of its node uses the same lanes. 0: there is no such lane."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     duplex_bytes_per_s: float
-    """Both ways at once, in sum."""
+    """Sum of both directions at once."""
     disk_write_bytes_per_s: float
     disk_read_bytes_per_s: float
 
@@ -34,24 +34,24 @@ class Hardware:
 
     name: str
     peak_flops: float
-    """Dense bfloat16."""
+    """FLOP/s in dense bfloat16."""
     matmul_efficiency: float
-    """Fraction of the peak that large matrix products reach; attention's fused kernel likewise."""
+    """Fraction of the peak that large matrix products reach; the next one is of the fused attention kernel."""
     attention_efficiency: float
     device_bytes: int
     hbm_bytes_per_s: float
     d2h_bytes_per_s: float
-    """One GPU alone to host memory; back and both ways in sum likewise."""
+    """One GPU alone to host memory; the next two are the way back, and the sum of both at once."""
     h2d_bytes_per_s: float
     duplex_bytes_per_s: float
     node_d2h_bytes_per_s: float
-    """All GPUs of a node together, each way: switches, sockets and host memory may give less than their sum."""
+    """All GPUs of a node together, in each direction; switches, sockets and host memory may limit their sum."""
     node_h2d_bytes_per_s: float
     nvlink_bytes_per_s: float
-    """One GPU to its peers in the node, one way."""
+    """One GPU to its peers in the node, in one direction."""
     gpus_per_node: int
     host_bytes: int
-    """Of a node."""
+    """Host memory of a node."""
     disk_write_bytes_per_s: float = 0.0
     """All disks of a node together; 0: there is none."""
     disk_read_bytes_per_s: float = 0.0
@@ -63,7 +63,7 @@ class Hardware:
                 raise PlanError(f"hardware {self.name[:80]!r}: {name} is not positive")
 
     def lanes(self, ranks: int) -> LaneRates:
-        """The rates of one of `ranks` ranks of a node, all of them busy at the same time."""
+        """Divides the node's rates among `ranks` ranks, all of them busy at the same time."""
         d2h = min(self.d2h_bytes_per_s, self.duplex_bytes_per_s, self.node_d2h_bytes_per_s / ranks)
         h2d = min(self.h2d_bytes_per_s, self.duplex_bytes_per_s, self.node_h2d_bytes_per_s / ranks)
         return LaneRates(
@@ -75,13 +75,13 @@ class Hardware:
         )
 
 
-# Peaks and memories: the makers' data sheets (NVIDIA A100, A800, H100, H200, B200 in the HGX form, GH200), dense bfloat16
-# without sparsity; memories are what nvidia-smi shows, 80 GB being 80 GiB there.
+# Peaks and memories: the makers' data sheets (NVIDIA A100, A800, H100, H200, B200 in the HGX form, GH200), dense
+# bfloat16 without sparsity; memories are what nvidia-smi shows, 80 GB being 80 GiB there.
 # Efficiencies: 0.64 of an A100's 312 TFLOP/s are the 200 that MEMO (SIGMOD 2025) and Megatron-LM reach in large layers;
 # FlashAttention-2 reaches 0.6 of it forward at long sequences (Dao 2023), -3 0.65 on an H100 (Shah et al. 2024).
-# PCIe: 25 and 55 GB/s are what copies through page-locked memory reach of generation 4's 31.5 and 5's 63 GB/s on 16 lanes.
-# A node of eight A100 or A800 has its GPUs in pairs behind switches; 13 GB/s for each of eight at once is what the length
-# from which the paper's swap is free says of its nodes. Elsewhere each GPU has a link of its own.
+# PCIe: of generation 4's 31.5 and 5's 63 GB/s on 16 lanes, copies through page-locked memory reach 25 and 55 GB/s.
+# A node of eight A100 or A800 has its GPUs in pairs behind switches; 13 GB/s for each of eight at once follows from the
+# length from which MEMO (SIGMOD 2025) reports swap to be free. Elsewhere each GPU has a link of its own.
 # Disks: four NVMe drives of a cloud node as DeepSpeed's DeepNVMe report (August 2024) measured them, 5 GB/s in, 10 out.
 PRESETS: dict[str, Hardware] = {
     preset.name: preset
@@ -199,7 +199,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware_preset(name: str) -> Hardware:
-    """The preset of this name.
+    """Returns the preset of this name.
 
     Raises:
         UsageError: there is none; the message lists them.
@@ -210,7 +210,7 @@ def hardware_preset(name: str) -> Hardware:
 
 
 def hardware_of(device_name: str) -> Hardware:
-    """The preset of the GPU that a driver calls by this name ("NVIDIA GH200 480GB"); an H100's where there is none."""
+    """Returns the preset for a driver's name of a GPU, such as "NVIDIA GH200 480GB"; an H100's where there is none."""
     called = device_name.lower()
     chips = {name.split("-")[0]: name for name in PRESETS}
     # The longest: a GH200's name has an H200's in it.

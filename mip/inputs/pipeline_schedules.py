@@ -1,13 +1,13 @@
-"""The orders in which a pipeline's ranks run forwards and backwards: those of torch's schedules, which tests hold them to.
+"""Pipeline schedules: the order in which each rank runs forwards and backwards, as in torch's schedules.
 
-Owns who has which stages and what each rank does one after the other. Knows no layers, no bytes and no time. A rank's
-stages are its chunks, counted in the order of the layers.
+Owns the assignment of stages to ranks and each rank's sequence of turns; tests compare them with torch's. Knows no
+layers, bytes or times. A rank's stages are its chunks, counted in the order of the layers.
 
     interleaved-1f1b, 2 ranks, 4 microbatches:  rank 0   0F0 0F1 1F0 1F1 0F2  1B0 0F3 ...       chunk, kind, microbatch
     zbv, 2 ranks, 4 microbatches:               rank 1   0F0  1F0 0F1  1F1 1I0 1W0 ...
 
-Where backward is split, INPUT makes the gradients that the stage before waits for, and WEIGHT the rest when there is time;
-the pipeline's first stage has nobody that waits, and its backward is whole.
+Where backward is split, INPUT computes the gradients that the previous stage waits for, and WEIGHT the rest when there
+is time. No stage waits for the pipeline's first one, whose backward is whole.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class PipelineSchedule(enum.StrEnum):
 
     @property
     def stages_per_rank(self) -> int:
+        """Number of stages that each rank has."""
         return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """Stages of one rank of the pipeline, in the order of the layers."""
+        """Lists the stages of one rank, in the order of the layers."""
         if self.stages_per_rank == 1:
             return [rank]
         if self is PipelineSchedule.ZERO_BUBBLE_V:
             return [rank, 2 * ranks - 1 - rank]
         return [rank, rank + ranks]
 
-    def why_not(self, microbatches: int, ranks: int) -> str | None:
-        """What is wrong with so many microbatches on so many ranks, in words that follow them; None: nothing."""
+    def reason_unsupported(self, microbatches: int, ranks: int) -> str | None:
+        """Reason why the schedule cannot run, as the end of a sentence about the microbatches; None if it can."""
         if self is PipelineSchedule.GPIPE or ranks == 1:
             return None
         least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks
@@ -54,20 +55,20 @@ class PipelineSchedule(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What is done with a microbatch, and a chunk's layers."""
+    """Pass of a turn over a chunk's layers."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Whole."""
+    """A whole backward."""
     INPUT = "I"
-    """The first half of a split one, from the last layer on."""
+    """The first half of a split backward, from the last layer on: gradients of inputs."""
     WEIGHT = "W"
-    """The second half, from the first layer on."""
+    """The second half, from the first layer on: gradients of weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One thing that a rank does."""
+    """One pass of one chunk for one microbatch."""
 
     chunk: int
     kind: Kind
@@ -75,13 +76,13 @@ class Turn:
 
     @property
     def call(self) -> tuple[int, int]:
-        """Chunk and microbatch: what is held from the forward on."""
+        """(chunk, microbatch), which identifies the activations held from the forward on."""
         return self.chunk, self.microbatch
 
 
 @functools.lru_cache(maxsize=256)
 def rank_turns(schedule: PipelineSchedule, *, ranks: int, rank: int, microbatches: int) -> tuple[Turn, ...]:
-    """What one rank does in a step, in order, one backward at a time."""
+    """Turns of one rank in a step, in order."""
     match schedule:
         case PipelineSchedule.GPIPE:
             turns = _one_chunk(microbatches, ahead=microbatches)
@@ -95,7 +96,7 @@ def rank_turns(schedule: PipelineSchedule, *, ranks: int, rank: int, microbatche
 
 
 def _undivided(turn: Turn) -> Turn | None:
-    """Of the pipeline's first stage: the first half of its backward is none, and the second is all of it."""
+    """Turn of the pipeline's first stage: no first half of backward, and the second half is all of it."""
     if turn.kind is Kind.INPUT:
         return None
     return dataclasses.replace(turn, kind=Kind.BACKWARD) if turn.kind is Kind.WEIGHT else turn
@@ -110,9 +111,9 @@ def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
 
 
 def _interleaved(ranks: int, rank: int, microbatches: int, *, split: bool) -> Iterator[Turn]:
-    """Chunks take turns, a round of microbatches each; forwards run ahead by less the later the rank is in the pipeline.
+    """Chunks alternate, a round of microbatches each; later ranks run fewer forwards ahead.
 
-    Where backward is split, weights wait for as many backwards as the rank's number.
+    Where backward is split, the second half is delayed by as many backwards as the rank's number.
     """
     chunks, total = 2, 2 * microbatches
     a_round = microbatches // max(1, microbatches // ranks)
@@ -132,7 +133,7 @@ def _interleaved(ranks: int, rank: int, microbatches: int, *, split: bool) -> It
 
 
 def _in_a_v(ranks: int, rank: int, microbatches: int) -> Iterator[Turn]:
-    """The first chunk goes down the ranks and the second comes back up; as many microbatches as fill the pipeline."""
+    """The first chunk's stages go down the ranks, the second's come back up; may yield microbatches beyond the last."""
     wanted = max(2 * ranks - 1, microbatches)
     done = {(chunk, kind): 0 for chunk in (0, 1) for kind in Kind}
 

@@ -1,16 +1,16 @@
-"""The nouns of a profile: what each layer of one training step saves, computes and recomputes, on one rank.
+"""Data types of a profile: what each layer of one training step saves, computes and recomputes, on one rank.
 
-Pure data, no torch. Every byte and every second is of one rank and one microbatch; a profile is made by measuring a step
-or derived from arithmetic, and says which. Layers of one class are alike: they share one `LayerProfile`.
+Pure data. Every byte and every second is of one rank and one microbatch. A profile is measured or derived by
+arithmetic, and says which. Layers of one class are equal and share one `LayerProfile`.
 
-    what a layer saves   [ always: input, attention output, statistics | other: no token dimension | token-wise         ]
-    SAVE_ALL                      saved                                       saved                      saved
-    SAVE_MATMULS                  saved                                       saved                      matmul outputs *
-    SAVE_ATTENTION                saved                                       saved                      nothing *
-    *  and, beside what autograd saves, what a recompute is given: other products' results, masks of dropout
+    saved bytes          [ always: input, attention output, statistics | other: no token dimension | token-wise ]
+    SAVE_ALL                      saved                                       saved                  saved
+    SAVE_MATMULS                  saved                                       saved                  matmul outputs *
+    SAVE_ATTENTION                saved                                       saved                  nothing *
+    *  and, beside what autograd saves, what a recompute is given: other products' results, dropout masks
 
-A level is chosen for each token, so of the token-wise part any mix of the three may be saved; `recompute_s` is the time
-of bringing back all tokens at that level, and half of the tokens take half of it.
+The level is chosen per token, so any mix of the three is possible in the token-wise part. `recompute_s` is the time of
+recomputing all tokens at that level; half of the tokens take half of it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_LAYERS = 10_000
 MAX_TILES = 1 << 20
 MAX_NBYTES = 1 << 62
 MAX_AMOUNT = 1e30
-"""Bound of seconds and FLOPs: sums of products of them stay finite."""
+"""Bound of seconds and FLOPs, so that sums of their products stay finite."""
 
 
 def check_amounts(noun: object, where: str) -> None:
-    """Every byte count, time and amount of a dataclass is finite, not negative, and small enough to add up.
+    """Checks that every number of a dataclass is finite, not negative, and small enough to add up.
 
     Raises:
-        PlanError: names the field.
+        PlanError: a number is not; the message names the field.
     """
     assert dataclasses.is_dataclass(noun)
     for field in dataclasses.fields(noun):
@@ -53,21 +53,21 @@ def check_amounts(noun: object, where: str) -> None:
             continue
         limit = MAX_NBYTES if isinstance(value, int) else MAX_AMOUNT
         if not (math.isfinite(value) and 0 <= value <= limit):
-            raise PlanError(f"{where}: {field.name} is {value}, which is no amount")
+            raise PlanError(f"{where}: {field.name} is {value}, not a finite amount of 0 or more")
 
 
 class Level(enum.StrEnum):
-    """How much of the token-wise part is saved for a token; the rest is computed again in backward."""
+    """Part of the token-wise bytes that is saved for a token; the rest is recomputed in backward."""
 
     SAVE_ALL = "all"
     SAVE_MATMULS = "matmuls"
-    """Outputs of matrix products are saved, what element-wise operations make of them is recomputed."""
+    """Outputs of matrix products are saved; results of element-wise operations are recomputed."""
     SAVE_ATTENTION = "attention"
-    """Nothing of the token-wise part is saved; attention itself never runs again, as its output is always saved."""
+    """Nothing of the token-wise part is saved. Attention is never recomputed: its output is always saved."""
 
 
 class Role(enum.StrEnum):
-    """Where a profile's numbers come from."""
+    """Origin of a profile's numbers."""
 
     MEASURED = "measured"
     DERIVED = "derived"
@@ -76,14 +76,15 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LevelProfile:
-    """One level, as if every token of the layer were at it."""
+    """One level of a layer, with every token at it."""
 
     level: Level
     saved_bytes: int
-    """Of the token-wise part; what is always saved comes on top."""
+    """Saved bytes of the token-wise part; what is always saved comes on top."""
     beside_bytes: int = 0
-    """What stands beside the whole layer where its tokens are at several levels: of `saved_bytes`, what autograd does not
-    save and a recompute is given, and what lies in several pieces and is gathered in a block of its own to move."""
+    """Bytes on the device beside the whole layer where its tokens are at several levels. Of `saved_bytes`, these are
+    what a recompute is given and autograd does not save, and what is gathered from several pieces into one block to
+    move."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
 
@@ -95,37 +96,36 @@ class LevelProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """A class of layers."""
+    """A class of equal layers."""
 
     name: str
     always_bytes: int
-    """Layer input, attention output and its statistics: saved whole at every level."""
+    """Layer input, attention output and statistics, saved at every level."""
     other_bytes: int = 0
-    """Saved tensors without a token dimension: whole at every level, too."""
+    """Saved tensors without a token dimension, at every level, too."""
     levels: tuple[LevelProfile, ...]
-    """SAVE_ALL first; a layer that cannot recompute a part of its tokens has no other."""
+    """Levels that the layer can have, SAVE_ALL first; the only one where tokens cannot be recomputed."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
     forward_flops: float = 0.0
-    """Floating-point operations that are really done: attention as the causal half."""
+    """Floating-point operations that are executed; of causal attention, half the square."""
     backward_flops: float = 0.0
     attention_flops: float = 0.0
-    """The part of `forward_flops` that attention's scores do; and of `forward_s`, the time that they take. They alone
-    grow with the square of the length."""
+    """The part of `forward_flops` in attention scores, which alone grows with the square of the length; the next one is
+    their part of `forward_s`."""
     attention_s: float = 0.0
     forward_transient_bytes: int = 0
-    """The largest sum of bytes that forward has beside what it saves."""
+    """Peak bytes of forward beside what it saves; the next one likewise of backward."""
     backward_transient_bytes: int = 0
     between_bytes: int = 0
-    """Gradients that the first half of a split backward leaves for the weights; 0 also where they count among what a
-    step holds besides."""
+    """Gradients that the first half of a split backward leaves for the second; 0 where they are counted elsewhere."""
     static_bytes: int = 0
     """This rank's part of the layer's parameters, gradients and optimizer state."""
     storages: int = 0
-    """What a tier has to find places for, at whichever level has most; this and the next are 0 where nobody knows them."""
+    """Number of storages that a tier must place, at the level with the most; this and the next are 0 where unknown."""
     largest_storage_bytes: int = 0
-    """At any level: it goes to one place whole."""
+    """The largest at any level; a storage goes to one tier whole."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")
@@ -141,38 +141,37 @@ class LayerProfile:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is saved whatever the levels are."""
+        """Bytes saved at every level."""
         return self.always_bytes + self.other_bytes
 
     @property
     def full_bytes(self) -> int:
-        """Everything that autograd saves: what stands on the device while the layer runs, in either direction, beside what
-        its recompute is given."""
+        """All bytes that autograd saves, which are on the device while the layer runs in either direction."""
         return self.fixed_bytes + self.levels[0].saved_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """The larger of the two passes; a recompute in backward has a forward's transients."""
+        """Larger transient of the two passes; a recompute in backward has a forward's."""
         return max(self.forward_transient_bytes, self.backward_transient_bytes)
 
     def level(self, level: Level) -> LevelProfile | None:
-        """What is known of a level; None where the layer cannot be treated so."""
+        """The profile of a level; None where the layer cannot have it."""
         return next((known for known in self.levels if known.level is level), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndProfile:
-    """What stands before the layers (embedding) or behind them (final norm, projection to the vocabulary, loss)."""
+    """Embedding before the layers, or head after them (final norm, projection to the vocabulary, loss)."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved_bytes: int = 0
-    """Of the embedding: live from its forward to its backward, that is while every layer runs. Of the head: live only
-    between its own forward and backward."""
+    """Live from the end's forward to its backward: for the embedding while every layer runs, for the head between two
+    of its own passes."""
     transient_bytes: int = 0
-    """The largest sum of bytes beside those, in either pass."""
+    """Peak bytes beside those, in either pass."""
     static_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -181,13 +180,13 @@ class EndProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What a profile and a plan were made for: another batch or length needs another one."""
+    """Model and shapes that a profile or plan is valid for."""
 
     model: str
     batch: int
-    """Sequences in a microbatch."""
+    """Sequences of a microbatch."""
     tokens: int
-    """Of one sequence, over all ranks that share it."""
+    """Length of a sequence, over all ranks that share it."""
     dtype: str
     tp: int = 1
     cp: int = 1
@@ -196,17 +195,17 @@ class Signature:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "tp", "cp", "pp"):
             if not 1 <= getattr(self, name) <= 1 << 40:
-                raise PlanError(f"signature: {name} is {getattr(self, name)}, which is no count")
+                raise PlanError(f"signature: {name} is {getattr(self, name)}, not a count of 1 or more")
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sequence whose layers one rank computes (token ranges of a plan are cut from these)."""
+        """Tokens of a sequence that one rank computes; a plan's token ranges are parts of these."""
         return -(-self.tokens // self.cp)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One rank's microbatch. All layers of the model are listed; a pipeline stage runs a part of them."""
+    """Bytes and times of one rank and one microbatch. Lists all layers of the model, also those of other stages."""
 
     signature: Signature
     role: Role
@@ -216,13 +215,13 @@ class Profile:
     embedding: EndProfile = EndProfile()
     head: EndProfile = EndProfile()
     mlp_tiles: int = 1
-    """In how many tiles every layer computes its MLP (memo.gpt.model.tiled_mlp); another number is another profile."""
+    """Number of tiles in which every layer computes its MLP (`memo.gpt.model`)."""
     optimizer_s: float = 0.0
-    """Once a step."""
+    """Seconds per step."""
     model_flops_causal_per_token: float = 0.0
-    """6N + 6Lhs: what the model needs for a token of the sequence, over all ranks, forward and backward; for mfu_causal."""
+    """6N + 6Lhs: FLOPs of the model per token, over all ranks, forward and backward; for mfu_causal."""
     model_flops_full_per_token: float = 0.0
-    """6N + 12Lhs: for mfu_full."""
+    """6N + 12Lhs, likewise; for mfu_full."""
 
     def __post_init__(self) -> None:
         check_amounts(self, "profile")
@@ -238,6 +237,6 @@ class Profile:
             raise PlanError(f"profile: no layer class is named {min(unknown)[:80]!r}")
 
     def layer_profiles(self) -> tuple[LayerProfile, ...]:
-        """One for each layer, in forward order; layers of one class share the object."""
+        """Profile of each layer, in forward order; layers of one class share the object."""
         by_name = {known.name: known for known in self.classes}
         return tuple(by_name[name] for name in self.layers)

@@ -1,4 +1,4 @@
-"""A step played under an activation plan, with no GPU."""
+"""Simulation of a training step under an activation plan, without a GPU."""
 
 from __future__ import annotations
 

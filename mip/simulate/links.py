@@ -1,15 +1,15 @@
-"""The links of a simulated step: copies in four queues, whose heads share the bandwidth of five links.
+"""Links of a simulated step: copies in four queues, whose heads share the bandwidth of five links.
 
-Owns the queues, the clock and who gets how much of a link. Does not know layers or tiers. A queue is first in, first out;
-its head moves at a steady rate until a head anywhere begins or ends, and no link is ever given more than its rate.
+Owns the queues, the clock and the division of bandwidth. Knows no layers or tiers. A queue is first in, first out; its
+head moves at a constant rate until a head of any queue begins or ends, and no link ever exceeds its rate.
 
-    HOST_OUT  ──┐                                  what goes to disk crosses D2H and the disk at one pace, block by
-    DISK_OUT  ──┴─ d2h ─┬─ duplex                  block through a ring of staging memory, so its rate is that of the
-    HOST_IN   ──┬─ h2d ─┘                          slower of the two; what comes back likewise
+    HOST_OUT  ──┐                                  disk bytes cross D2H and the disk at one pace, block by
+    DISK_OUT  ──┴─ d2h ─┬─ duplex                  block through a ring of staging memory, so their rate is that
+    HOST_IN   ──┬─ h2d ─┘                          of the slower of the two; on the way back likewise
     DISK_IN   ──┘           DISK_OUT ── disk write      DISK_IN ── disk read
 
 What is issued first crosses first. Copies of one call to host and to disk, which are issued together, share their
-direction alike, and so do the two directions the duplex rate; what one of two cannot use, the other gets.
+direction equally, and the two directions share the duplex rate equally; what one of two cannot use, the other gets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Copy", "Links", "Queue", "shares"]
 
 
 class Queue(enum.IntEnum):
-    """Where a copy waits for its turn: a direction and the tier at its far end."""
+    """Queue of copies: a direction and the tier at the far end."""
 
     HOST_OUT = 0
     DISK_OUT = 1
@@ -37,17 +37,17 @@ class Queue(enum.IntEnum):
 
     @property
     def out(self) -> bool:
-        """Away from the device."""
+        """Whether the copies leave the device."""
         return self in (Queue.HOST_OUT, Queue.DISK_OUT)
 
     @property
     def disk(self) -> bool:
-        """The far end is the disk."""
+        """Whether the far end is the disk."""
         return self in (Queue.DISK_OUT, Queue.DISK_IN)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """What a copy in this queue occupies, the link to the device first."""
+        """Lanes that a copy in this queue occupies, the link to the device first."""
         return _LANES[self]
 
 
@@ -62,13 +62,13 @@ _LANES = {
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Copy:
-    """Bytes on their way; `start_s` and `end_s` are known when it has begun and ended."""
+    """One copy; `start_s` and `end_s` are NaN until it has begun and ended."""
 
     queue: Queue
     number: int
-    """Of all copies, in the order in which they were issued."""
+    """Number among all copies, in the order of issue."""
     call: int
-    """Which call of a layer the bytes belong to."""
+    """Number of the layer's call that the bytes belong to."""
     module: str
     nbytes: int
     issued_s: float
@@ -76,15 +76,25 @@ class Copy:
     start_s: float = math.nan
     end_s: float = math.nan
     slowest: Lane | None = None
-    """Of the lanes that it crossed, the one that set its pace when it ended."""
+    """The lane that limited its rate when it ended."""
 
     @property
     def done(self) -> bool:
+        """Whether the copy has ended."""
         return not math.isnan(self.end_s)
 
 
 def shares(rates: LaneRates, busy: frozenset[Queue], first: frozenset[Queue] = frozenset()) -> dict[Queue, float]:
-    """What each busy queue's head gets, in bytes per second. `first` have the right of way in their direction."""
+    """Divides the links' bandwidth among the heads of the busy queues.
+
+    Args:
+        rates: of the links.
+        busy: queues that have a copy.
+        first: queues whose head takes all it can of its direction, before the other queue's.
+
+    Returns:
+        Bytes per second by queue.
+    """
     limits = {
         Queue.HOST_OUT: rates.d2h_bytes_per_s,
         Queue.DISK_OUT: min(rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s),
@@ -110,13 +120,13 @@ def shares(rates: LaneRates, busy: frozenset[Queue], first: frozenset[Queue] = f
 
 
 def _split(rate: float, one: float, other: float) -> tuple[float, float]:
-    """A rate shared alike by two that want so much; what one does not want the other gets."""
+    """Divides a rate equally among two demands; what one does not need the other gets."""
     half = rate / 2
     return min(one, max(half, rate - other)), min(other, max(half, rate - one))
 
 
 class Links:
-    """All copies of one rank, and the time up to which they have moved."""
+    """Copies of one rank, and the clock up to which they have moved."""
 
     def __init__(self, rates: LaneRates) -> None:
         self.now_s = 0.0
@@ -130,7 +140,7 @@ class Links:
         self._shares: dict[tuple[frozenset[Queue], frozenset[Queue]], dict[Queue, float]] = {}
 
     def put(self, queue: Queue, *, call: int, module: str, nbytes: int) -> Copy:
-        """Queues a copy now."""
+        """Issues a copy at the current time."""
         copy = Copy(
             queue=queue,
             number=len(self.copies),
@@ -145,16 +155,16 @@ class Links:
         return copy
 
     def advance(self, to_s: float) -> None:
-        """Lets the copies move until `to_s`."""
+        """Moves the clock and the copies to `to_s`."""
         while self._step(to_s):
             pass
         self.now_s = to_s
 
     def wait(self, copies: Sequence[Copy]) -> None:
-        """Lets the copies move until all of these have ended.
+        """Moves the clock until all of these copies have ended.
 
         Raises:
-            PlanInvalid: one of them never will: its link has no bandwidth.
+            PlanInvalid: the link of one of them has no bandwidth.
         """
         while not all(copy.done for copy in copies):
             if not self._step(math.inf):
@@ -165,7 +175,7 @@ class Links:
                 )
 
     def _step(self, to_s: float) -> bool:
-        """Moves on to the next end of a copy, at most to `to_s`; False when none ends by then."""
+        """Moves the clock to the next end of a copy, at most to `to_s`; False when none ends by then."""
         rates = self._rates_now()
         times = {queue: self._queues[queue][0].left_nbytes / rate for queue, rate in rates.items() if rate > 0}
         seconds = min(times.values(), default=math.inf)

@@ -1,4 +1,4 @@
-"""The last step before a plan is used: it is played event by event, and must do what it foretells within its budgets."""
+"""Last check before a plan is used: a simulated step must stay within the budgets and take the predicted time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from memo.mip.simulate.simulator import require_within_budgets, simulate
 __all__ = ["AGREEMENT", "prove"]
 
 AGREEMENT = 0.02
-"""How far the predicted step time may be from the simulated one, as a share of it."""
+"""Largest deviation of the predicted step time from the simulated one, as a fraction of it."""
 AGREEMENT_IN_TURNS = 0.1
-"""The same where ranks have several chunks: what turns wait for is predicted by its mean, and idle ranks copy on."""
+"""The same where ranks have several chunks: the prediction uses mean waits, and copies go on while a rank is idle."""
 
 
 def prove(plan: ActivationPlan) -> Simulation:
-    """One simulated step of a plan that is fit to be used.
+    """Simulates one step of a plan and compares it with the plan's prediction.
 
     Raises:
-        PlanInvalid: the step breaks a budget, or takes another time than predicted.
+        PlanInvalid: the step breaks a budget, or its time is not the predicted one.
     """
     simulation = simulate(plan)
     require_within_budgets(simulation)

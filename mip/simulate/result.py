@@ -1,9 +1,8 @@
-"""The nouns of a simulation: the work of each layer that goes in, and what one step did, second by second, that comes out.
+"""Data types of a simulation: the work of each layer as input, and the events of one step as output.
 
-Pure data. `memo.mip.simulate.simulator` makes a Simulation, `memo.mip.simulate.trace_events` turns it into traces, and
-nothing here
-judges: a plan that does not fit has peaks above their budgets, and `overflows` names them. All times are seconds since
-the step began, all bytes are of one rank.
+Pure data, made by `memo.mip.simulate.simulator` and turned into traces by `memo.mip.simulate.trace_events`. A plan that
+does not fit has peaks above their budgets, which `overflows` names. Times are seconds since the step began; bytes are
+of one rank.
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 from memo.events import Lane, StallCause, TensorState, Tier, UseKind
 from memo.mip.simulate.links import Copy
 
 __all__ = [
     "EndWork",
-    "Holding",
     "LayerWork",
+    "Occupancy",
     "Part",
     "Peak",
+    "Phase",
     "Simulation",
     "Span",
     "StageSimulation",
@@ -31,19 +32,22 @@ __all__ = [
 ]
 
 
+Phase = Literal["forward", "backward", "optimizer"]
+
+
 class Part(enum.IntEnum):
-    """What becomes of a share of the bytes that a layer saves."""
+    """Part of a layer's saved bytes, by what happens to it."""
 
     KEPT = 0
     HOST = 1
     DISK = 2
     RECOMPUTED = 3
-    """Dropped with the layer's sources and computed again in backward."""
+    """Dropped with the layer's sources and recomputed in backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """One layer as a plan leaves it: how long it computes, and what becomes of what it saves."""
+    """Times of one layer, and its saved bytes by part, under a plan."""
 
     name: str
     forward_s: float
@@ -51,35 +55,36 @@ class LayerWork:
     """Without recompute."""
     recompute_s: float = 0.0
     nbytes: Mapping[Part, int]
-    """Of what autograd saves and what a recompute is given; together all of it, as it is while the layer's forward runs."""
+    """By part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
     forward_transient_nbytes: int = 0
-    """The most that its forward holds beside what it saves."""
+    """Peak bytes of its forward beside what it saves; the next one likewise of backward."""
     backward_transient_nbytes: int = 0
     between_nbytes: int = 0
-    """Gradients that wait between the halves of its backward."""
+    """Gradients held between the halves of its backward."""
 
     def of(self, part: Part) -> int:
+        """Bytes of one part."""
         return self.nbytes.get(part, 0)
 
     @property
     def saved_nbytes(self) -> int:
-        """All that the layer's forward leaves behind until its copies are made."""
+        """Bytes that the layer's forward leaves on the device until its copies have ended."""
         return sum(self.nbytes.values())
 
     @property
     def moved_nbytes(self) -> int:
-        """What goes to other tiers."""
+        """Bytes that go to other tiers."""
         return self.of(Part.HOST) + self.of(Part.DISK)
 
     @property
     def dropped_nbytes(self) -> int:
-        """What the device gives up once the copies are made, and must have room for again before backward."""
+        """Bytes that the device frees once the copies have ended, and needs again for backward."""
         return self.saved_nbytes - self.of(Part.KEPT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndWork:
-    """What stands before the first layer (embedding) or behind the last one (norm, projection, loss); it never moves."""
+    """Work of the embedding, or of the head (norm, projection, loss), whose saved bytes never move."""
 
     name: str
     forward_s: float = 0.0
@@ -91,40 +96,41 @@ class EndWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The compute stream at work."""
+    """Work of the compute stream."""
 
     lane: Lane
     module: str
-    phase: str
-    """`forward`, `backward` or `optimizer`."""
+    phase: Phase
     start_s: float
     end_s: float
 
     @property
     def seconds(self) -> float:
+        """Duration."""
         return self.end_s - self.start_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The compute stream idle: a layer's copies had not ended when its buffer, or its bytes, were needed."""
+    """Stall of the compute stream: a layer's copies had not ended when its buffer or bytes were needed."""
 
     cause: StallCause
     call: int
     module: str
     lane: Lane
-    """The one that was behind."""
+    """The lane that was late."""
     start_s: float
     end_s: float
 
     @property
     def seconds(self) -> float:
+        """Duration."""
         return self.end_s - self.start_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One part of what a layer's call saved changes state, as a saved storage would."""
+    """Change of state of one part of a call's saved bytes, as of a saved storage."""
 
     t_s: float
     call: int
@@ -136,7 +142,7 @@ class Transition:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Backward asks for a part."""
+    """Use of a part by backward."""
 
     t_s: float
     call: int
@@ -145,8 +151,8 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """From `t_s` on a tier holds `nbytes` in all."""
+class Occupancy:
+    """Bytes in a tier from `t_s` on."""
 
     t_s: float
     tier: Tier
@@ -155,15 +161,15 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most a tier held, and when."""
+    """Peak of a tier."""
 
     tier: Tier
     nbytes: int
     t_s: float
     where: str
-    """What the compute stream was at, such as `layers.3 forward`."""
+    """Work of the compute stream at that time, such as `layers.3 forward`."""
     budget_nbytes: int | None
-    """None is without limit."""
+    """None: no limit."""
 
     @property
     def over_nbytes(self) -> int:
@@ -173,47 +179,50 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageSimulation:
-    """What one rank of one pipeline stage did in a step."""
+    """Events of one rank of one pipeline stage in a step."""
 
     end_s: float
-    """When its last work ended."""
+    """End of its last work."""
     spans: tuple[Span, ...]
     waits: tuple[Wait, ...]
     copies: tuple[Copy, ...]
     transitions: tuple[Transition, ...]
     usages: tuple[Usage, ...]
-    holdings: tuple[Holding, ...]
-    """By time; of several of one tier at one instant the last one counts."""
+    occupancies: tuple[Occupancy, ...]
+    """In order of time; of several for one tier at one instant the last one counts."""
     peaks: tuple[Peak, ...]
     """One for each tier."""
 
     @property
     def compute_s(self) -> float:
-        """Without recompute."""
+        """Time of compute without recompute."""
         return math.fsum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE)
 
     @property
     def recompute_s(self) -> float:
+        """Time of recompute."""
         return math.fsum(span.seconds for span in self.spans if span.lane is Lane.RECOMPUTE)
 
     @property
     def stall_s(self) -> float:
+        """Time that compute waited for copies."""
         return math.fsum(wait.seconds for wait in self.waits)
 
     @property
     def idle_s(self) -> float:
-        """Neither at work nor waiting for a copy: the pipeline's bubble."""
+        """Time neither at work nor waiting for a copy: the pipeline's bubble."""
         return max(0.0, self.end_s - self.compute_s - self.recompute_s - self.stall_s)
 
     def peak(self, tier: Tier) -> Peak:
+        """Peak of one tier."""
         return next(peak for peak in self.peaks if peak.tier is tier)
 
     def moved_nbytes(self, lane: Lane) -> int:
-        """Bytes that crossed a copy lane."""
+        """Bytes that crossed a lane."""
         return sum(copy.nbytes for copy in self.copies if lane in copy.queue.lanes)
 
     def stalls(self) -> dict[tuple[StallCause, Lane], float]:
-        """Seconds by cause and by the lane that was behind, the largest first."""
+        """Stall seconds by cause and late lane, the largest first."""
         found: dict[tuple[StallCause, Lane], float] = {}
         for wait in self.waits:
             key = (wait.cause, wait.lane)
@@ -223,20 +232,20 @@ class StageSimulation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step, a rank of each pipeline stage."""
+    """One step, with one rank of each pipeline stage."""
 
     step_s: float
     stages: tuple[StageSimulation, ...]
 
     @property
     def overflows(self) -> tuple[tuple[int, Peak], ...]:
-        """Stage and tier where the step breaks a budget; empty when the plan fits."""
+        """(stage, peak) wherever the step exceeds a budget; empty when the plan fits."""
         return tuple(
             (number, peak) for number, stage in enumerate(self.stages) for peak in stage.peaks if peak.over_nbytes
         )
 
     @property
     def slowest(self) -> int:
-        """The stage that works and waits longest, which the others wait for; of equal ones the first."""
+        """The stage with the most work and stalls, for which the others wait; of equal ones the first."""
         busy = [stage.compute_s + stage.recompute_s + stage.stall_s for stage in self.stages]
         return busy.index(max(busy))

@@ -1,13 +1,13 @@
-"""Simulates one training step under an activation plan, event by event, independently of how the plan was made.
+"""Simulation of one training step under an activation plan, event by event, independently of how the plan was made.
 
-Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages. Shares no model
-with the planner, only the nouns: the two are held against each other before a plan is used.
+Owns the way from a plan to each layer's work, and the order of microbatches among pipeline stages. Shares only the data
+types with the planner: the two are compared before a plan is used.
 
     plan ── layer_work ──▶ LayerWork each ── Stage (one rank of each pipeline stage) ──▶ Simulation
 
-Ranks of a node do the same at the same time, so each has its share of links, disks and host memory. Bytes are whole:
-a fraction of a layer is rounded down to bytes for the device and each tier, and what that leaves is computed again: a plan
-that fits to the last byte must not break a budget by what rounding adds.
+Ranks of a node act alike, so each has its share of links, disks and host memory. Bytes are whole: the fractions of a
+layer are rounded down to bytes for the device and each tier, and the remainder is recomputed, so that rounding cannot
+make a plan that fits to the last byte exceed a budget.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from memo.mip.simulate.stage import Stage
 __all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
 
 MAX_CALLS = 200_000
-"""Layers times microbatches: about 20 microseconds and 3 KiB each."""
+"""Largest product of layers and microbatches; each takes about 20 microseconds and 3 KiB."""
 _ALMOST = 1e-6
-"""Of a byte: what floating point took away of a whole one."""
+"""Fraction of a byte that floating-point error may take from a whole one."""
 
 
 def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> Simulation:
-    """One step under the plan, on the machine it was made for or on that of another problem with as many layers.
+    """Simulates one step under a plan.
+
+    Args:
+        plan: the plan of each layer.
+        problem: profile, hardware and budgets to simulate on, with as many layers; the plan's own by default.
 
     Raises:
-        PlanInvalid: the plan is of another model, moves bytes over a link that is not there, or has too many microbatches.
+        PlanInvalid: the plan is of another model, moves bytes over a missing link, or has too many microbatches.
     """
     problem = problem or plan.problem
     if len(problem.profile.layers) != len(plan.layers):
@@ -63,10 +67,10 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
 
 
 def require_within_budgets(simulation: Simulation) -> None:
-    """Refuses a plan under which the step breaks a budget.
+    """Checks the simulated peaks.
 
     Raises:
-        PlanInvalid: names the stage, the tier, the moment and the bytes.
+        PlanInvalid: the step breaks a budget; the message names the stage, the tier, the moment and the bytes.
     """
     for number, peak in simulation.overflows:
         stage = f"stage {number}: " if len(simulation.stages) > 1 else ""
@@ -77,7 +81,7 @@ def require_within_budgets(simulation: Simulation) -> None:
 
 
 def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
-    """What a layer does under its plan."""
+    """Work of a layer under its plan."""
     saved = plan.saved_bytes(layer)
     kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
     whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
@@ -120,7 +124,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
 
 
 def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
-    """Gives a stage's lower tiers their budgets: what the node's other stages leave, divided among the stage's ranks."""
+    """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
     budgets, together = problem.budgets, problem.pipeline.stages_per_node
     ranks = budgets.ranks_per_node // together
     first = number // together * together
@@ -147,7 +151,7 @@ def _end_work(name: str, end: EndProfile) -> EndWork:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """Where a stage is in its order, and when its microbatches were done in either direction."""
+    """Position of a stage in its order, and the end times of its microbatches in both directions."""
 
     order: list[bool]
     at: int = 0
@@ -156,9 +160,9 @@ class _Progress:
 
 
 def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
-    """Runs every stage's order; a pass begins when its stage is free and the neighbour has done its part.
+    """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has ended.
 
-    Stages share nothing but these moments, so each pass can be played as soon as what it waits for is known.
+    Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
     """
     count = len(stages)
     done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
@@ -169,7 +173,7 @@ def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
 
 
 def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
-    """1F1B: True for the forward, False for the backward of the next microbatch, as the stage runs them."""
+    """1F1B: True for the forward, False for the backward of the next microbatch, in the stage's order."""
     ahead = pipeline.in_flight(stage)
     yield from [True] * ahead
     for _ in range(pipeline.microbatches - ahead):
@@ -199,7 +203,7 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
 
 
 def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
-    """The same with several chunks a stage, in the order of their turns. A stage alone waits for nobody."""
+    """The same with several chunks a stage, in the order of their turns. A single stage waits for no other."""
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
     done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
     ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)

@@ -1,7 +1,7 @@
-"""Plays the work of one pipeline stage as the swap engine would run it, copy by copy.
+"""Simulation of one pipeline stage's rank, copy by copy, as the swap engine would run it.
 
-Owns the order of events within a stage and the bytes each tier holds. Knows layers as `LayerWork`, no plan and no
-planner's model: what a step costs follows from what happens in it.
+Owns the order of events within a stage and the bytes in each tier. Knows layers as `LayerWork`, neither plan nor cost
+model: the time of a step follows from the events alone.
 
     forward    layer 0 | layer 1 | layer 2 | ... | head         a layer's copies are issued when its forward ends
     copies             |  out 0  |  out 1  |
@@ -10,11 +10,12 @@ planner's model: what a step costs follows from what happens in it.
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
     reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
 
-So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them until
-another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed (R6).
+So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them
+until another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed
+(R6).
 
-A stage may have several chunks, whose turns follow one another in an order that is given. Of a backward in two halves the
-second runs from the first layer on; what moved goes away in between, what was computed again stays.
+A stage may have several chunks, whose turns follow one another in a given order. The second half of a split backward
+runs from the first layer on; between the halves moved bytes leave again, and recomputed bytes stay.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from memo.mip.inputs.pipeline_schedules import Kind, Turn
 from memo.mip.simulate.links import Copy, Links, Queue
 from memo.mip.simulate.result import (
     EndWork,
-    Holding,
     LayerWork,
+    Occupancy,
     Part,
     Peak,
+    Phase,
     Span,
     StageSimulation,
     Transition,
@@ -48,7 +50,7 @@ _MOVED = ((Part.HOST, Tier.HOST, Queue.HOST_OUT, Queue.HOST_IN), (Part.DISK, Tie
 
 
 class _State(enum.Enum):
-    """A call's life: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once.
+    """States of a call: LIVE -> LEAVING -> AWAY -> RETURNING -> gone, or LIVE -> gone for a last layer needed at once.
 
     Between the halves of a backward RETURNING -> AWAY.
     """
@@ -57,7 +59,7 @@ class _State(enum.Enum):
     """Whole on the device; no copy is issued."""
     LEAVING = enum.auto()
     AWAY = enum.auto()
-    """The device holds what is kept, and nothing else; between two halves also what was computed again."""
+    """The device holds only the kept bytes; between two halves also the recomputed ones."""
     RETURNING = enum.auto()
 
 
@@ -71,17 +73,27 @@ class _Call:
     out: Sequence[Copy] = ()
     back: Sequence[Copy] = ()
     how: UseKind = UseKind.LIVE
-    """In which way backward comes by what was moved."""
+    """How backward gets the moved bytes."""
     computed_again: bool = False
 
     @property
     def away_nbytes(self) -> int:
-        """What the device must have room for before backward, or its second half, while the call is away."""
+        """Bytes of device memory that backward, or its second half, needs to bring the call back."""
         return self.work.moved_nbytes if self.computed_again else self.work.dropped_nbytes
 
 
 class Stage:
-    """One rank's compute stream, and what happens beside it."""
+    """One rank's compute stream, links and memory.
+
+    Args:
+        chunks: the layers of each chunk, in forward order.
+        rates: of the rank's lanes.
+        turns: of a step with several chunks, in order; without them backwards run from the earliest microbatch on.
+        static_nbytes: of parameters, gradients and optimizer state.
+        budgets: bytes by tier; reloads are prefetched only while the device has room.
+        embedding: work before the first layer, if the stage has it.
+        head: work after the last layer, if the stage has it.
+    """
 
     def __init__(
         self,
@@ -111,16 +123,16 @@ class Stage:
 
     @property
     def now_s(self) -> float:
-        """How far the compute stream has come."""
+        """Time of the compute stream."""
         return self._links.now_s
 
     def idle(self, until_s: float) -> None:
-        """Another stage has to be waited for; copies go on."""
+        """Lets the compute stream wait for another stage; copies go on."""
         if until_s > self.now_s:
             self._links.advance(until_s)
 
     def forward(self, chunk: int = 0) -> None:
-        """The forward of the next microbatch."""
+        """Runs the forward of the next microbatch through a chunk."""
         embedding, head = self._ends
         held, self._held = self._held, None
         if held is not None:
@@ -138,7 +150,7 @@ class Stage:
             self._end_forward(head)
 
     def backward(self) -> None:
-        """The next backward, or half of one: where no order of turns was given, of the earliest microbatch that is alive."""
+        """Runs the next backward, or half of one: by the order of turns, else of the earliest microbatch in flight."""
         embedding, head = self._ends
         turn = self._turns.popleft() if self._turns else self._earliest()
         calls = self._calls[turn.call] if turn.kind is Kind.INPUT else self._calls.pop(turn.call)
@@ -163,7 +175,7 @@ class Stage:
         return Turn(chunk=chunk, kind=Kind.BACKWARD, microbatch=microbatch)
 
     def _next_turn(self) -> tuple[Turn, _Call] | None:
-        """What backward will come to next, and the first layer it then reaches; None while that has no forward yet."""
+        """The next backward turn and its first layer; None while its forward has not run."""
         if not self._turns and not self._calls:
             return None
         turn = self._turns[0] if self._turns else self._earliest()
@@ -171,11 +183,11 @@ class Stage:
         return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
 
     def step(self, optimizer_s: float) -> None:
-        """The optimizer."""
+        """Runs the optimizer."""
         self._work(Lane.COMPUTE, "optimizer", "optimizer", optimizer_s)
 
     def result(self) -> StageSimulation:
-        """All that has happened so far."""
+        """Returns everything that has happened so far."""
         return StageSimulation(
             end_s=self.now_s,
             spans=tuple(self._spans),
@@ -183,7 +195,7 @@ class Stage:
             copies=tuple(self._links.copies),
             transitions=tuple(self._transitions),
             usages=tuple(self._usages),
-            holdings=tuple(self._ledger.holdings),
+            occupancies=tuple(self._ledger.occupancies),
             peaks=self._ledger.peaks(),
         )
 
@@ -202,7 +214,7 @@ class Stage:
             self._drop(before)
 
     def _send(self, call: _Call) -> None:
-        """Issues the copies out; their room in the lower tiers is taken now."""
+        """Issues the copies out, and takes their places in the lower tiers."""
         call.state = _State.LEAVING
         copies = []
         for part, tier, queue, _ in _MOVED:
@@ -214,7 +226,7 @@ class Stage:
         self._change(call, TensorState.LEAVING, Part.HOST, Part.DISK)
 
     def _drop(self, call: _Call) -> None:
-        """Waits until the copies out have ended, then gives up what is not kept."""
+        """Waits until the copies out have ended, then frees all but the kept bytes."""
         self._wait(StallCause.DRAIN, call, call.out)
         call.state = _State.AWAY
         self._hold(Tier.DEVICE, -call.work.dropped_nbytes)
@@ -226,7 +238,7 @@ class Stage:
     def _backward(
         self, call: _Call, following: _Call | None, kind: Kind, *, same_turn: bool = False, stays: bool = False
     ) -> None:
-        """`stays`: the second half begins with this call, and not another backward."""
+        """Runs one layer's backward; `stays`: the second half of the same backward begins with this call."""
         work = call.work
         self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
         if kind is Kind.INPUT:
@@ -249,30 +261,30 @@ class Stage:
             self._leave_again(call)
 
     def _reach(self, call: _Call, following: _Call | None, *, same_turn: bool) -> None:
-        """What the call has away must come back now; what backward reaches next may, if the device has room."""
+        """Reloads the call if it is away, and prefetches the following one if the device has room."""
         if self._held is call:
             self._held = None
         if self._undropped is call:
             self._undropped = None
         if call.state is _State.AWAY:
             self._fetch(call, UseKind.FETCHED)
-        if following is not None and self._worth_fetching(following, same_turn=same_turn):
+        if following is not None and self._may_prefetch(following, same_turn=same_turn):
             self._fetch(following, UseKind.PREFETCHED)
 
-    def _worth_fetching(self, following: _Call, *, same_turn: bool) -> bool:
-        """It is away, there is room, and it is needed next: not after another forward, unless it has bytes to bring."""
+    def _may_prefetch(self, following: _Call, *, same_turn: bool) -> bool:
+        """Whether a call is away, fits, and is needed next; one of another turn only if it has bytes to copy."""
         if following.state is not _State.AWAY or not self._ledger.fits(Tier.DEVICE, following.away_nbytes):
             return False
         return same_turn or bool(following.out)
 
     def _leave_again(self, call: _Call) -> None:
-        """Half of the backward is done: what moved goes, without a copy, and what was computed again stays."""
+        """Frees moved bytes after the first half of backward, without a copy; recomputed bytes stay."""
         call.state, call.computed_again = _State.AWAY, True
         self._hold(Tier.DEVICE, -call.away_nbytes)
         self._change(call, TensorState.AWAY, Part.HOST, Part.DISK)
 
     def _fetch(self, call: _Call, how: UseKind) -> None:
-        """Takes the whole buffer and issues the reloads into it."""
+        """Takes the buffer and issues the reloads into it."""
         call.state, call.how = _State.RETURNING, how
         self._hold(Tier.DEVICE, call.away_nbytes)
         call.back = [
@@ -291,7 +303,7 @@ class Stage:
                 self._usages.append(Usage(t_s=self.now_s, call=call.number, part=part, how=how))
 
     def _end(self, call: _Call) -> None:
-        """The layer's gradients are made: nothing of the call is needed any more."""
+        """Frees everything of the call, once its gradients are computed."""
         work = call.work
         self._hold(Tier.DEVICE, -work.saved_nbytes)
         if call.out:
@@ -299,7 +311,7 @@ class Stage:
                 self._hold(tier, -work.of(part))
         self._change(call, TensorState.GONE, *Part)
 
-    # The ends, which hold what they save.
+    # The ends, whose saved bytes stay on the device.
 
     def _end_forward(self, end: EndWork) -> None:
         self._hold(Tier.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
@@ -311,9 +323,9 @@ class Stage:
         self._work(Lane.COMPUTE, end.name, "backward", end.backward_s * _share(kind))
         self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
 
-    # What happens and is told.
+    # Events.
 
-    def _work(self, lane: Lane, module: str, phase: str, seconds: float) -> None:
+    def _work(self, lane: Lane, module: str, phase: Phase, seconds: float) -> None:
         if seconds:
             start_s = self.now_s
             self._links.advance(start_s + seconds)
@@ -349,7 +361,7 @@ class Stage:
 
 
 def _share(kind: Kind) -> float:
-    """Of a layer's backward, in a turn."""
+    """Fraction of a layer's backward in a turn."""
     return 0.5 if kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
 
 
@@ -357,28 +369,28 @@ class _Ledger:
     """Bytes in each tier, over time."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        self.holdings: list[Holding] = []
+        self.occupancies: list[Occupancy] = []
         self._budgets = budgets
         self._where = "begin"
         self._held = dict.fromkeys(Tier, 0)
         self._most = dict.fromkeys(Tier, (0, 0.0, ""))
 
     def fits(self, tier: Tier, nbytes: int) -> bool:
-        """Whether the tier has room for so many bytes more."""
+        """Whether the tier has room for `nbytes` more."""
         budget = self._budgets.get(tier)
         return budget is None or self._held[tier] + nbytes <= budget
 
     def change(self, t_s: float, tier: Tier, nbytes: int, where: str | None = None) -> None:
-        """More bytes, or fewer; `where` names what the compute stream is at from now on."""
+        """Adds bytes to a tier, or removes them; `where` names the compute stream's work from now on."""
         self._where = where or self._where
         if nbytes:
             held = self._held[tier] = self._held[tier] + nbytes
-            self.holdings.append(Holding(t_s=t_s, tier=tier, nbytes=held))
+            self.occupancies.append(Occupancy(t_s=t_s, tier=tier, nbytes=held))
             if held > self._most[tier][0]:
                 self._most[tier] = (held, t_s, self._where)
 
     def peaks(self) -> tuple[Peak, ...]:
-        """The most each tier held."""
+        """Peak of each tier."""
         return tuple(
             Peak(tier=tier, nbytes=nbytes, t_s=t_s, where=where, budget_nbytes=self._budgets.get(tier))
             for tier, (nbytes, t_s, where) in self._most.items()

@@ -1,8 +1,8 @@
-"""A simulation as trace events, the same that a run would write, so that every trace command reads it.
+"""Trace events of a simulation, in the format of a run's trace, so that every trace command reads them.
 
-Owns the translation alone: seconds become nanoseconds since the step began, and each part of what a layer's call saved
-becomes one storage. Two departures from a run: a storage is a whole part of a layer, not one tensor of it; and what is
-recomputed is gone while nobody has it, where a run counts the tensor it is the tail of.
+Owns the translation alone: seconds become nanoseconds since the step began, and each part of a call's saved bytes
+becomes one storage. Two differences from a run: a storage is a whole part of a layer, not one tensor of it; and
+recomputed bytes are gone while they are not on the device, where a run counts the tensor whose tail they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memo.events import (
     Use,
 )
 from memo.mip.simulate.links import Copy
-from memo.mip.simulate.result import Holding, Part, StageSimulation, Wait
+from memo.mip.simulate.result import Occupancy, Part, StageSimulation, Wait
 
 __all__ = ["stage_events"]
 
@@ -32,13 +32,19 @@ _IN_DISK_OR_HOST = (TensorState.LEAVING, TensorState.AWAY, TensorState.RETURNING
 
 
 def stage_events(stage: StageSimulation, *, end_s: float, step: int = 0) -> tuple[Event, ...]:
-    """What a rank of the stage would have told, by time; `end_s` is when the step ended on all ranks."""
+    """Converts a stage's simulation to the trace events of one rank, in order of time.
+
+    Args:
+        stage: the simulated stage.
+        end_s: end of the step on all ranks.
+        step: number of the step in the trace.
+    """
     found: list[Event] = [
         *_states(stage, step),
         *_spans(stage, step),
         *(_stall(wait, step) for wait in stage.waits),
         *(Use(t=_ns(usage.t_s), step=step, id=_ident(usage.call, usage.part), how=usage.how) for usage in stage.usages),
-        *_counters(stage.holdings, step),
+        *_counters(stage.occupancies, step),
     ]
     found.sort(key=operator.attrgetter("t"))  # stable: transitions at one instant stay in order
     begin = StepMark(t=0, step=step, phase="begin")
@@ -86,10 +92,10 @@ def _stall(wait: Wait, step: int) -> Stall:
     return Stall(t=start, d=end - start, step=step, cause=wait.cause, module=wait.module)
 
 
-def _counters(holdings: tuple[Holding, ...], step: int) -> Iterator[CounterEvent]:
-    """All that a tier holds, after the last change of an instant."""
+def _counters(occupancies: tuple[Occupancy, ...], step: int) -> Iterator[CounterEvent]:
+    """Bytes in each tier after the last change of an instant."""
     last: dict[tuple[int, Tier], int] = {}
-    for holding in holdings:
-        last[_ns(holding.t_s), holding.tier] = holding.nbytes
+    for occupancy in occupancies:
+        last[_ns(occupancy.t_s), occupancy.tier] = occupancy.nbytes
     for (t, tier), nbytes in last.items():
         yield CounterEvent(t=t, step=step, tier=tier, nbytes=nbytes)

@@ -28,10 +28,10 @@ from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan, own_part
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_to_json
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, OwnTurns, Pipeline
-from memo.mip.activation.stage_plans import stage_plan
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, StageTurns
+from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
 from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
@@ -236,7 +236,7 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
         warnings.simplefilter("always")
         got = train(model, lambda step: cut(model, step), manager, steps=steps)
     assert_equal(got, train(reference, lambda step: cut(reference, step), steps=steps))
-    assert manager.plan is not None, planning.outcome().why_not
+    assert manager.plan is not None, planning.outcome().reason_unsupported
     assert 2 <= planning.outcome().plans < steps - 3
     over = engine.stats.peak_device_bytes > memory.total_bytes
     assert over == any("more than its budget" in str(one.message) for one in told), "never without a word"
@@ -261,7 +261,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
             train(model, lambda _, n=step: forward(model, n), manager, steps=1),  # type: ignore[misc]
             train(reference, lambda _, n=step: forward(reference, n), steps=1),  # type: ignore[misc]
         )
-    assert manager.plan is not None, planning.outcome().why_not
+    assert manager.plan is not None, planning.outcome().reason_unsupported
     assert manager.plan.declined is None
     assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
     assert engine.tiers[0].peak <= host * whole
@@ -340,7 +340,7 @@ def given_plan(layers: int) -> ActivationPlan:
         budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
     )
     parts = (*(FIXED for _ in range(layers - 1)), LayerPlan())
-    return ActivationPlan(problem=problem, layers=parts, stages=predict(problem, parts))
+    return ActivationPlan(problem=problem, layers=parts, stages=predict_stages(problem, parts))
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -374,8 +374,8 @@ def test_of_a_pipelines_plan_a_rank_carries_out_the_stage_that_its_schedule_give
     assert own_part(alone, None) is own_part(alone, order(0)) is alone
     problem = dataclasses.replace(alone.problem, pipeline=Pipeline(stages=2, microbatches=4))
     layers = (FIXED, FIXED, LayerPlan()) * 2
-    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
-    assert own_part(plan, order(1, held=1)) == stage_plan(plan, 1)
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    assert own_part(plan, order(1, held=1)) == extract_stage_plan(plan, 1)
     for there, words in (
         (None, "for 2 pipeline stages; give the schedule"),
         (order(0, 2, stages=4), "for 2 pipeline stages, and the schedule has 4"),
@@ -391,17 +391,17 @@ def test_of_a_plan_in_turns_a_rank_carries_out_both_of_its_stages() -> None:
     pipeline = Pipeline(stages=2, microbatches=4, schedule=PipelineSchedule.INTERLEAVED)
     problem = dataclasses.replace(alone.problem, profile=profile, pipeline=pipeline)
     layers = (*(FIXED,) * 5, LayerPlan(), FIXED, LayerPlan())
-    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict(problem, layers))
+    plan = dataclasses.replace(alone, problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
     def told(
         *own: int, layers: tuple[int, int] = (2, 2), schedule: PipelineSchedule = pipeline.schedule
     ) -> PipelineOrder:
         turns = rank_turns(schedule, ranks=2, rank=own[0], microbatches=4)
-        known = OwnTurns(layers=layers, turns=turns)
+        known = StageTurns(layers=layers, turns=turns)
         return dataclasses.replace(order(*own, stages=4), turns=known)
 
     part = own_part(plan, told(0, 2))
-    assert part == stage_plan(plan, 0)
+    assert part == extract_stage_plan(plan, 0)
     assert part.layers == (FIXED, FIXED, FIXED, LayerPlan())
     named: Any = [SimpleNamespace(name=str(number)) for number in range(4)]
     assert [place.begins for place in settings_of(part, named)[0].values()] == [True, False, True, False]

@@ -18,7 +18,7 @@ from memo.gpt.config import preset
 from memo.gpt.model.model import GPT
 from memo.gpt.train_config import Precision
 from memo.manager.plan_source import checked_plan
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import PAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import EndProfile, Profile
@@ -99,7 +99,7 @@ def random_problem(draw: random.Random, profile: Profile) -> ActivationProblem:
     machine = dataclasses.replace(MACHINE, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
     most = sum(layer.full_bytes for layer in profile.layer_profiles())
     free = ActivationProblem(profile=profile, hardware=machine, budgets=Budgets(device_bytes=most))
-    (whole,) = predict(free, [LayerPlan()] * len(profile.layers))
+    (whole,) = predict_stages(free, [LayerPlan()] * len(profile.layers))
     least = 2 * profile.classes[0].full_bytes
     device = least + int(draw.uniform(0, 0.7) * (whole.peak_device_bytes - least))
     host, disk = draw.choice([(1, 0), (1, 0), (1, 1)])

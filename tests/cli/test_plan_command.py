@@ -188,8 +188,8 @@ def test_a_doctors_report_replaces_the_presets_rates(tmp_path: Path, capsys: pyt
     ("text", "words"),
     [
         ("{}", "no list of gpus"),
-        ('{"gpus": [{"link": {"d2h_bytes_per_s": "fast"}}], "disks": []}', "is no rate"),
-        ('{"gpus": [], "disks": [{"rates": {"write_bytes_per_s": -1}}]}', "is no rate"),
+        ('{"gpus": [{"link": {"d2h_bytes_per_s": "fast"}}], "disks": []}', "is not a rate"),
+        ('{"gpus": [], "disks": [{"rates": {"write_bytes_per_s": -1}}]}', "is not a rate"),
         ("[", "not JSON"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from activation_problems import plan_activations
 
 from memo.cli.main import main
 from memo.errors import ExitCode
@@ -16,7 +17,6 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
 from memo.mip.activation.files import plan_to_json, profile_to_json
 from memo.mip.activation.plan import ActivationPlan, Budgets, Pipeline
-from memo.mip.activation.solver import plan_activations
 from memo.mip.inputs.hardware import hardware_preset
 from memo.trace.reader import read_trace
 

@@ -137,7 +137,7 @@ def test_a_picture_that_fails_half_way_leaves_nothing(
         path.write_bytes(b"half")
         raise MemoError("no more ink")
 
-    monkeypatch.setattr("memo.trace.png.draw", fail)
+    monkeypatch.setattr("memo.trace.png.draw_step", fail)
     assert main(["trace", "png", *traces, "-o", str(tmp_path / "p.png")]) == ExitCode.FAILURE
     assert "no more ink" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -113,7 +113,7 @@ def test_a_trace_has_a_directory_made_for_it_and_replaces_nothing_but_a_trace(tm
     assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["trace.rank0.jsonl"]
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
-    with pytest.raises(MemoError, match="exists and is no trace"):
+    with pytest.raises(MemoError, match="exists and is not a trace"):
         memo.offload(Model(), alpha=1.0, trace=notes)
     with pytest.raises(MemoError, match="cannot make the directory"):
         memo.offload(Model(), alpha=1.0, trace=f"{notes}/a/")

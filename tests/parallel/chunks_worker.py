@@ -63,7 +63,7 @@ def measured(world: World, plain: Steps) -> ActivationPlan:
 def less_than_by_the_larger_number(plan: ActivationPlan) -> float:
     """Bytes that a microbatch does not keep; they are fewer than if both stages held as many as the fuller one."""
     pipeline = plan.problem.pipeline
-    held = max(max(counts) for counts in pipeline.most_held(0))
+    held = max(max(counts) for counts in pipeline.peak_in_flight(0))
     alike = Pipeline(microbatches=pipeline.microbatches, held=held)
     before = solve_problem(dataclasses.replace(plan.problem, pipeline=alike))
     mine, others = unkept(plan), unkept(before)

@@ -53,7 +53,7 @@ def words(actions: Iterable[Any], own: list[int]) -> list[str]:
 def test_every_rank_does_what_torch_has_it_do(schedule: PipelineSchedule, ranks: int) -> None:
     tried = 0
     for microbatches in MICROBATCHES:
-        if schedule.why_not(microbatches, ranks) is not None:
+        if schedule.reason_unsupported(microbatches, ranks) is not None:
             continue
         for rank in range(ranks):
             turns = rank_turns(schedule, ranks=ranks, rank=rank, microbatches=microbatches)

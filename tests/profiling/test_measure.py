@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from activation_problems import plan_activations
 from torch import nn
 
 import memo
@@ -17,7 +18,6 @@ from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
-from memo.mip.activation.solver import plan_activations
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.profile import Level, Profile, Role
 from memo.mip.simulate.proof import prove

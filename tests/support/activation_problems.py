@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from memo.mip.activation.cost import predict
-from memo.mip.activation.memory_peaks import device_positions
-from memo.mip.activation.plan import ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.cost import predict_stages
+from memo.mip.activation.memory_peaks import device_peak_candidates
+from memo.mip.activation.plan import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
 
 MIB = 1 << 20
+
+
+def plan_activations(
+    profile: Profile, hardware: Hardware, budgets: Budgets, pipeline: Pipeline = ONE_STAGE
+) -> ActivationPlan:
+    return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
 
 
 def machine(**changes: float) -> Hardware:
@@ -116,8 +123,10 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
         pipeline=pipeline or Pipeline(),
     )
     least = max(
-        place.resident_bytes for stage in range(problem.pipeline.stages) for place in device_positions(problem, stage)
+        place.resident_bytes
+        for stage in range(problem.pipeline.stages)
+        for place in device_peak_candidates(problem, stage)
     )
-    most = max(stage.peak_device_bytes for stage in predict(problem, [LayerPlan()] * layers))
+    most = max(stage.peak_device_bytes for stage in predict_stages(problem, [LayerPlan()] * layers))
     device = least + int(draw.uniform(0.0, 0.8) * (most - least))
     return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=device))

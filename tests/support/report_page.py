@@ -20,11 +20,11 @@ LANE_Y = {"compute": 12, "stalls": 34}  # pixels below the axis, see Timeline.st
 
 def report_of(folder: Path, traces: list[Path]) -> tuple[Path, dict[str, Any]]:
     from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
+    from memo.trace.report import build_report
 
     page = folder / "report.html"
     assert main(["trace", "html", *map(str, traces), "-o", str(page)]) == ExitCode.OK
-    return page, json.loads(json.dumps(report_on(read_traces(traces)).to_json()))
+    return page, json.loads(json.dumps(build_report(read_traces(traces)).to_json()))
 
 
 def domain(page: Any) -> tuple[float, float]:

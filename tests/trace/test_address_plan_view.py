@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
-from memo.trace.address_plan_view import packing_of
+from memo.trace.address_plan_view import address_plan_drawings
 
 
 @pytest.fixture
@@ -25,20 +25,20 @@ def plan() -> Plan:
 
 
 def test_a_buffer_is_drawn_while_its_bytes_are_in_use(plan: Plan) -> None:
-    device, host = packing_of(plan, title="p")
+    device, host = address_plan_drawings(plan, title="p")
     drawn = {(one["name"], one["offset"], one["nbytes"], one["start"], one["end"]) for one in device["buffers"]}
     assert drawn == {("a", 0, 64, 0, 10), ("b", 64, 32, 2, 4), ("b", 64, 32, 6, 8)}
     assert [one["name"] for one in host["buffers"]] == ["c"]
 
 
 def test_an_arena_says_its_size_bound_and_capacity(plan: Plan) -> None:
-    device, host = packing_of(plan, title="p")
+    device, host = address_plan_drawings(plan, title="p")
     assert (device["peak_nbytes"], device["lower_bound_nbytes"], device["capacity_nbytes"]) == (96, 96, 128)
     assert host["capacity_nbytes"] is None
     assert device["status"] == "optimal, peak order"
 
 
 def test_a_large_plan_is_thinned_to_the_largest_and_says_so(plan: Plan) -> None:
-    device, _ = packing_of(plan, title="p", max_rectangles=1)
+    device, _ = address_plan_drawings(plan, title="p", max_rectangles=1)
     assert [one["name"] for one in device["buffers"]] == ["a"]
     assert "1 of 3" in device["thinned"]

@@ -30,8 +30,8 @@ from memo.events import (
 from memo.trace.html import embedded_json, render_page
 from memo.trace.html_data import page_data
 from memo.trace.reader import Trace, read_traces
-from memo.trace.report import report_on
-from memo.trace.tensor_lifetimes import holdings_of
+from memo.trace.report import build_report
+from memo.trace.tensor_lifetimes import residency_changes
 
 VIEWER = Path(__file__).parent.parent.parent / "memo" / "trace"
 MakeTrace = Callable[..., Trace]
@@ -92,7 +92,7 @@ class _Page(html.parser.HTMLParser):
 
 
 def page_of(*traces: Trace, **options: Any) -> str:
-    return render_page(page_data(report_on(traces), **options), title="memo trace: <b>&")
+    return render_page(page_data(build_report(traces), **options), title="memo trace: <b>&")
 
 
 def test_hostile_names_add_no_element_and_survive_as_data(make_trace: MakeTrace) -> None:
@@ -171,7 +171,7 @@ def decoded(differences: list[int]) -> list[int]:
 
 
 def test_columns_decode_to_the_events(run: Trace) -> None:
-    (rank,) = page_data(report_on([run]))["ranks"]
+    (rank,) = page_data(build_report([run]))["ranks"]
     spans = [event for event in run.events if isinstance(event, Span)]
     drawn = [
         (list(Lane)[row["lane"]], t, d)
@@ -186,7 +186,7 @@ def test_columns_decode_to_the_events(run: Trace) -> None:
 
 
 def test_every_copy_points_at_its_tensor(run: Trace) -> None:
-    data = page_data(report_on([run]))
+    data = page_data(build_report([run]))
     (rank,) = data["ranks"]
     ids = {(event.t, event.lane): event.id for event in run.events if isinstance(event, Span)}
     for row in rank["rows"]:
@@ -197,7 +197,7 @@ def test_every_copy_points_at_its_tensor(run: Trace) -> None:
 
 def test_rows_of_a_lane_never_overlap(make_trace: MakeTrace) -> None:
     spans = [Span(t=t, d=10, step=0, lane=Lane.DISK_WRITE, nbytes=1) for t in (0, 5, 7, 12, 30)]
-    (rank,) = page_data(report_on([make_trace(spans)]))["ranks"]
+    (rank,) = page_data(build_report([make_trace(spans)]))["ranks"]
     assert len(rank["rows"]) == 3
     for row in rank["rows"]:
         t = decoded(row["t"])
@@ -205,8 +205,8 @@ def test_rows_of_a_lane_never_overlap(make_trace: MakeTrace) -> None:
 
 
 def test_a_large_trace_is_thinned_said_and_keeps_its_figures_bytes_and_stalls(run: Trace) -> None:
-    whole = page_data(report_on([run]))
-    thin = page_data(report_on([run]), max_items=1000)
+    whole = page_data(build_report([run]))
+    thin = page_data(build_report([run]), max_items=1000)
     (rank,) = thin["ranks"]
     assert "thinned" in rank["thinned"]
     assert "can be selected" in rank["thinned"]
@@ -217,13 +217,15 @@ def test_a_large_trace_is_thinned_said_and_keeps_its_figures_bytes_and_stalls(ru
     moved = sum(span.nbytes or 0 for span in run.events if isinstance(span, Span))
     assert sum(sum(row["nbytes"]) for row in rank["rows"]) == moved
     for tier, columns in zip(Tier, rank["tiers"], strict=True):
-        changes = [change.delta for change in holdings_of(report_on([run]).ranks[0].lives) if change.tier is tier]
+        changes = [
+            change.delta for change in residency_changes(build_report([run]).ranks[0].lifetimes) if change.tier is tier
+        ]
         assert sum(columns["delta"]) == sum(changes)
 
 
 def test_ranks_stand_on_one_axis(make_trace: MakeTrace) -> None:
     span = Span(t=7, d=1, step=0, lane=Lane.COMPUTE)
     data = page_data(
-        report_on([make_trace([span], origin_unix_ns=100), make_trace([span], rank=1, origin_unix_ns=150)])
+        build_report([make_trace([span], origin_unix_ns=100), make_trace([span], rank=1, origin_unix_ns=150)])
     )
     assert [rank["rows"][0]["t"] for rank in data["ranks"]] == [[7], [57]]

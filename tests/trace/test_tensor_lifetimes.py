@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo.events import Event, Lane, Span, StateChange, TensorState, Tier, Use, UseKind
-from memo.trace.tensor_lifetimes import holdings_of, layer_of, lives_of
+from memo.trace.tensor_lifetimes import layer_of, lifetimes_of, residency_changes
 
 S = TensorState
 
@@ -19,7 +19,7 @@ def held(events: list[Event]) -> list[tuple[int, str, int]]:
     """(t, tier, total) after each change."""
     totals = dict.fromkeys(Tier, 0)
     found = []
-    for change in holdings_of(lives_of(events)):
+    for change in residency_changes(lifetimes_of(events)):
         totals[change.tier] += change.delta
         found.append((change.t, change.tier.value, totals[change.tier]))
     return found
@@ -54,18 +54,18 @@ def test_a_storage_that_moves_on_to_disk_leaves_the_host() -> None:
     ]
     assert (3, "host", 0) in held(events)
     assert (3, "disk", 10) in held(events)
-    assert lives_of(events)[0].tier is Tier.DISK
+    assert lifetimes_of(events)[0].tier is Tier.DISK
 
 
 def test_a_cancelled_copy_gives_its_place_back() -> None:
     events: list[Event] = [state(0, S.LIVE), state(1, S.LEAVING, tier=Tier.HOST), state(2, S.LIVE)]
     assert held(events)[-1] == (2, "host", 0)
-    assert len(lives_of(events)) == 1
+    assert len(lifetimes_of(events)) == 1
 
 
 def test_an_id_seen_again_after_it_was_gone_is_a_new_life() -> None:
     events: list[Event] = [state(0, S.LIVE), state(1, S.GONE), state(2, S.LIVE), state(3, S.GONE)]
-    assert [(life.start_ns, life.end_ns) for life in lives_of(events)] == [(0, 1), (2, 3)]
+    assert [(life.start_ns, life.end_ns) for life in lifetimes_of(events)] == [(0, 1), (2, 3)]
 
 
 def test_lives_are_whole_though_the_ring_dropped_their_first_events() -> None:
@@ -73,9 +73,9 @@ def test_lives_are_whole_though_the_ring_dropped_their_first_events() -> None:
         Span(t=5, d=3, step=0, lane=Lane.D2H, id=9, nbytes=64),
         Use(t=20, step=0, id=9, how=UseKind.LIVE),
     ]
-    (life,) = lives_of(events)
+    (life,) = lifetimes_of(events)
     assert (life.module, life.nbytes, life.start_ns, life.end_ns, life.tier) == ("", 64, 5, 20, Tier.HOST)
-    assert holdings_of([life]) == []
+    assert residency_changes([life]) == []
 
 
 @pytest.mark.parametrize(

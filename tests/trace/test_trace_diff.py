@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from memo.events import Lane, Span, Stall, StallCause, StepMark
-from memo.trace.diff import Row, compare_reports
+from memo.trace.diff import DiffRow, compare_reports
 from memo.trace.reader import Trace
-from memo.trace.report import Report, report_on
+from memo.trace.report import Report, build_report
 
 MakeTrace = Callable[..., Trace]
 MS = 1_000_000
@@ -23,7 +23,7 @@ def run(make_trace: MakeTrace, *, step_ms: int, copy_ms: int, stall_ms: int) -> 
     ]
     if stall_ms:
         events.append(Stall(t=1, d=stall_ms * MS, step=0, cause=StallCause.DRAIN))
-    return report_on([make_trace(events)])
+    return build_report([make_trace(events)])
 
 
 def test_a_figure_is_better_or_worse_by_its_own_direction(make_trace: MakeTrace) -> None:
@@ -47,4 +47,4 @@ def test_a_figure_that_only_one_run_has_is_shown_and_not_compared(make_trace: Ma
 
 @pytest.mark.parametrize(("b", "word"), [(100.9, ""), (101.1, "worse"), (98.9, "better")])
 def test_a_change_under_one_percent_is_none(b: float, word: str) -> None:
-    assert Row(name="x", a=100.0, b=b, unit="ns").word == word
+    assert DiffRow(name="x", a=100.0, b=b, unit="ns").word == word

@@ -23,7 +23,7 @@ from memo.events import (
     UseKind,
 )
 from memo.trace.reader import Trace
-from memo.trace.report import report_on
+from memo.trace.report import build_report
 from memo.trace.verdict import RULES
 
 MakeTrace = Callable[..., Trace]
@@ -37,7 +37,7 @@ def say(make_trace: MakeTrace) -> Callable[..., dict[str, str]]:
 
     def verdict_of(*events: Event, **fields: Any) -> dict[str, str]:
         ends: list[Event] = [StepMark(t=0, step=0, phase="begin"), StepMark(t=1000 * MS, step=0, phase="end")]
-        report = report_on([make_trace([*ends, *events], **fields)])
+        report = build_report([make_trace([*ends, *events], **fields)])
         return {sentence.rule: sentence.text for sentence in report.ranks[0].verdicts[0]}
 
     return verdict_of
@@ -224,11 +224,11 @@ def test_uneven_ranks_are_said_by_the_slowest(make_trace: MakeTrace) -> None:
         marks = [StepMark(t=0, step=0, phase="begin"), StepMark(t=end * MS, step=0, phase="end")]
         return make_trace([*marks, use], rank=number)
 
-    report = report_on([rank(0, 100), rank(1, 100), rank(2, 112)])
+    report = build_report([rank(0, 100), rank(1, 100), rank(2, 112)])
     assert report.rank == 2
     said = {sentence.rule: sentence.text for sentence in report.ranks[0].verdicts[0]}
     assert said["uneven-ranks"] == "Rank 2 is the slowest with 112 ms, 12 % above the median rank."
-    even = report_on([rank(0, 100), rank(1, 101)])
+    even = build_report([rank(0, 100), rank(1, 101)])
     assert "uneven-ranks" not in {sentence.rule for sentence in even.ranks[0].verdicts[0]}
 
 

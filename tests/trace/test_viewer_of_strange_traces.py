@@ -86,11 +86,11 @@ def test_a_trace_of_nothing_opens(open_page: Callable[..., Any], tmp_path: Path)
 def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with an address plan: two arenas, a few rectangles on a grid."""
     from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
-    from memo.trace.address_plan_view import packing_of
+    from memo.trace.address_plan_view import address_plan_drawings
     from memo.trace.html import render_page
     from memo.trace.html_data import page_data
     from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
+    from memo.trace.report import build_report
 
     folder = tmp_path_factory.mktemp("packed")
     synthetic.write(folder / "t.jsonl", synthetic.Workload(layers=4, steps=2))
@@ -106,7 +106,9 @@ def packed(synthetic: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> P
     )
     offsets = (*(row << 20 for row, _ in grid), 0)
     plan = Plan(problem=Problem(buffers=(*device, *host)), offsets=offsets, arenas=arenas)
-    data = page_data(report_on(read_traces([folder / "t.jsonl"])), packing=packing_of(plan, title="plan.json"))
+    data = page_data(
+        build_report(read_traces([folder / "t.jsonl"])), packing=address_plan_drawings(plan, title="plan.json")
+    )
     page = folder / "report.html"
     page.write_text(render_page(data, title="memo trace"))
     return page
@@ -136,10 +138,10 @@ def test_a_thinned_page_says_so_and_still_draws(
     from memo.trace.html import render_page
     from memo.trace.html_data import page_data
     from memo.trace.reader import read_traces
-    from memo.trace.report import report_on
+    from memo.trace.report import build_report
 
     synthetic.write(tmp_path / "t.jsonl", synthetic.Workload(layers=8, tensors=8, steps=3))
-    data = page_data(report_on(read_traces([tmp_path / "t.jsonl"])), max_items=1000)
+    data = page_data(build_report(read_traces([tmp_path / "t.jsonl"])), max_items=1000)
     path = tmp_path / "thin.html"
     path.write_text(render_page(data, title="memo trace"))
     page = open_page(path)

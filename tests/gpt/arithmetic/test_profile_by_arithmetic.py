@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from activation_problems import plan_activations
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,9 +17,8 @@ from memo.gpt.config import GPTConfig, Variant, preset
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
 from memo.gpt.train_config import Precision
-from memo.mip.activation.free_swap_length import crossover_tokens
+from memo.mip.activation.free_swap_length import free_swap_tokens
 from memo.mip.activation.plan import Budgets
-from memo.mip.activation.solver import plan_activations
 from memo.mip.inputs.hardware import Hardware, hardware_preset
 from memo.mip.inputs.profile import LayerProfile, Level, Profile
 
@@ -110,7 +110,7 @@ def test_the_length_above_which_full_swap_hides(bytes_per_s: float, tokens: int)
         always_bytes=layer.always_bytes - 4 * 32 * PAPER.tokens // 8,
         levels=(dataclasses.replace(layer.levels[0], saved_bytes=layer.levels[0].saved_bytes - 8 * PAPER.tokens // 8),),
     )
-    found = crossover_tokens(dataclasses.replace(profile, classes=(bare,)), machine, ranks_per_node=8)
+    found = free_swap_tokens(dataclasses.replace(profile, classes=(bare,)), machine, ranks_per_node=8)
     assert found is not None
     assert found == pytest.approx(tokens, rel=1e-3)
     assert found == pytest.approx(16 * 200e12 / bytes_per_s - 12 * 4096, rel=1e-3)
@@ -118,7 +118,7 @@ def test_the_length_above_which_full_swap_hides(bytes_per_s: float, tokens: int)
 
 def test_full_swap_hides_from_its_crossover_on_and_not_below() -> None:
     machine, layout = only_matrix_products(13e9), PAPER
-    length = crossover_tokens(derive_profile(preset("7b"), machine, layout), machine, ranks_per_node=8)
+    length = free_swap_tokens(derive_profile(preset("7b"), machine, layout), machine, ranks_per_node=8)
     assert length is not None
     for tokens, free in ((length * 1.01, True), (length * 0.99, False)):
         layer = derive_profile(preset("7b"), machine, dataclasses.replace(layout, tokens=int(tokens))).classes[0]

@@ -11,15 +11,15 @@ from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
 from memo.mip.activation.checker import Rule, check_plan
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
     Budgets,
     LayerPlan,
-    OwnTurns,
     Pipeline,
+    StageTurns,
     stage_layers,
 )
 from memo.mip.activation.solver import solve_problem
@@ -41,7 +41,7 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
         layers.append(LayerPlan(all_tokens=tokens, attention_tokens=1 - tokens, kept=kept, host=host, disk=disk))
     budgets = Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS, disk_bytes=ENDLESS)
     problem = dataclasses.replace(problem, budgets=budgets)
-    return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict(problem, layers))
+    return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
 
 
 @pytest.mark.parametrize("schedule", TWO)
@@ -79,7 +79,7 @@ def test_a_chunks_last_layer_moves_unless_it_is_the_stages(schedule: PipelineSch
     first, last = stage_layers(problem, 0)[1], stage_layers(problem, 0)[-1]
     for moving, allowed in ((first, True), (last, False)):
         layers = tuple(LayerPlan(kept=0.5, host=0.5) if index == moving else LayerPlan() for index in range(8))
-        plan = ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+        plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
         violation = check_plan(plan)
         assert (violation is None) is allowed, violation
         assert violation is None or violation.rule is Rule.LAST
@@ -91,7 +91,7 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
     turns = rank_turns(PipelineSchedule.ZERO_BUBBLE, ranks=2, rank=1, microbatches=2)
     said = " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns)
     assert said == "0F0 0F1 1F0 1I0 1F1 1I1 1W0 0I0 1W1 0I1 0W0 0W1"
-    pipeline = Pipeline(microbatches=2, own=OwnTurns(layers=(1, 1), turns=turns))
+    pipeline = Pipeline(microbatches=2, own=StageTurns(layers=(1, 1), turns=turns))
     problem = ActivationProblem(
         profile=profile_of(block, block),
         hardware=machine(),
@@ -100,7 +100,7 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
     )
 
     def peak(first: LayerPlan, second: LayerPlan) -> int:
-        (stage,) = predict(problem, (first, second))
+        (stage,) = predict_stages(problem, (first, second))
         return stage.peak_device_bytes
 
     everything = LayerPlan()
@@ -120,9 +120,9 @@ def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
     better = 0
     for rank, seed in itertools.product(range(2), range(6)):
         turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=rank, microbatches=8)
-        pipeline = Pipeline(microbatches=8, own=OwnTurns(layers=(4, 4), turns=turns))
+        pipeline = Pipeline(microbatches=8, own=StageTurns(layers=(4, 4), turns=turns))
         problem = random_problem(seed, layers=8, pipeline=pipeline)
-        held = max(max(counts) for counts in pipeline.most_held(0))
+        held = max(max(counts) for counts in pipeline.peak_in_flight(0))
         counted = dataclasses.replace(problem, pipeline=Pipeline(microbatches=8, held=held))
         try:
             (before,), (after,) = solve_problem(counted).stages, solve_problem(problem).stages

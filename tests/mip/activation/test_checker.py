@@ -10,7 +10,7 @@ from activation_problems import layer, machine, profile_of
 from memo.errors import PlanInvalid
 from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan, require_valid
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.profile import EndProfile
 from memo.mip.simulate.simulator import simulate
@@ -38,7 +38,7 @@ def plan_of(
         budgets=budgets or Budgets(device_bytes=PEAK, host_bytes=HOST, disk_bytes=DISK),
         pipeline=pipeline or Pipeline(),
     )
-    return ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+    return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
 
 def test_a_plan_that_uses_its_budgets_to_the_last_byte_is_valid_and_predicted_as_on_paper() -> None:
@@ -112,7 +112,7 @@ def given_plan(device_bytes: int) -> ActivationPlan:
         hardware=machine(),
         budgets=dataclasses.replace(ROOMY, device_bytes=device_bytes),
     )
-    return ActivationPlan(problem=problem, layers=layers, stages=predict(problem, layers))
+    return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
 
 
 def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:

@@ -17,7 +17,7 @@ from memo.mip.activation.files import (
     plan_to_json,
     profile_to_json,
     read_activation_plan,
-    read_either_plan,
+    read_any_plan,
     read_hardware,
     read_profile,
 )
@@ -48,10 +48,10 @@ def test_profiles_and_machines_come_back(tmp_path: Path) -> None:
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(TEXT)
-    assert read_either_plan(path) == read_activation_plan(path) == PLAN
+    assert read_any_plan(path) == read_activation_plan(path) == PLAN
     empty = Plan(problem=Problem(buffers=()), offsets=(), arenas=())
     path.write_text(address_plan_to_json(empty))
-    assert read_either_plan(path) == empty
+    assert read_any_plan(path) == empty
     with pytest.raises(PlanError, match="names the format 'memo-address-plan', not memo-activation-plan"):
         read_activation_plan(path)
     path.write_text(TEXT)
@@ -59,10 +59,10 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
         read_plan(path)
     path.write_text("{}")
     with pytest.raises(PlanError, match="names no format, not memo-activation-plan or memo-address-plan"):
-        read_either_plan(path)
+        read_any_plan(path)
     path.write_text(" \n")
     with pytest.raises(PlanError, match=r"plan\.json': is empty"):
-        read_either_plan(path)
+        read_any_plan(path)
 
 
 def edited(edit: Callable[[dict[str, Any]], object]) -> str:

@@ -7,8 +7,15 @@ import collections
 import pytest
 
 from memo.errors import PlanError
-from memo.mip.activation.in_flight import Moment, Succession, holds_no_more, moments_of, most_held, successions_of
-from memo.mip.activation.plan import OwnTurns, Pipeline
+from memo.mip.activation.in_flight import (
+    Moment,
+    TurnCopy,
+    copies_between_turns,
+    in_flight_within,
+    moments_of,
+    peak_in_flight,
+)
+from memo.mip.activation.plan import Pipeline, StageTurns
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
@@ -22,12 +29,12 @@ def turns(order: str) -> tuple[Turn, ...]:
 def test_two_chunks_are_counted_at_one_time_and_not_each_at_its_fullest() -> None:
     """The first chunk is fullest when the second has none yet."""
     order = turns("0F0 0F1 0F2 0B0 0B1 1F0 1F1 1B0 1B1 0B2 1F2 1B2")
-    assert most_held(order, 2) == ((3, 0), (1, 2))
+    assert peak_in_flight(order, 2) == ((3, 0), (1, 2))
 
 
 def test_a_call_is_held_until_the_second_half_of_its_backward() -> None:
     order = turns("0F0 0F1 0I0 0I1 0W0 0W1 1F0 1B0 1F1 1B1")
-    assert most_held(order, 2) == ((2, 0), (0, 1))
+    assert peak_in_flight(order, 2) == ((2, 0), (0, 1))
     between = {moment.between[0] for moment in moments_of(order, 2) if moment.kind is Kind.INPUT}
     assert between == {0, 1}, "while the second input half runs, the first call waits for its weights' half"
 
@@ -51,7 +58,7 @@ def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between
 
 def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
     order = turns("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1")
-    found = {(s.turn, s.beside): s.times for s in successions_of(order)}
+    found = {(s.turn, s.beside): s.times for s in copies_between_turns(order)}
     assert found == {
         ((0, Kind.FORWARD), (0, Kind.FORWARD)): 1,
         ((0, Kind.FORWARD), (1, Kind.FORWARD)): 1,
@@ -61,7 +68,7 @@ def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
 
 def test_what_went_after_the_backward_before_has_no_window() -> None:
     order = turns("0F0 0F1 0B0 0F2 1F0 1B0 0B2 0B1 1F1 1B1 1F2 1B2")
-    assert Succession(turn=(0, Kind.BACKWARD), beside=None, times=1) in successions_of(order)
+    assert TurnCopy(turn=(0, Kind.BACKWARD), beside=None, times=1) in copies_between_turns(order)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -72,7 +79,7 @@ def test_one_chunk_read_turn_by_turn_is_the_closed_form(ranks: int) -> None:
             order = rank_turns(schedule, ranks=ranks, rank=rank, microbatches=6)
             (closed,) = pipeline.moments(rank)
             assert max(moment.waiting for moment in moments_of(order, 1)) == closed.waiting
-            assert most_held(order, 1) == pipeline.most_held(rank)
+            assert peak_in_flight(order, 1) == pipeline.peak_in_flight(rank)
             assert closed.standing == (None if closed.waiting == (0,) else 0)
 
 
@@ -96,9 +103,9 @@ def test_an_order_that_holds_no_more_is_known_from_one_that_does() -> None:
     def of(microbatches: int, schedule: PipelineSchedule = PipelineSchedule.INTERLEAVED) -> tuple[Turn, ...]:
         return rank_turns(schedule, ranks=2, rank=0, microbatches=microbatches)
 
-    assert holds_no_more(of(8), of(16), chunks=2)
-    assert not holds_no_more(of(8), of(2), chunks=2)
-    assert not holds_no_more(of(8, PipelineSchedule.ZERO_BUBBLE), of(8), chunks=2)
+    assert in_flight_within(of(8), of(16), chunks=2)
+    assert not in_flight_within(of(8), of(2), chunks=2)
+    assert not in_flight_within(of(8, PipelineSchedule.ZERO_BUBBLE), of(8), chunks=2)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +114,14 @@ def test_an_order_that_holds_no_more_is_known_from_one_that_does() -> None:
         ("0F0 0F0 0B0 1F0 1B0", "0F0 is out of order"),
         ("0F0 0W0 1F0 1B0", "0W0 is out of order"),
         ("0F0 0B0 2F0 2B0", "2F0 is out of order"),
-        ("0F0 0B0 1F0", "have no end"),
-        ("0F0 0B0 0F1 0B1 1F0 1B0", "have no end"),
-        ("0F0 0I0 1F0 1B0", "have no end"),
+        ("0F0 0B0 1F0", "or have no backward"),
+        ("0F0 0B0 0F1 0B1 1F0 1B0", "or have no backward"),
+        ("0F0 0I0 1F0 1B0", "or have no backward"),
     ],
 )
 def test_turns_that_are_no_step_are_refused(order: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        OwnTurns(layers=(1, 1), turns=turns(order))
+        StageTurns(layers=(1, 1), turns=turns(order))
 
 
 def test_a_moment_counts_the_running_microbatch_as_held() -> None:

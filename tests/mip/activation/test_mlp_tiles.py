@@ -10,7 +10,7 @@ from memo.errors import Infeasible, PlanError
 from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
 from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.mlp_tiles import TILES, solve_tiles
+from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS, solve_mlp_tiles
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import hardware_preset
@@ -29,7 +29,7 @@ def problem(tiles: int, *, device: int, host: int = 512 * GIB) -> ActivationProb
 
 
 def solved(device: int, **rest: int) -> ActivationPlan:
-    return solve_tiles(lambda tiles: problem(tiles, device=device, **rest))
+    return solve_mlp_tiles(lambda tiles: problem(tiles, device=device, **rest))
 
 
 def test_where_everything_fits_there_are_no_tiles() -> None:
@@ -40,15 +40,15 @@ def test_where_everything_fits_there_are_no_tiles() -> None:
 
 def test_where_two_whole_layers_do_not_fit_tiles_make_room() -> None:
     least = {}
-    for tiles in (1, TILES[-1]):
+    for tiles in (1, MLP_TILE_COUNTS[-1]):
         with pytest.raises(Infeasible) as refused:
             solve_problem(problem(tiles, device=1))
         words = str(refused.value).split("the smallest device budget that fits is ")[1]
         least[tiles] = int(words.split()[0])
-    assert least[TILES[-1]] < 0.7 * least[1], "two layers without their wide activations"
-    assert solved(least[TILES[-1]] + MIB).problem.profile.mlp_tiles > 1
-    with pytest.raises(Infeasible, match=f"MLPs in {TILES[-1]} tiles"):
-        solved(least[TILES[-1]] - MIB)
+    assert least[MLP_TILE_COUNTS[-1]] < 0.7 * least[1], "two layers without their wide activations"
+    assert solved(least[MLP_TILE_COUNTS[-1]] + MIB).problem.profile.mlp_tiles > 1
+    with pytest.raises(Infeasible, match=f"MLPs in {MLP_TILE_COUNTS[-1]} tiles"):
+        solved(least[MLP_TILE_COUNTS[-1]] - MIB)
 
 
 @pytest.mark.parametrize("device", [64 * GIB, 96 * GIB, 140 * GIB])
@@ -56,7 +56,7 @@ def test_where_two_whole_layers_do_not_fit_tiles_make_room() -> None:
 def test_no_number_of_tiles_is_faster_than_the_chosen_one(device: int, host: int) -> None:
     chosen = solved(device, host=host)
     steps = {}
-    for tiles in TILES:
+    for tiles in MLP_TILE_COUNTS:
         try:
             steps[tiles] = solve_problem(problem(tiles, device=device, host=host)).step_s
         except Infeasible:

@@ -11,16 +11,16 @@ import time
 
 import numpy as np
 import pytest
-from activation_problems import layer, machine, profile_of, random_problem
+from activation_problems import layer, machine, plan_activations, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
 from memo.mip.activation.checker import check_plan
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.rounding import LEAST_TOKENS
-from memo.mip.activation.solver import plan_activations, solve_problem
+from memo.mip.activation.solver import solve_problem
 from memo.mip.simulate.proof import prove
 
 
@@ -100,8 +100,8 @@ def test_brute_force_finds_nothing_better_and_nearly_the_same(seed: int) -> None
     if not model.solve():
         assert expected == np.inf
         return
-    found = predict(problem, model.layer_plans())[0].microbatch_s
-    compute = found - predict(problem, model.layer_plans())[0].recompute_s
+    found = predict_stages(problem, model.layer_plans())[0].microbatch_s
+    compute = found - predict_stages(problem, model.layer_plans())[0].recompute_s
     assert found <= expected * (1 + 1e-6)
     assert expected - found <= 0.02 * compute, "the grid's search ends within two hundredths"
 
@@ -276,8 +276,8 @@ def test_a_stage_that_is_planned_alone_is_predicted_as_in_the_whole(stage: int) 
     alone = dataclasses.replace(
         whole, profile=profile_of(*[block] * 4), pipeline=Pipeline(microbatches=8, held=4 - stage)
     )
-    assert predict(alone, part) == (predict(whole, part * 4)[stage],)
-    plan = ActivationPlan(problem=alone, layers=part, stages=predict(alone, part))
+    assert predict_stages(alone, part) == (predict_stages(whole, part * 4)[stage],)
+    plan = ActivationPlan(problem=alone, layers=part, stages=predict_stages(alone, part))
     assert plan_from_json(plan_to_json(plan)) == plan
     assert check_plan(plan) is None
     assert prove(plan).step_s == pytest.approx(plan.step_s, rel=0.02)

@@ -11,7 +11,7 @@ from memo.errors import Infeasible
 from memo.mip.activation.checker import check_plan
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Pipeline, stage_layers
 from memo.mip.activation.solver import solve_problem
-from memo.mip.activation.stage_plans import needs, stage_plan
+from memo.mip.activation.stage_plans import extract_stage_plan, lower_tier_nbytes
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.simulate.simulator import require_within_budgets, simulate
 
@@ -52,7 +52,7 @@ def solved(request: pytest.FixtureRequest) -> list[ActivationPlan]:
 
 def test_the_parts_are_valid_plans_and_make_up_the_whole(solved: list[ActivationPlan]) -> None:
     for plan in solved:
-        parts = [stage_plan(plan, stage) for stage in range(STAGES)]
+        parts = [extract_stage_plan(plan, stage) for stage in range(STAGES)]
         own = [index for stage in range(STAGES) for index in stage_layers(plan.problem, stage)]
         assert sorted(own) == list(range(len(plan.layers)))
         assert [layer for part in parts for layer in part.layers] == [plan.layers[index] for index in own]
@@ -65,7 +65,7 @@ def test_the_parts_are_valid_plans_and_make_up_the_whole(solved: list[Activation
 def test_what_the_stages_of_a_node_need_is_within_its_budgets(solved: list[ActivationPlan]) -> None:
     moved = 0
     for plan in solved:
-        hosts, disks = zip(*(needs(plan, stage) for stage in range(STAGES)), strict=True)
+        hosts, disks = zip(*(lower_tier_nbytes(plan, stage) for stage in range(STAGES)), strict=True)
         assert sum(hosts) <= plan.problem.budgets.host_bytes
         assert sum(disks) <= plan.problem.budgets.disk_bytes
         moved += sum(hosts) > sum(stage.peak_host_bytes for stage in plan.stages) > 0

@@ -7,15 +7,15 @@ import itertools
 import math
 
 import pytest
-from activation_problems import random_problem
+from activation_problems import plan_activations, random_problem
 
 from memo.errors import Infeasible, PlanInvalid
 from memo.events import Tier
 from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
 from memo.gpt.config import preset
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.activation.solver import plan_activations, solve_problem
+from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import EndProfile, LayerProfile
@@ -101,7 +101,7 @@ def test_plans_that_no_planner_would_make(seed: int) -> None:
         for a, k, h, _ in itertools.islice(zip(draw, draw, draw, draw, strict=False), len(problem.profile.layers) - 1)
     ]
     layers.append(LayerPlan())
-    plan = ActivationPlan(problem=problem, layers=tuple(layers), stages=predict(problem, layers))
+    plan = ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
     simulation = simulate(plan)
     assert plan.stages[0].stall_s > 0
     assert simulation.step_s == pytest.approx(plan.step_s, rel=AGREEMENT)
@@ -162,7 +162,7 @@ def test_stages_of_one_node_share_its_host() -> None:
         own = dataclasses.replace(
             problem, budgets=dataclasses.replace(budgets, host_bytes=host_bytes), pipeline=pipeline
         )
-        return simulate(ActivationPlan(problem=own, layers=layers, stages=predict(own, layers)))
+        return simulate(ActivationPlan(problem=own, layers=layers, stages=predict_stages(own, layers)))
 
     both = sum(stage.peak(Tier.HOST).nbytes for stage in run(1 << 60).stages)
     assert not run(both).overflows

@@ -10,7 +10,7 @@ from simulated_steps import layer, rates, step
 
 from memo.errors import PlanInvalid
 from memo.events import Lane, StallCause, Tier, UseKind
-from memo.mip.activation.cost import predict
+from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.inputs.profile import EndProfile
 from memo.mip.simulate.links import Queue, shares
@@ -149,7 +149,7 @@ def test_device_bytes_are_static_ends_kept_two_buffers_and_transients() -> None:
     stage.forward()
     assert stage.result().peak(Tier.DEVICE).nbytes == 100 + 2 + 4 + 4 + 10 + 50 + 7  # in the head: layer 2 is whole
     stage.backward()
-    held = [one.nbytes for one in stage.result().holdings if one.tier is Tier.DEVICE]
+    held = [one.nbytes for one in stage.result().occupancies if one.tier is Tier.DEVICE]
     assert 100 + 2 + 4 + 10 + 10 + 3 in held  # layer 2 forward: layer 0's kept, layers 1 and 2 whole
     assert 100 + 2 + 4 + 10 + 10 + 6 in held  # layer 2 backward, layer 1 coming back
     assert held[-1] == 100
@@ -220,8 +220,8 @@ def test_each_stage_has_its_layers_and_ends() -> None:
         pipeline=Pipeline(stages=2, microbatches=1),
     )
     plans = (LayerPlan(), LayerPlan())
-    found = simulate(ActivationPlan(problem=problem, layers=plans, stages=predict(problem, plans)))
-    assert [stage.holdings[0].nbytes for stage in found.stages] == [1100, 2200]
+    found = simulate(ActivationPlan(problem=problem, layers=plans, stages=predict_stages(problem, plans)))
+    assert [stage.occupancies[0].nbytes for stage in found.stages] == [1100, 2200]
     assert [stage.peak(Tier.DEVICE).nbytes for stage in found.stages] == [1100 + 1 + 10, 2200 + 10 + 2 + 4]
     forward_s, backward_s = (3 + 1) + (1 + 7), (11 + 2) + (2 + 5)
     assert found.step_s == pytest.approx(forward_s + backward_s + 13, abs=EXACT)

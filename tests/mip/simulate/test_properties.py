@@ -146,9 +146,9 @@ def test_lower_tiers_hold_all_layers_but_the_last(layers: list[LayerWork], links
 @given(works, lane_rates(), orders)
 def test_every_byte_is_given_back(layers: list[LayerWork], links: LaneRates, order: tuple[int, int]) -> None:
     stage = play(layers, links, order)
-    last = {holding.tier: holding.nbytes for holding in stage.holdings}
+    last = {occupancy.tier: occupancy.nbytes for occupancy in stage.occupancies}
     assert set(last.values()) <= {0}
-    assert all(holding.nbytes >= 0 for holding in stage.holdings)
+    assert all(occupancy.nbytes >= 0 for occupancy in stage.occupancies)
 
 
 LEGAL = {

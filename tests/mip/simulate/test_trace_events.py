@@ -14,7 +14,7 @@ from memo.trace.figures import StepStats
 from memo.trace.reader import read_trace
 from memo.trace.recorder import TraceRecorder
 from memo.trace.stats import rank_stats
-from memo.trace.tensor_lifetimes import lives_of
+from memo.trace.tensor_lifetimes import lifetimes_of
 
 LAYERS = [
     layer(number, kept=300, host=900, disk=600, recomputed=400, recompute_s=0.5, transient=(70, 90))
@@ -72,7 +72,7 @@ def test_every_use_says_how_the_bytes_were_found(tmp_path: Path) -> None:
 
 def test_each_part_of_a_call_is_one_storage_and_what_is_recomputed_lives_twice() -> None:
     events: list[Event] = list(stage_events(stage_of(LAYERS), end_s=100))
-    lives = lives_of(events)
+    lives = lifetimes_of(events)
     names = [life.module for life in lives if life.module.startswith("layers.0.")]
     assert sorted(names) == [f"layers.0.{part}" for part in ("disk", "host", "kept", "recomputed", "recomputed")]
     disk = next(life for life in lives if life.module == "layers.0.disk")
