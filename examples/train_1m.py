@@ -45,8 +45,7 @@ from memo.mip.activation import (
     solve_mlp_tiles,
 )
 from memo.mip.address import write_file
-from memo.mip.inputs import Hardware, PipelineSchedule
-from memo.mip.inputs.hardware import hardware_of
+from memo.mip.inputs import Hardware, PipelineSchedule, hardware_of
 from memo.mip.simulate import prove
 from memo.record import gpt_step, record_step
 from memo.units import format_bytes, parse_bytes, parse_tokens

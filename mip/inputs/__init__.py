@@ -8,7 +8,12 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.mip.inputs.doctor_rates import with_measured_rates as with_measured_rates
-    from memo.mip.inputs.hardware import PRESETS as PRESETS, Hardware as Hardware, hardware_preset as hardware_preset
+    from memo.mip.inputs.hardware import (
+        PRESETS as PRESETS,
+        Hardware as Hardware,
+        hardware_of as hardware_of,
+        hardware_preset as hardware_preset,
+    )
     from memo.mip.inputs.pipeline_schedules import Kind as Kind, PipelineSchedule as PipelineSchedule, Turn as Turn
     from memo.mip.inputs.profile import (
         EndProfile as EndProfile,
@@ -24,7 +29,7 @@ else:
         __name__,
         {
             "doctor_rates": "with_measured_rates",
-            "hardware": "Hardware PRESETS hardware_preset",
+            "hardware": "Hardware PRESETS hardware_of hardware_preset",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
             "profile": "EndProfile LayerProfile Level LevelProfile Profile Role Signature",
         },
