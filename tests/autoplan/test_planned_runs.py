@@ -239,7 +239,7 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
     assert manager.plan is not None, planning.outcome().reason_unsupported
     assert 2 <= planning.outcome().plans < steps - 3
     over = engine.stats.peak_device_bytes > memory.total_bytes
-    assert over == any("more than its budget" in str(one.message) for one in told), "never without a word"
+    assert over == any("more device memory than its budget" in str(one.message) for one in told), "never without a word"
     assert engine.stats.peak_device_bytes <= 1.1 * memory.total_bytes, (
         "whole storages are kept where fractions were planned"
     )

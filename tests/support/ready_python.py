@@ -164,12 +164,14 @@ def _forget_ended(*_: object) -> None:
 def _keep(files: Sequence[int]) -> None:
     """Forks the program and returns in it; else tells its id, waits for it and tells how it ended."""
     told = files[3]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what runs after a fork ignores its KeyboardInterrupt
     program = os.fork()
     if program == 0:
         for number, file in enumerate(files[:3]):
             os.dup2(file, number)
         for file in files:
             os.close(file)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return
     os.write(told, struct.pack("i", program))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -139,7 +139,7 @@ def test_a_failed_write_warns_once_and_is_counted(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert manager.stats.failed_writes > 1
     assert manager.stats.bytes_host > 0
-    assert "failed writes" in str(manager.report())
+    assert "failed disk writes" in str(manager.report())
     manager.close()
 
 
