@@ -175,9 +175,12 @@ def _link(bus: str, seconds: float) -> LinkRates | None:
 
 
 def _numa_node(bus: str) -> int | None:
-    """NUMA node of a PCI address as NVML writes it: `00000000:65:00.0`."""
-    domain, number, device = bus.partition(".")[0].split(":")
-    return node_of_pci_device(int(domain, 16), int(number, 16), int(device, 16))
+    """NUMA node of a PCI address as NVML writes it: `00000000:65:00.0`; None for any other text."""
+    try:
+        domain, number, device = (int(part, 16) for part in bus.partition(".")[0].split(":"))
+    except ValueError:
+        return None
+    return node_of_pci_device(domain, number, device)
 
 
 def _text(value: str | bytes) -> str:

@@ -26,10 +26,9 @@ def node_of_pci_device(domain: int, bus: int, device: int, *, root: Path = Path(
         root: directory of the devices in sysfs.
     """
     try:
-        text = (root / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text()
-    except OSError:
+        node = int((root / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text())
+    except (OSError, ValueError):
         return None
-    node = int(text)
     return node if node >= 0 else None
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None)])
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("\n", None)])
 def test_the_node_of_a_device_is_read_from_the_system(text: str, node: int | None, tmp_path: Path) -> None:
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0" / "numa_node").write_text(text)
