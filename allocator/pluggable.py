@@ -177,6 +177,9 @@ def memory_stats(device: torch.device | int | None = None, *, reset_peaks: bool 
     Args:
         device: GPU; the current one by default.
         reset_peaks: Restart the peaks after reading them.
+
+    Returns:
+        A snapshot in bytes. Without CUDA or a GPU its `allocator` is "none" and all counts are 0.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return MemoryStats(allocator="none")

@@ -69,21 +69,19 @@ class TokenLevels:
     attention: float = 0.0
 
     def __post_init__(self) -> None:
-        shares = (self.all, self.matmuls, self.attention)
-        if not all(-_SLACK <= share <= 1 + _SLACK for share in shares) or abs(sum(shares) - 1) > _SLACK:
-            raise UsageError(
-                f"levels: {self.all:g}, {self.matmuls:g} and {self.attention:g} are not fractions that sum to 1"
-            )
+        _require_fractions((self.all, self.matmuls, self.attention), argument="TokenLevels")
 
     @classmethod
-    def of_alpha(cls, alpha: float) -> TokenLevels:
+    def of_alpha(cls, alpha: float, *, argument: str = "alpha") -> TokenLevels:
         """Returns MEMO's two levels: SAVE_ALL for the fraction `alpha` of the tokens, SAVE_ATTENTION for the others.
 
         Raises:
             UsageError: `alpha` is not from 0 to 1.
         """
         if not 0.0 <= alpha <= 1.0:
-            raise UsageError(f"alpha: {alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)")
+            raise UsageError(
+                f"{argument}: {alpha} is no fraction; give a number from 0 (recompute all) to 1 (move all)"
+            )
         return cls(all=alpha, attention=1.0 - alpha)
 
     def ends(self, tokens: int) -> tuple[int, int]:
@@ -108,11 +106,12 @@ Setting = TokenLevels | Level
 """Recompute setting of a layer: fractions of its tokens, or one level for all of them."""
 
 
-def setting_of(value: object) -> TokenLevels | Level:
+def setting_of(value: object, *, argument: str = "alpha") -> TokenLevels | Level:
     """Converts a caller's value to a setting.
 
     Args:
         value: TokenLevels, a Level, a number alpha from 0 to 1, or three fractions.
+        argument: name of the caller's argument, for the error message.
 
     Raises:
         UsageError: it is none of these, or its fractions do not sum to 1.
@@ -122,10 +121,17 @@ def setting_of(value: object) -> TokenLevels | Level:
     if isinstance(value, Level):
         return TokenLevels(**{value.name.removeprefix("SAVE_").lower(): 1.0})
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return TokenLevels.of_alpha(value)
+        return TokenLevels.of_alpha(value, argument=argument)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
+        _require_fractions(value, argument=argument)
         return TokenLevels(all=value[0], matmuls=value[1], attention=value[2])
-    raise UsageError(f"alpha, levels: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
+    raise UsageError(f"{argument}: {value!r} is neither a fraction, nor three of them, nor TokenLevels, nor a Level")
+
+
+def _require_fractions(shares: Sequence[float], *, argument: str) -> None:
+    if not all(-_SLACK <= share <= 1 + _SLACK for share in shares) or abs(sum(shares) - 1) > _SLACK:
+        shown = "{:g}, {:g} and {:g}".format(*shares)
+        raise UsageError(f"{argument}: {shown} are not fractions that sum to 1")
 
 
 def tile_of(tokens: int) -> int:

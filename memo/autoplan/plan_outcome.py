@@ -47,8 +47,9 @@ class PlanOutcome:
         if self.plan.declined is not None:
             budget = self.plan.problem.budgets.device_bytes + self.others_bytes
             return [
-                f"plan: declined: fits in {format_bytes(stage.peak_device_bytes + self.others_bytes)} of "
-                f"{format_bytes(budget)} of device memory, {format_bytes(self.predicted_peak_bytes)} of it saved tensors"
+                f"plan: nothing to move: {format_bytes(stage.peak_device_bytes + self.others_bytes)} of "
+                f"{format_bytes(budget)} of device memory used at most, {format_bytes(self.predicted_peak_bytes)} of it "
+                f"saved tensors"
             ]
         lines = [
             f"plan: forward and backward {format_duration(stage.microbatch_s)} predicted"

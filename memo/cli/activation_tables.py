@@ -144,7 +144,7 @@ def _times(plan: ActivationPlan) -> str:
 
 def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
-        return f"declined: {plan.declined}; every layer keeps everything"
+        return f"nothing to move: {plan.declined}; every layer keeps everything"
     rows = []
     for first, last, layer in _runs(plan):
         name = f"{first}" if first == last else f"{first} to {last}"

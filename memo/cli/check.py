@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         return ExitCode.OK if violation is None else ExitCode.PLAN_INVALID
     if violation is not None:
         raise PlanInvalid(f"rule {violation.rule}: {violation.message}")
-    print(f"{printable(args.plan)}: valid, {len(plan.problem.buffers):,} buffers in {len(plan.arenas)} arenas")
+    arenas = "1 arena" if len(plan.arenas) == 1 else f"{len(plan.arenas)} arenas"
+    print(f"{printable(args.plan)}: valid, {len(plan.problem.buffers):,} buffers in {arenas}")
     return ExitCode.OK
 
 

@@ -197,7 +197,7 @@ def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
         f"{100 * fit.added:.2f} %",
         *(f"{100 * share:.0f} %" for share in shares),
         format_bytes(fit.peak_device_bytes),
-        "declined: fits" if fit.declined else "",
+        "nothing to move" if fit.declined else "",
     )
 
 

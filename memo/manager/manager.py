@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
-from memo.errors import MemoError, UsageError
+from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
@@ -120,7 +120,7 @@ def offload(
             shows the largest one.
         device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
             keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
-            the GPU's memory, or on a CPU what the process uses and 80 % of the free host memory.
+            the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
         host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
             "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
             memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
@@ -130,8 +130,9 @@ def offload(
             have free, reserved as needed.
         layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
         min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
-        on_full: Response to a full tier. "spill" (default) uses the next tier; "raise" raises at once; "recompute" uses
-            the next tier, and runs a layer again whole where no tier has room for its tensors.
+        on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
+            raises at once; "recompute" uses the next tier, runs a layer again whole where none has room for its
+            tensors, and raises where none has room for its input.
         verify: True stores a checksum with each block on disk and compares it when the block is read. Default False.
         trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
             missing. The links are measured first, for a fraction of a second. Default None: no trace.
@@ -151,6 +152,18 @@ def offload(
         ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
         TraceError: The trace cannot be written.
         After any of them the model is unmodified, and no activations are managed.
+
+    A forward inside `with manager:` raises:
+        HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`).
+        StoreWriteError: A write to disk failed, and no other tier takes the bytes.
+        SwapError: The system refuses host memory within the budget.
+        After any of them what earlier forwards saved is still restored, and the manager can be entered again.
+
+    A backward raises:
+        ModifiedAfterSave: A tensor that it needs was modified in place after it was saved.
+        StoreReadError: A read from disk failed; CorruptBlock, with `verify`: its checksum differs.
+        SwapError: The manager is closed, a copy failed, or a recompute did something else than its forward.
+        After any of them the gradients are incomplete: discard them, and run the forward again. Weights are unchanged.
 
     Example:
         manager = memo.offload(model, host="64GiB")
@@ -221,7 +234,7 @@ def offload(
             )
             manager.plan_with(source)
         elif fixed is not None:
-            manager.plan_with(FixedPlan(actuator, fixed))
+            manager.plan_with(FixedPlan(actuator, fixed, name=_plan_name(plan)))
         elif device is not None:
             manager.plan_with(FixedSetting(actuator))
         undo.pop_all()
@@ -288,9 +301,9 @@ class Manager:
 
     def __enter__(self) -> Manager:
         if not self._closer.alive:
-            raise MemoError("this manager is closed; call memo.offload again")
+            raise UsageError("this manager is closed; call memo.offload again")
         if self._depth and self._thread != threading.get_ident():
-            raise MemoError("this manager is entered in another thread; call memo.offload in each")
+            raise UsageError("this manager is entered in another thread; call memo.offload in each")
         self._thread = threading.get_ident()
         self._depth += 1
         if self._depth > 1:
@@ -388,7 +401,7 @@ class Manager:
                 raise UsageError(f"levels: no layer {key}; there are {len(names)}")
             if isinstance(key, str) and key not in names:
                 raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
-            chosen[names[key] if isinstance(key, int) else key] = setting_of(value)
+            chosen[names[key] if isinstance(key, int) else key] = setting_of(value, argument=f"levels[{key!r}]")
         if self._plan_source is not None:
             self._plan_source = None
             self._engine.place({})
@@ -400,11 +413,18 @@ class Manager:
 
         Bytes are known for all levels once a layer has run with tokens to recompute. Seconds are known for the levels
         at which it ran; a step with `alpha=(1/3, 1/3, 1/3)` measures all of them.
+
+        Returns:
+            One LayerCosts for each layer that has run so, in bytes and seconds per token of one sequence.
         """
         return self._tokenwise.costs()
 
     def plan_with(self, source: PlanSource) -> None:
-        """Sets the plan source that is asked at each forward from now on."""
+        """Sets the plan source that is asked at each forward from now on.
+
+        Args:
+            source: Takes the place of the present one; `choose_levels` removes it.
+        """
         self._plan_source = source
 
     @property
@@ -426,9 +446,12 @@ class Manager:
         self.step += 1
 
     def report(self) -> Report:
-        """Returns bytes moved, peaks, stalls and recomputes since construction; `print` shows it as a table.
+        """Returns bytes moved, peaks, stalls and recomputes since construction.
 
         Waits for the device if times of its work are still to be read.
+
+        Returns:
+            A snapshot, in bytes and seconds, that later steps do not change; `print` shows it as a table.
         """
         self._engine.settle_times()
         return Report.of(
@@ -470,6 +493,10 @@ class Manager:
                 if self._in_step:
                     self.step_done()
                 self._recorder.close()
+
+
+def _plan_name(plan: ActivationPlan | _Path | None) -> str:
+    return os.fspath(plan) if isinstance(plan, str | os.PathLike) else "the plan"
 
 
 def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[int, int]:

@@ -127,13 +127,18 @@ class FixedPlan:
 
     Its fractions are also used for batches of other shapes, for which its prediction and its peaks do not hold.
 
+    Args:
+        actuator: applies the plan to the model's layers.
+        plan: the plan.
+        name: name of the plan for the error message, such as its file's.
+
     Raises:
         PlanError: the plan has another number of layers than the model, or its layers another number of MLP tiles.
     """
 
-    def __init__(self, actuator: Actuator, plan: ActivationPlan) -> None:
+    def __init__(self, actuator: Actuator, plan: ActivationPlan, *, name: str = "the plan") -> None:
         if len(plan.layers) != actuator.n_layers:
-            raise PlanError(f"plan: it has {len(plan.layers)} layers and the model {actuator.n_layers}")
+            raise PlanError(f"{name} is for {len(plan.layers)} layers; the model has {actuator.n_layers}")
         tiles = plan.problem.profile.mlp_tiles
         if tiles != actuator.mlp_tiles:
             raise PlanError(

@@ -178,5 +178,6 @@ class Layout:
         if ranks != self.ranks:
             raise UsageError(
                 f"--dp {self.dp} --tp {self.tp} --pp {self.pp} --cp {self.cp} is a layout of {self.ranks} ranks, but "
-                f"{ranks} {'was' if ranks == 1 else 'were'} started; start it with torchrun on as many"
+                f"{ranks} {'was' if ranks == 1 else 'were'} started; on one node start them with "
+                f"torchrun --nproc-per-node {self.ranks}"
             )

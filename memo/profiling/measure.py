@@ -66,11 +66,18 @@ def profile(
         After any of them the model's weights are unchanged; it may hold gradients.
 
     Example:
+        import memo
+        import torch
+        from memo.record import Step
+        from torch import nn
+
         def build() -> Step:
-            model = GPT(config)
+            layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
+            model = nn.Sequential(nn.Embedding(256, 512), nn.TransformerEncoder(layer, num_layers=4))
             ids = torch.zeros(1, 4096, dtype=torch.long)
-            return Step(model=model, loss=lambda: model(ids, ids))
-        profile = memo.profile(build, name="gpt", batch=1, tokens=4096)
+            return Step(model=model, loss=lambda: model(ids).mean())
+
+        profile = memo.profile(build, name="encoder", batch=1, tokens=4096)
     """
     transients = transient_memory_of(build)
     step = build()

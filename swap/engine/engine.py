@@ -171,7 +171,7 @@ class Engine:
 
     def begin_forwards(self) -> None:
         """Call before a forward; begins a new step if nothing is saved."""
-        self._release.drain()
+        self._release.end_dropped()
         self._telemetry.settle_times()
         if self._stats.live_entries == 0:
             with self._lock:
@@ -222,14 +222,14 @@ class Engine:
             if self._telemetry.trace is not None and group.began is not None:
                 self._telemetry.trace.forward_ended(group.module, group.began)
             self._copy_out.layer_ended(group)
-        self._release.drain()
+        self._release.end_dropped()
         self._telemetry.at_layer_boundary(None)
 
     def saved_as(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """Returns the record of a storage that autograd saved; None where it stays or is unknown."""
         return self._eligibility.saved_as(storage)
 
-    def settle(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
+    def copy_out_held(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
         """Copies out a held group's storages: the first tokens of those in `prefixes`, the others whole."""
         with self._lock:
             group.held = False
@@ -250,7 +250,7 @@ class Engine:
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
         self._layer_calls.open = None
-        self._release.drain()
+        self._release.end_dropped()
 
     # Hooks of autograd.
 
@@ -293,7 +293,7 @@ class Engine:
                 hold = self._begin_storage(tensor, storage, nbytes, group, content=content)
             self._stats.packed += 1
         if self._dropped:
-            self._release.drain()
+            self._release.end_dropped()
         empty = self._empty_tensors.get(tensor.dtype)
         if empty is None:
             empty = self._empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
@@ -365,9 +365,9 @@ class Engine:
                         break
                 # Not under the lock: its results may be gone again when we have the lock, and are then asked for once more.
                 self._reload.recompute(saved, prefix)
-        finally:  # also after an error: nobody else would drain what was dropped meanwhile
+        finally:  # also after an error: nobody else would end what was dropped meanwhile
             if self._dropped:
-                self._release.drain()
+                self._release.end_dropped()
         # Inductor asserts the exact offset, size and stride.
         offset, size, stride = handle.geometry
         return handle.guard.new().set_(buffer.untyped_storage(), offset, size, stride)
@@ -402,7 +402,7 @@ class Engine:
 
     def end_step(self) -> None:
         """Call at the end of a training step; emits the spans of the trace."""
-        self._release.drain()
+        self._release.end_dropped()
         self._telemetry.settle_times()
         if self._telemetry.trace is not None:
             self._telemetry.trace.end_step()
@@ -415,7 +415,7 @@ class Engine:
         """Waits until no copy is in flight, then closes tiers and lanes. Later reloads raise SwapError. Idempotent."""
         if self._reload.closed:
             return
-        self._release.drain()
+        self._release.end_dropped()
         with self._lock:
             self._reload.closed = True
             self._release.clear_limbo()

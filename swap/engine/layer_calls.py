@@ -43,7 +43,7 @@ class Group:
         self.key = key
         self.module = module
         self.wait_for_next = wait_for_next
-        self.held = False  # copies out begin only when it is decided what of each storage moves (Engine.settle)
+        self.held = False  # copies out begin only when it is decided what of each storage moves (Engine.copy_out_held)
         self.saved: list[ref[Hold]] = []
         self.alive = 0  # storages that still have handles
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay

@@ -36,7 +36,7 @@ _DRAIN = StallCause.DRAIN
 class Release:
     """Releases an Engine's storages.
 
-    Callers hold the engine lock, except for `drop` and `drain`, which acquire it if it is free.
+    Callers hold the engine lock, except for `drop` and `end_dropped`, which acquire it if it is free.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Release:
         telemetry: Telemetry,
     ) -> None:
         self.dropped: collections.deque[SavedStorage] = collections.deque()
-        """Storages without handles that wait for the lock; check it before calling `drain`."""
+        """Storages without handles that wait for the lock; check it before calling `end_dropped`."""
         self.when_idle: Callable[[], None] | None = None
         """Called when the last saved storage ends, with the lock held and in any thread."""
         self._lock = lock
@@ -70,13 +70,13 @@ class Release:
             self.dropped.append(saved)
         # The holder of the lock may have released it between the failed acquire and the append.
         if self.dropped:
-            self.drain()
+            self.end_dropped()
 
-    def drain(self) -> None:
-        """Ends the dropped storages; where the lock is taken, its holder does so when it drains."""
+    def end_dropped(self) -> None:
+        """Ends the dropped storages; where the lock is taken, its holder does so when it releases the lock."""
         while self.dropped and self._lock.acquire(blocking=False):
             try:
-                self._end_dropped()
+                self._end_dropped_locked()
             finally:
                 self._lock.release()
 
@@ -105,7 +105,7 @@ class Release:
 
     def clear_limbo_of(self, storage: torch.UntypedStorage) -> None:
         """Frees the former life of a storage that is saved again, so that its memory is not counted twice."""
-        self._end_dropped()
+        self._end_dropped_locked()
         if any(old.source is not None and old.source.untyped_storage() is storage for old in self._limbo):
             self.clear_limbo()
 
@@ -123,7 +123,7 @@ class Release:
             else:
                 self._limbo.append(saved)
 
-    def _end_dropped(self) -> None:
+    def _end_dropped_locked(self) -> None:
         while self.dropped:
             self._end(self.dropped.popleft())
 

@@ -154,7 +154,7 @@ class TierChoice:
             self._make_room()
             place = _first_place(tiers, nbytes)
             if place is None:
-                raise _no_room(saved, nbytes, tiers)
+                raise _no_room(saved, nbytes, tiers, present=[tier.name for tier in self._tiers])
             self._stats.spilled += place.tier is not tiers[0]
         return place
 
@@ -163,14 +163,19 @@ def _first_place(tiers: Sequence[Tier], nbytes: int) -> Place | None:
     return next((place for tier in tiers if (place := tier.claim(nbytes)) is not None), None)
 
 
-def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier]) -> SwapError:
+def _no_room(saved: SavedStorage, nbytes: int, tiers: Sequence[Tier], *, present: Sequence[TierName]) -> SwapError:
+    """The error for bytes that none of `tiers` has room for, with the engine's tiers `present` to choose advice by."""
     state = ", ".join(
         f"{tier.name} {format_bytes(tier.used)} used"
         + (f" of {format_bytes(tier.budget)}" if tier.budget is not None else "")
         for tier in tiers
     )
     kind = ScratchFull if tiers[-1].name is TierName.DISK else HostBudgetExceeded
+    budgets = " or ".join(tier.name for tier in tiers if tier.name is not TierName.DEVICE)
+    absent = next((name for name in (TierName.DISK, TierName.HOST) if name not in present), None)
+    others = "train on a shorter sequence"
+    if absent is not None:
+        others = f"give memo.offload {absent}=..., a smaller alpha or on_full='recompute'"
     return kind(
-        f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); "
-        f"raise the host or disk budget, or train on a shorter sequence"
+        f"no room for {format_bytes(nbytes)} saved by {saved.module} ({state}); raise the {budgets} budget, or {others}"
     )

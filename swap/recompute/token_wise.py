@@ -272,8 +272,8 @@ class TokenWise:
                 parts = self._decide(record, output)
         finally:
             if record is not None:
-                record = None  # and with it what the layer made: sources go one by one as they settle
-                self._engine.settle(group, parts)
+                record = None  # and with it what the layer made: sources go one by one as they are copied out
+                self._engine.copy_out_held(group, parts)
 
     def end_forwards(self) -> None:
         """Ends a forward. A layer still open was interrupted where no hook is called (Ctrl-C); its tensors move whole."""
@@ -282,7 +282,7 @@ class TokenWise:
         hearing, self._hearing = self._hearing, None
         if record is not None:
             record.__exit__()
-            self._engine.settle(record.group, {})
+            self._engine.copy_out_held(record.group, {})
         if hearing is not None:
             hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

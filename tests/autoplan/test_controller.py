@@ -46,7 +46,7 @@ def test_nothing_is_done_where_everything_fits() -> None:
     assert plan is not None
     assert plan.declined is not None
     assert plan.declined.startswith("fits in ")
-    assert str(auto.outcome().lines()[0]).startswith("plan: declined: fits in ")
+    assert str(auto.outcome().lines()[0]).startswith("plan: nothing to move: ")
 
 
 def test_another_length_is_planned_at_once_and_remembered() -> None:

@@ -312,7 +312,7 @@ def test_a_model_that_fits_is_left_alone_after_three_steps(tmp_path: Path) -> No
     before = manager.stats.bytes_disk
     train(model, lambda step: model(ids(step)), manager, steps=2)
     assert manager.stats.bytes_disk == before
-    assert "plan: declined: fits in " in str(manager.report())
+    assert "plan: nothing to move: " in str(manager.report())
     manager.close()
 
 
@@ -361,7 +361,7 @@ def test_a_given_plan_is_carried_out(as_file: bool, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    with pytest.raises(PlanError, match="it has 5 layers and the model 6"):
+    with pytest.raises(PlanError, match="the plan is for 5 layers; the model has 6"):
         memo.offload(fresh(6), plan=given_plan(5), host="256MiB")
 
 

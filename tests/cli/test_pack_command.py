@@ -40,7 +40,7 @@ def test_a_plan_is_written_checked_and_shown(plan_path: Path, capsys: pytest.Cap
     assert check(plan) is None
     assert plan.arenas[0].nbytes == 3_548_414_976
     assert main(["check", str(plan_path)]) == ExitCode.OK
-    assert "valid, 255 buffers" in capsys.readouterr().out
+    assert "valid, 255 buffers in 1 arena\n" in capsys.readouterr().out
     assert main(["show", str(plan_path)]) == ExitCode.OK
     assert "3.305 GiB" in capsys.readouterr().out
 

@@ -81,7 +81,7 @@ def test_what_fits_is_declined_in_words(capsys: pytest.CaptureFixture[str]) -> N
     report = of_json(capsys, short)
     assert report["status"] == "declined"
     assert main(short) == ExitCode.OK
-    assert "declined: fits in" in capsys.readouterr().out
+    assert "nothing to move: fits in" in capsys.readouterr().out
 
 
 def test_infeasible_says_what_would_fit_and_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

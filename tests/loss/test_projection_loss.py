@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, Literal
 
 import pytest
@@ -70,3 +71,11 @@ def test_a_bias_a_scale_and_a_cap_count(reduction: Literal["mean", "sum"]) -> No
 def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         memo.linear_cross_entropy(torch.zeros(1, HIDDEN), torch.zeros(VOCAB, HIDDEN), torch.tensor([0]), **wrong)
+
+
+@pytest.mark.parametrize("keep_gradients", [True, False])
+@pytest.mark.parametrize("shape", [(2,), (1, 3), (3, 1), ()])
+def test_targets_of_another_shape_are_refused(shape: tuple[int, ...], keep_gradients: bool) -> None:
+    hidden, targets = torch.zeros(3, HIDDEN, requires_grad=True), torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(UsageError, match=re.escape(f"targets: shape {shape}, hidden has (3,) tokens")):
+        memo.linear_cross_entropy(hidden, torch.zeros(VOCAB, HIDDEN), targets, keep_gradients=keep_gradients)

@@ -13,6 +13,7 @@ from torch import nn
 
 import memo
 from memo.errors import MemoError, NoRepeatedLayers, UsageError
+from memo.mip.activation.files import plan_to_json
 from memo.mip.activation.solver import solve_problem
 
 
@@ -43,10 +44,13 @@ def open_files() -> int:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"alpha": "x"}, "alpha, levels: 'x' is neither a fraction"),
+        ({"alpha": "x"}, "alpha: 'x' is neither a fraction"),
         ({"alpha": float("nan")}, "alpha: nan is no fraction"),
         ({"levels": 5}, "levels: 5 is not a dict"),
-        ({"levels": {0: "x"}}, "'x' is neither a fraction"),
+        ({"alpha": (0.5, 0.5, 0.5)}, "alpha: 0.5, 0.5 and 0.5 are not fractions that sum to 1"),
+        ({"levels": {0: "x"}}, "levels[0]: 'x' is neither a fraction"),
+        ({"levels": {"layers.1": 2.0}}, "levels['layers.1']: 2.0 is no fraction"),
+        ({"levels": {0: (0.5, 0.5, 0.5)}}, "levels[0]: 0.5, 0.5 and 0.5 are not fractions that sum to 1"),
         ({"plan": 5}, "plan: 5 is not an activation plan or the name of its file"),
         ({"plan": {"layers": "x" * 99}}, "plan: a dict is not an activation plan"),
         ({"layers": 5}, "layers: 5 is not a ModuleList"),
@@ -102,8 +106,12 @@ def test_a_disk_budget_of_less_than_a_block_holds_nothing() -> None:
 def test_a_plan_for_another_model_leaves_nothing_open(tmp_path: Path) -> None:
     plan = solve_problem(random_problem(2, layers=6, classes=1))
     before = open_files()
-    with pytest.raises(MemoError, match="it has 6 layers and the model 3"):
+    with pytest.raises(MemoError, match=r"^the plan is for 6 layers; the model has 3$"):
         memo.offload(Model(), plan=plan, trace=tmp_path / "trace.jsonl")
+    file = tmp_path / "plan.json"
+    file.write_text(plan_to_json(plan))
+    with pytest.raises(MemoError, match=r"plan\.json is for 6 layers; the model has 3$"):
+        memo.offload(Model(), plan=file)
     assert open_files() == before
 
 

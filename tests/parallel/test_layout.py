@@ -110,8 +110,8 @@ def test_as_many_processes_as_ranks_or_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == (
-        "memo train: --dp 2 --tp 2 --pp 1 --cp 1 is a layout of 4 ranks, but 3 were started; start it with torchrun on "
-        "as many\n"
+        "memo train: --dp 2 --tp 2 --pp 1 --cp 1 is a layout of 4 ranks, but 3 were started; on one node start "
+        "them with torchrun --nproc-per-node 4\n"
     )
 
 

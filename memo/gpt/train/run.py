@@ -207,9 +207,9 @@ class _Run:
         self, shape: GPTConfig, device: torch.device, tokens: TokenFile, batches: Batches | DocumentBatches
     ) -> list[str]:
         config = self.config
-        where = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-        )
+        threads = torch.get_num_threads()
+        cpu = f"{threads} CPU thread{'' if threads == 1 else 's'}"
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         return [
             f"model    {config.model} ({config.variant}): {parameter_count(shape):,} parameters, {shape.layers} layers "
             f"of {shape.hidden}, {self.trainer.config.precision} on {_ranks(config.layout)}{where}",
