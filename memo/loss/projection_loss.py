@@ -61,11 +61,11 @@ def linear_cross_entropy(
         A scalar in float32 or wider, once differentiable; zero, with zero gradients, when no token counts.
 
     Raises:
-        UsageError: `targets` has another shape than the tokens of `hidden`; the projection's rows are divided by other
+        UsageError: `targets` has not one number for each token of `hidden`; the projection's rows are divided by other
             means than `memo.parallelize`; `bias` is given twice or has another length than the rows; `scale`, `soft_cap`
             or `reduction` is out of range. Nothing was computed.
     """
-    if targets.shape != hidden.shape[:-1]:
+    if targets.numel() != hidden.shape[:-1].numel():
         raise UsageError(f"targets: shape {tuple(targets.shape)}, hidden has {tuple(hidden.shape[:-1])} tokens")
     rows, vocabulary = _rows(projection)
     own = getattr(projection, "bias", None)

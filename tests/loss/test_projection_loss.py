@@ -74,8 +74,8 @@ def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("keep_gradients", [True, False])
-@pytest.mark.parametrize("shape", [(2,), (1, 3), (3, 1), ()])
-def test_targets_of_another_shape_are_refused(shape: tuple[int, ...], keep_gradients: bool) -> None:
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (4, 1), ()])
+def test_targets_of_another_count_are_refused(shape: tuple[int, ...], keep_gradients: bool) -> None:
     hidden, targets = torch.zeros(3, HIDDEN, requires_grad=True), torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(UsageError, match=re.escape(f"targets: shape {shape}, hidden has (3,) tokens")):
         memo.linear_cross_entropy(hidden, torch.zeros(VOCAB, HIDDEN), targets, keep_gradients=keep_gradients)
