@@ -1,4 +1,4 @@
-"""What the planned allocator costs on the host: nanoseconds for a malloc and its free, in replay.
+"""Host cost of the planned allocator: nanoseconds for a malloc and its free, in replay.
 
 Steps of the GPT, recorded without a GPU, are played over and over by a loop in C++ on the compiled allocator, a million
 pairs in each round; the C library's malloc and free run the same calls in the same rounds, for comparison. The device is

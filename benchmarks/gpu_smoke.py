@@ -116,7 +116,7 @@ def plan(device: torch.device) -> str:
     made = manager.plan
     manager.close()
     assert made is not None, "no plan after eight steps"
-    return f"{'everything fits' if made.declined else 'planned'}, a step of {made.step_s * 1e3:.1f} ms foretold"
+    return f"{'everything fits' if made.declined else 'planned'}, a step of {made.step_s * 1e3:.1f} ms predicted"
 
 
 def allocator(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""What part of a device copy's bandwidth each kernel reaches, on a CUDA GPU; at least 85 % is asked for.
+"""Bandwidth of each kernel as a part of a device copy's, on a CUDA GPU; at least 85 % is asked for.
 
     python3 -m benchmarks.kernels
 

@@ -32,7 +32,7 @@ from memo.units import parse_duration_s
 
 ROOT = Path(__file__).resolve().parent
 GAP_OF_LARGE = 0.01
-"""What the 20,000-buffer traces are asked for; the others are asked for the optimum or their capacity."""
+"""Gap allowed for the 20,000-buffer traces; the others must reach the optimum or their capacity."""
 
 IRREGULAR = {
     "irregular-300": Shape(layers=8, microbatches=1, seed=1),

@@ -47,9 +47,9 @@ LAYERS = 8
 SAVED = 12
 """Tensors of the input's size that a layer saves."""
 TOKEN_S = 5e-5
-"""What a layer's token-wise operations take for a token, forward; backward takes twice that."""
+"""Time of a layer's token-wise operations for a token, forward; backward takes twice that."""
 SQUARE_S = 1.2e-8
-"""What attention takes for a pair of tokens."""
+"""Time of attention for a pair of tokens."""
 
 
 class Work(torch.autograd.Function):

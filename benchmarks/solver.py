@@ -8,4 +8,4 @@ __all__ = ["LACKING"]
 
 _absent = missing(SOLVER)
 LACKING = f"a plan needs {' and '.join(_absent)}, not installed here" if _absent else None
-"""Why no plan can be made here; None where one can."""
+"""Reason why no plan can be made here; None where one can."""

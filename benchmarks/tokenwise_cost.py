@@ -1,4 +1,4 @@
-"""What a divided layer costs the host: the step of a small GPT, layer by layer, against the same step without memo.
+"""Host cost of a divided layer: the step of a small GPT, layer by layer, against the same step without memo.
 
     python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--no-write]
 

@@ -1,4 +1,4 @@
-"""How fast the trace viewer is: a report of 200,000 events in headless Chromium, software rendering, two cores.
+"""Speed of the trace viewer: a report of 200,000 events in headless Chromium, software rendering, two cores.
 
 Prints a table and writes a dated result file. Panning and zooming hold a key down for some seconds, while the page
 counts the frames in which its canvas was drawn anew.

@@ -1,4 +1,4 @@
-"""What code and documents point at is there: rules and orderings in docs/design.md, files and headings behind links."""
+"""Targets of citations and links exist: rules and orderings in docs/design.md, files and headings."""
 
 from __future__ import annotations
 

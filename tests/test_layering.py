@@ -1,4 +1,4 @@
-"""The arrows of the house: which folder imports which, always by its face, in no circle; and data needs no torch.
+"""Package boundaries: the imports that each folder may have, by faces only, without a cycle; and data needs no torch.
 
 Every import counts, at any depth: those for type checkers only and those inside functions, too.
 """
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 TOPS = ("memo", "swap", "allocator", "mip", "kernels")
 MOST_MODULES = 18  # in one folder
 
-# For each folder all folders that it imports, from the ground up. A folder may only name those above its own line. The
-# faces of `memo` and `swap` stand above their rooms, the modules beside them below.
+# For each folder all folders that it imports, lowest first. A folder may only name those above its own line. The faces
+# of `memo` and `swap` come after their packages, the modules beside them before.
 IMPORTS = {
     "memo": "",
     "kernels": "memo",
@@ -64,11 +64,11 @@ IMPORTS = {
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate memo/trace memo/machine "
     "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo face",
 }
-# What stands behind one wall: within it modules are imported as they are, from elsewhere by a face.
-WALLS = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)
+# Package boundaries: within a package modules are imported directly, from elsewhere by its face.
+PACKAGES = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)
 
 
-def arrows() -> dict[str, set[str]]:
+def folder_imports() -> dict[str, set[str]]:
     """For each folder, the folders that its modules import."""
     found: dict[str, set[str]] = {}
     for path in sources():
@@ -108,9 +108,9 @@ def file_of(module: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists()), None)
 
 
-def wall_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     folder = path.parent.relative_to(ROOT).as_posix()
-    return next((wall for wall in WALLS if f"{folder}/".startswith(f"{wall}/")), folder)
+    return next((package for package in PACKAGES if f"{folder}/".startswith(f"{package}/")), folder)
 
 
 def faces() -> list[str]:
@@ -122,18 +122,18 @@ def faces() -> list[str]:
 
 
 def test_each_folder_imports_the_folders_that_it_says() -> None:
-    found = arrows()
+    found = folder_imports()
     assert found.keys() == IMPORTS.keys()
     for folder, said in IMPORTS.items():
         assert found[folder] == set(re.findall(r"\S+ face|\S+", said)), folder
 
 
-def test_no_folder_is_in_a_circle() -> None:
+def test_no_folder_is_in_a_cycle() -> None:
     """The order of the table is one in which every folder stands above all that it imports."""
     floors = list(IMPORTS)
-    for folder, below in arrows().items():
+    for folder, below in folder_imports().items():
         assert all(floors.index(other) < floors.index(folder) for other in below), folder
-    list(TopologicalSorter(arrows()).static_order())
+    list(TopologicalSorter(folder_imports()).static_order())
 
 
 def test_from_outside_a_package_is_imported_by_its_face() -> None:
@@ -141,7 +141,7 @@ def test_from_outside_a_package_is_imported_by_its_face() -> None:
         if path == ROOT / "memo" / "__init__.py":
             continue
         for other in imported(path.read_text()):
-            outside = wall_of(other) not in ("memo", wall_of(path))
+            outside = package_of(other) not in ("memo", package_of(path))
             assert not outside or other.name == "__init__.py", f"{path.relative_to(ROOT)}: {other.relative_to(ROOT)}"
 
 
@@ -159,7 +159,7 @@ def test_a_wheel_has_every_package() -> None:
 
 def test_the_design_has_a_row_for_every_folder() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    tree = design[design.index("## The tree") : design.index("## How data flows")]
+    tree = design[design.index("## The tree") : design.index("## Data flow")]
     told = {name.split("/")[-1] for name in re.findall(r"`([a-z/]+)`", tree)}
     for folder in IMPORTS:
         assert folder.removesuffix(" face").split("/")[-1] in told, folder
@@ -244,5 +244,5 @@ def test_a_run_that_plans_nothing_loads_no_solver() -> None:
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = "def f():\n    from memo.manager import offload\n    import memo.mip.strict_json, os\n"
     assert imported(source) == [ROOT / "memo" / "manager" / "__init__.py", ROOT / "mip" / "strict_json.py"]
-    assert wall_of(ROOT / "swap" / "recompute" / "axis" / "operators.py") == "swap"
+    assert package_of(ROOT / "swap" / "recompute" / "axis" / "operators.py") == "swap"
     assert file_of("memo.no_such_module") is None

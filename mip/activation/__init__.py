@@ -1,4 +1,4 @@
-"""Activation planning: a linear program decides what is kept, moved and recomputed; with its cost model and checker."""
+"""Activation planning: problem, linear program, rounding to token tiles, cost model and checker."""
 
 from __future__ import annotations
 

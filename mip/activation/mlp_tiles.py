@@ -1,4 +1,4 @@
-"""Number of tiles in which layers compute their MLP, as a variable of the plan: the number with the shortest step.
+"""Search for the number of MLP tiles: one linear program for each candidate, and the plan with the shortest step.
 
 Owns the choice alone. What a number of tiles saves, holds and costs is in a profile made for it; each number is a
 problem of its own, whose plan is proven best for that number.

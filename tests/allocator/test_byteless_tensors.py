@@ -1,4 +1,4 @@
-"""What is recorded without memory counts for nothing where memory is limited."""
+"""Byteless tensors count for nothing where memory is limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a plan is made, tried, corrected and kept, on a machine that is told how long its layers take."""
+"""Plans made, tried, corrected and kept, on a machine that is told how long its layers take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands beside saved tensors is found between the edges of layers, whichever of the two peaks came when."""
+"""Memory beside saved tensors is found between the edges of layers, whichever of the two peaks came first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shapes of batches share a plan: never one for fewer tokens, seldom one for many more, and never too many of them."""
+"""Plans shared by shapes of batches: none for fewer tokens, seldom one for many more, and never too many of them."""
 
 from __future__ import annotations
 

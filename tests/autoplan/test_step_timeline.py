@@ -1,4 +1,4 @@
-"""What a step's events add up to, on paper."""
+"""Sums of a step's events, on paper."""
 
 from __future__ import annotations
 

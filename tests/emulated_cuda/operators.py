@@ -21,7 +21,7 @@ _RUNTIME.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 _ANY_WAY = 4  # cudaMemcpyDefault
 
 CALLED: Counter[str] = Counter()
-"""How often each operator was computed, by name."""
+"""Calls of each operator, by name."""
 
 # Memory, views and choices, which torch's own code for CUDA does on the emulated runtime.
 _NATIVE = {

@@ -1,4 +1,4 @@
-"""What a manager says of waits and recomputes on a device, against arithmetic: an emulated device with a clock of its own.
+"""Waits and recomputes that a manager reports, against arithmetic: an emulated device with a clock of its own.
 
 On that clock copies over the link take bytes / rate, `torch.cuda._sleep` takes its cycles, and nothing else takes time. So
 whatever a step takes beyond its sleeps it waited.

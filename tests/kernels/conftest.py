@@ -1,4 +1,4 @@
-"""Where kernels run in these tests: on a GPU, or in Triton's interpreter when TRITON_INTERPRET=1.
+"""Device on which kernels run in these tests: a GPU, or Triton's interpreter when TRITON_INTERPRET=1.
 
 Tests of kernels are marked `gpu`; test_interpreted.py runs the same ones without a GPU, in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""How views fold into rows of runs, and that nothing here imports triton before a launch."""
+"""Views folded into rows of runs, and no import of triton before a launch."""
 
 from __future__ import annotations
 

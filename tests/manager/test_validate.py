@@ -1,4 +1,4 @@
-"""What `memo.offload` says to arguments that cannot mean anything: one line of its own, and nothing is left open."""
+"""Invalid arguments of `memo.offload`: each gives one line of its own, and nothing is left open."""
 
 from __future__ import annotations
 

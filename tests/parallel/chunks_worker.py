@@ -32,7 +32,7 @@ LARGEST = LAYER // 4
 """Storage of a layer."""
 STEPS = 6
 SETTLED = 2
-"""Of these at the end, the plan is in force."""
+"""Steps at the end in which the plan is in force."""
 BUDGET = 7 * LAYER
 """All of a rank's layers for all microbatches in flight are 8 to 10; counted as one number for both stages, 12 and more."""
 

@@ -24,7 +24,7 @@ from memo.parallel.rank_agreement import everyones
 from memo.parallel.world import World, join
 
 PATIENCE = datetime.timedelta(seconds=60)
-"""Of a rank that waits for the other: less than the test's."""
+"""Time that a rank waits for the other: less than the test's."""
 
 
 class Training:

@@ -14,12 +14,12 @@ __all__ = ["DIVIDES_FUSED", "SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "to
 
 HERE = Path(__file__).parent
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
-"""Whether this torch runs zero-bubble schedules; memo refuses them on an older one."""
+"""True if this torch runs zero-bubble schedules; memo refuses them on an older one."""
 DIVIDES_FUSED = torch.__version__ >= "2.13"
-"""Whether it puts the gradients of GPT-2's fused projections together; likewise."""
+"""True if it puts the gradients of GPT-2's fused projections together; likewise."""
 _SPLIT = (PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZERO_BUBBLE_V)
 SCHEDULES = [schedule for schedule in PipelineSchedule if SPLITS_BACKWARD or schedule not in _SPLIT]
-"""What can be tested here."""
+"""Schedules that this torch runs."""
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

@@ -34,7 +34,7 @@ from memo.swap.recompute.record.token_local_functions import token_local
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]
-"""Of each data-parallel rank, by step."""
+"""Lengths of each data-parallel rank, by step."""
 SPLIT: dict[str, Any] = {"alpha": 0.25, "host": "16MiB", "min_bytes": 256}
 AUTO: dict[str, Any] = {"device": "640KiB", "host": "16MiB", "min_bytes": 256}
 """So little that a plan has to move and to recompute."""

@@ -1,4 +1,4 @@
-"""What the other ranks are told of the rank that failed first."""
+"""Report of the first rank that failed to the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank can know from a schedule's order before the first step."""
+"""Facts that a rank takes from a schedule's order before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds for backward: p - s microbatches under 1F1B, with memo three layers of them on the device."""
+"""Bytes that a rank holds for backward: p - s microbatches under 1F1B, with memo three layers of them on the device."""
 
 from __future__ import annotations
 

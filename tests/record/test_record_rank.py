@@ -69,9 +69,9 @@ def test_parameters_are_counted_as_the_rank_has_them() -> None:
 @pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=2, cp=2), Layout(tp=4, sequence_parallel=False)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"optimizer": True}, {"checkpointed": True}], ids=str)
 def test_the_trace_is_that_of_real_tensors(layout: Layout, options: dict[str, bool]) -> None:
-    hollow, real = (recorded(layout, real=real, **options) for real in (False, True))
-    assert len(hollow.trace.allocations) > 100
-    assert hollow == real
+    byteless, real = (recorded(layout, real=real, **options) for real in (False, True))
+    assert len(byteless.trace.allocations) > 100
+    assert byteless == real
 
 
 def test_under_offload_the_rank_moves_what_it_saves() -> None:

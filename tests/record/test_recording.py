@@ -52,13 +52,13 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("build", SMALL)
 def test_the_trace_is_that_of_a_real_run_event_by_event(build: Callable[[], Step], options: dict[str, bool]) -> None:
-    hollow = record_step(build, exact=True, **options)
+    byteless = record_step(build, exact=True, **options)
     real = record_step(build, exact=True, real=True, **options)
-    assert made_and_sized(hollow) == made_and_sized(real)
+    assert made_and_sized(byteless) == made_and_sized(real)
     # Autocast frees its casts of the weights all at once, in an order of their addresses: so many events, each life one.
-    assert hollow.trace.peak_nbytes == real.trace.peak_nbytes
-    assert sorted(a.upper for a in hollow.trace.allocations) == sorted(a.upper for a in real.trace.allocations)
-    assert hollow.saved_nbytes == real.saved_nbytes
+    assert byteless.trace.peak_nbytes == real.trace.peak_nbytes
+    assert sorted(a.upper for a in byteless.trace.allocations) == sorted(a.upper for a in real.trace.allocations)
+    assert byteless.saved_nbytes == real.saved_nbytes
 
 
 @pytest.mark.parametrize("options", WAYS)

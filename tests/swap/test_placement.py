@@ -1,4 +1,4 @@
-"""Where a layer's bytes go by plan: within one storage of the fractions, kept ones untouched, gradients equal."""
+"""Bytes of a layer by plan: within one storage of the fractions, kept ones untouched, gradients equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a storage goes with the storage object, never with its address."""
+"""Records of a storage go with the storage object, never with its address."""
 
 from __future__ import annotations
 

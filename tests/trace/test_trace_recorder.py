@@ -1,4 +1,4 @@
-"""Where a trace is written: ranks that are given the same name never write the same file."""
+"""Files of traces: ranks that are given the same name never write the same file."""
 
 from __future__ import annotations
 

@@ -166,5 +166,5 @@ def test_an_empty_trace_has_figures(make_trace: MakeTrace) -> None:
 
 
 @pytest.mark.parametrize("plan", [None, 3, {}, {"predicted_peak_nbytes": 4}, {"predicted_peak_nbytes": {"host": "x"}}])
-def test_a_plan_that_foretells_nothing_is_no_prediction(plan: object) -> None:
+def test_a_plan_without_predicted_peaks_has_no_prediction(plan: object) -> None:
     assert prediction_of({"plan": plan}) == {}

@@ -1,4 +1,4 @@
-"""How many microbatches a rank holds of each chunk at a time: small orders by hand, and what is known of schedules."""
+"""Microbatches that a rank holds of each chunk at a time: small orders by hand, and what is known of schedules."""
 
 from __future__ import annotations
 

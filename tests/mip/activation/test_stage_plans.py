@@ -1,4 +1,4 @@
-"""A stage's part of a pipeline's plan is a plan of its own that keeps every rule, and foretells what the whole one does."""
+"""A stage's part of a pipeline's plan is a plan of its own that keeps every rule, and predicts what the whole plan does."""
 
 from __future__ import annotations
 

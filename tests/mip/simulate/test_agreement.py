@@ -32,11 +32,11 @@ SCALE = 1 << 20
 def assert_agreement(plan: ActivationPlan, simulation: Simulation, within: float = AGREEMENT) -> None:
     assert simulation.step_s == pytest.approx(plan.step_s, rel=within)
     require_within_budgets(simulation)
-    for stage, foretold in zip(simulation.stages, plan.stages, strict=True):
+    for stage, predicted in zip(simulation.stages, plan.stages, strict=True):
         for tier, nbytes in (
-            (Tier.DEVICE, foretold.peak_device_bytes),
-            (Tier.HOST, foretold.peak_host_bytes),
-            (Tier.DISK, foretold.peak_disk_bytes),
+            (Tier.DEVICE, predicted.peak_device_bytes),
+            (Tier.HOST, predicted.peak_host_bytes),
+            (Tier.DISK, predicted.peak_disk_bytes),
         ):
             assert stage.peak(tier).nbytes <= nbytes + 4 * len(plan.layers)
 

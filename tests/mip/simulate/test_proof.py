@@ -1,4 +1,4 @@
-"""No plan is used that does otherwise than it foretells."""
+"""Simulation of plans before their use: a plan whose step differs from its prediction is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every simulated step: bounds from below, budgets, link rates, order of states, determinism."""
+"""Properties of every simulated step: bounds from below, budgets, link rates, order of states, determinism."""
 
 from __future__ import annotations
 

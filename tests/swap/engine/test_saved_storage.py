@@ -1,4 +1,4 @@
-"""Which storages move, and as what they come back: views, parts, casts, and what is more than its bytes."""
+"""Storages that move, and their form when they come back: views, parts, casts, and tensors that are more than bytes."""
 
 from __future__ import annotations
 

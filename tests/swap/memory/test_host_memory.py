@@ -1,4 +1,4 @@
-"""What a process may still take of its machine, read from trees of files as kernels and container runtimes show them."""
+"""Memory that a process may still take, read from trees of files as kernels and container runtimes show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial finds between recomputed and saved bytes, against the formula on whole tensors; and what room it takes."""
+"""Difference between recomputed and saved bytes in a trial, against the formula on whole tensors; and its memory."""
 
 from __future__ import annotations
 

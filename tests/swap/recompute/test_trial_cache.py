@@ -1,4 +1,4 @@
-"""Which calls of a layer are tried out: each layer once, and at a new length one of each class. What is kept is bounded."""
+"""Trials of a layer's calls: each layer once, and at a new length one of each class; a bounded number is remembered."""
 
 from __future__ import annotations
 

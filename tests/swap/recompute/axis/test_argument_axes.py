@@ -1,4 +1,4 @@
-"""Which dimensions of an argument run over the tokens where others are as long: chosen by length and order, then proven."""
+"""Token axes of a layer's arguments where others are as long: chosen by length and order, then proven."""
 
 from __future__ import annotations
 

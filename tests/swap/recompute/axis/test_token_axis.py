@@ -1,4 +1,4 @@
-"""Where tokens lie in tensors and storages, against tensors whose every element is its token's number."""
+"""Token axes of tensors and storages, against tensors whose every element is its token's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of uninitialised memory operators have written, against a storage of which every byte is counted."""
+"""Bytes of uninitialised memory that operators have written, against a storage of which every byte is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which results a recompute at the middle level is given, which it leaves out, and which it computes again."""
+"""Results that a recompute at the middle level is given, those that it leaves out, and those that it computes again."""
 
 from __future__ import annotations
 

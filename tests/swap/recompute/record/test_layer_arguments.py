@@ -1,4 +1,4 @@
-"""What a layer is given and held for a second run: taken apart where that is safe, refused in a word where it is not."""
+"""Arguments of a layer, held for a second run: taken apart where that is safe, refused in a word where it is not."""
 
 from __future__ import annotations
 
