@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from memo.swap.placement import Placement as Placement
     from memo.swap.recompute.axis.operators import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
-    from memo.swap.recompute.rank_agreement import all_say as all_say, everyones as everyones
+    from memo.swap.recompute.rank_agreement import (
+        equal_on_all_ranks as equal_on_all_ranks,
+        gather_values as gather_values,
+    )
     from memo.swap.recompute.record.memoized import memoize as memoize
     from memo.swap.recompute.record.token_local_functions import token_local as token_local
     from memo.swap.recompute.token_wise import TokenWise as TokenWise
@@ -57,7 +60,7 @@ else:
             "placement": "Placement",
             "recompute.axis.operators": "is_attention",
             "recompute.axis.token_axis": "Axis",
-            "recompute.rank_agreement": "all_say everyones",
+            "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.record.memoized": "memoize",
             "recompute.record.token_local_functions": "token_local",
             "recompute.token_wise": "TokenWise",

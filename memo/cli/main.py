@@ -37,6 +37,7 @@ COMMANDS = {
     "trace": ("memo.cli.trace", "report, draw and compare traces of training runs"),
     "doctor": ("memo.cli.doctor", "measure this machine's GPU links, host memory and disks"),
 }
+WITH_SUBCOMMANDS = ("trace",)
 _ABOUT = "Activation memory manager for training transformers: keeps, moves or recomputes activations by a plan."
 
 # A later rank waits so long for the first rank of its node to report an error that both found.
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _prepare_streams()
     args = list(sys.argv[1:] if argv is None else argv)
-    who = f"memo {args[0]}" if args and args[0] in COMMANDS else "memo"
+    who = _name_of(args)
     try:
         code = _run(args)
         sys.stdout.flush()
@@ -113,6 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         print(f"{who}: cannot write: {error.strerror}", file=sys.stderr)
         return ExitCode.FAILURE
+
+
+def _name_of(args: Sequence[str]) -> str:
+    """Name of the command that messages begin with, with its subcommand."""
+    if not args or args[0] not in COMMANDS:
+        return "memo"
+    has_subcommand = args[0] in WITH_SUBCOMMANDS and len(args) > 1 and args[1].isalpha()
+    return " ".join(["memo", *args[: 1 + has_subcommand]])
 
 
 def _run(args: Sequence[str]) -> int:

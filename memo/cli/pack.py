@@ -178,8 +178,8 @@ def _parse_gap(text: str) -> float:
         gap = float(text.removesuffix("%")) / 100
     except ValueError:
         gap = -1.0
-    if not 0 <= gap < 100:
-        raise UsageError(f"--gap: cannot read {text!r}; write a percentage such as 1%")
+    if not 0 <= gap <= 1:
+        raise UsageError(f"--gap: {text!r} is not a percentage from 0% to 100%; write for instance 1%")
     return gap
 
 

@@ -28,7 +28,7 @@ from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
-from memo.parallel import PipelineOrder, everyones, group_of
+from memo.parallel import PipelineOrder, gather_values, group_of
 from memo.swap import (
     Engine,
     Group,
@@ -508,7 +508,7 @@ def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[
 
 
 def _all_gather(group: ProcessGroup | None) -> AllGather:
-    return single_rank if group is None or group.size() == 1 else functools.partial(everyones, group=group)
+    return single_rank if group is None or group.size() == 1 else functools.partial(gather_values, group=group)
 
 
 def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:

@@ -93,7 +93,7 @@ def own_part(plan: ActivationPlan, order: PipelineOrder | None) -> ActivationPla
     if order.stages != stages:
         raise PlanError(f"plan: it is for {stages} pipeline stages, and the schedule has {order.stages}")
     for stage in range(pipeline.stages):
-        if pipeline.places(stage) == list(order.own):
+        if pipeline.chunk_positions(stage) == list(order.own):
             _require_room(plan, stage, order)
             return extract_stage_plan(plan, stage)
     raise PlanError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         pass_through as pass_through,
     )
     from memo.parallel.pipeline_order import PipelineOrder as PipelineOrder
-    from memo.parallel.rank_agreement import everyones as everyones
+    from memo.parallel.rank_agreement import gather_values as gather_values
     from memo.parallel.ring_attention import Ring as Ring
     from memo.parallel.sequence_shards import SequenceShards as SequenceShards
     from memo.parallel.solo_rank import simulated_rank as simulated_rank
@@ -53,7 +53,7 @@ else:
             "layout": "ContextAttention Layout PipelineSchedule",
             "pipeline": "check_torch make_schedule pass_through",
             "pipeline_order": "PipelineOrder",
-            "rank_agreement": "everyones",
+            "rank_agreement": "gather_values",
             "ring_attention": "Ring",
             "sequence_shards": "SequenceShards",
             "solo_rank": "simulated_rank",

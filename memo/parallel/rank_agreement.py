@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.swap import all_say, everyones
+from memo.swap import equal_on_all_ranks, gather_values
 
-__all__ = ["agree", "everyones", "require_equal", "require_same_shape"]
+__all__ = ["agree", "gather_values", "require_equal", "require_same_shape"]
 
 _T = TypeVar("_T")
 
 
 def agree(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     """The value of the group's first rank, on every rank."""
-    return everyones(value, group)[0]
+    return gather_values(value, group)[0]
 
 
 def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -32,13 +32,13 @@ def require_same_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     Called before each forward, since collectives of tensors of different sizes are undefined. Compares on the device.
     """
     shape = tuple(tensor.shape)
-    if not all_say(shape, group, tensor.device):
+    if not equal_on_all_ranks(shape, group, tensor.device):
         require_equal(shape, group, what="the batch of ranks that compute each layer together")
 
 
 def require_equal(value: _T, group: dist.ProcessGroup | None = None, *, what: str) -> None:
     """Raises UsageError on every rank where ranks have different values; `what` names them in the message."""
-    said = everyones(value, group)
+    said = gather_values(value, group)
     other = next((index for index, theirs in enumerate(said) if theirs != said[0]), None)
     if other is not None:
         ranks = dist.get_process_group_ranks(group)

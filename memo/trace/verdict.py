@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from memo.events import Event, Lane, Span, Stall, StallCause, TensorState, Tier
-from memo.trace.figures import LaneStats, RankStats, StepStats
+from memo.events import Event, Lane, Span, Stall, StallCause, TensorState
+from memo.trace.figures import LaneStats, RankStats, StepStats, TierPeak
 from memo.trace.format import duration, percent, printable, rate
 from memo.trace.intervals import length, subtraction, union
 from memo.trace.reader import Trace
@@ -267,10 +267,14 @@ def _budget(evidence: Evidence) -> str | None:
 
 
 def _recompute(evidence: Evidence) -> str | None:
-    """Said only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes."""
+    """Said only where copying instead would be free: D2H and H2D mostly idle in their phase, and room for the bytes.
+
+    On a full device a layer that is not recomputed may not fit while it is whole, wherever its bytes go afterwards.
+    """
     stats = evidence.stats
-    lower = [peak for peak in stats.peaks if peak.tier is not Tier.DEVICE and peak.used_nbytes]
-    if lower and all(peak.budget_nbytes and peak.used_nbytes > TIGHT * peak.budget_nbytes for peak in lower):
+    device, *others = stats.peaks
+    lower = [peak for peak in others if peak.used_nbytes]
+    if _is_tight(device) or (lower and all(map(_is_tight, lower))):
         return None
     out, back = evidence.lane(Lane.D2H).forward_busy_percent, evidence.lane(Lane.H2D).backward_busy_percent
     if not evidence.notable(stats.recompute_ns) or stats.stall_ns or not out or not back or max(out, back) > 80:
@@ -279,6 +283,10 @@ def _recompute(evidence: Evidence) -> str | None:
         f"Recompute takes {duration(stats.recompute_ns)} while D2H is idle {percent(100 - out)} of the forward and "
         f"H2D {percent(100 - back)} of the backward: a larger share could be moved instead."
     )
+
+
+def _is_tight(peak: TierPeak) -> bool:
+    return peak.budget_nbytes is not None and peak.used_nbytes > TIGHT * peak.budget_nbytes
 
 
 def _plan(evidence: Evidence) -> str | None:

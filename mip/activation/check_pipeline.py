@@ -51,7 +51,7 @@ def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
         parts = 2 * pipeline.stages
         sizes = [count // parts + (1 if part < count % parts else 0) for part in range(parts)]
     bounds = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
-    return [range(bounds[place], bounds[place + 1]) for place in pipeline.places(stage)]
+    return [range(bounds[place], bounds[place + 1]) for place in pipeline.chunk_positions(stage)]
 
 
 def _next_backwards(turns: Sequence[Turn]) -> list[Turn | None]:

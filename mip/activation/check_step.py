@@ -27,10 +27,11 @@ class Walk:
     peak_layer: int | None = None
     """None: the embedding or the head."""
     host: float = 0.0
-    """Peak bytes; so are the next two."""
+    """Peak bytes in host memory."""
     disk: float = 0.0
+    """Peak bytes on disk."""
     rounding: float = 0.0
-    """Bytes that whole storages and pages may take of a tier beyond those."""
+    """Peak bytes that whole storages and pages may take of a tier beyond those."""
     written: float = 0.0
     """Bytes written to disk in one microbatch."""
 

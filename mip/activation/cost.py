@@ -115,10 +115,11 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     mine = [plans[index] for index in indices]
     traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
     kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
-    beside = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
+    recompute_extra_bytes = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
     host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
-    still = [layer.full_bytes + b - h - d for layer, b, h, d in zip(layers, beside, host, disk, strict=True)]
-    on_device = {"kept": kept, "beside": beside, "still": still}
+    whole = [layer.full_bytes + extra for layer, extra in zip(layers, recompute_extra_bytes, strict=True)]
+    unmoved = [w - h - d for w, h, d in zip(whole, host, disk, strict=True)]
+    on_device = {"kept": kept, "recompute_extra_bytes": recompute_extra_bytes, "unmoved": unmoved}
     stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic)
     chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls)
     return StagePrediction(
@@ -190,10 +191,10 @@ def _late(
 ) -> tuple[float, bool]:
     """Seconds by which a copy exceeds its window, and whether the link (not the disk) is slowest."""
     room_s = 0.0
-    if window.beside is not None:
-        layer = layers[window.beside]
+    if window.hidden_by is not None:
+        layer = layers[window.hidden_by]
         room_s = window.share * (layer.forward_s if window.kind is Kind.FORWARD else layer.backward_s)
-        room_s += plans[window.beside].recompute_s(layer) if window.recomputes else 0.0
+        room_s += plans[window.hidden_by].recompute_s(layer) if window.recomputes else 0.0
     link_s, disk_s = copy_s
     return window.times * (max(link_s, disk_s) - room_s), link_s >= disk_s
 

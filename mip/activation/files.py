@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan
 from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_plan_of
 from memo.mip.address.problem import Plan
@@ -81,7 +82,10 @@ def plan_from_json(text: str) -> ActivationPlan:
     Raises:
         PlanError: it is not in the format; the message names the key.
     """
-    return _parse(text, ActivationPlan, PLAN_FORMAT)
+    root = parse_json(text)
+    if root.get("format") == ADDRESS_PLAN_FORMAT:
+        raise PlanError("it is an address plan; an activation plan, written by memo plan, is needed")
+    return _decode_root(root, ActivationPlan, PLAN_FORMAT)
 
 
 def read_any_plan(path: Path_) -> ActivationPlan | Plan:

@@ -34,7 +34,7 @@ class Moment:
     """By chunk: number of other microbatches between forward and backward."""
     between: tuple[int, ...]
     """By chunk: number of other microbatches between the two halves of backward."""
-    standing: int | None = None
+    whole_chunk: int | None = None
     """The chunk whose last layer is whole; one of those that wait."""
     ahead: tuple[int, bool] | None = None
     """The chunk of which a layer is read ahead, one of those that wait or are between; and whether that is its first
@@ -58,7 +58,7 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
         chunks: number of the rank's chunks.
     """
     waiting, between = [0] * chunks, [0] * chunks
-    latest: tuple[int, int] | None = None  # whose last layer stands whole
+    latest: tuple[int, int] | None = None  # whose last layer is whole
     found: dict[Moment, None] = {}
     read_ahead = _read_ahead(turns)
     for at, turn in enumerate(turns):
@@ -75,7 +75,7 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
                 kind=Kind.BACKWARD if alike else turn.kind,
                 waiting=tuple(waiting),
                 between=tuple(between),
-                standing=None if latest is None else latest[0],
+                whole_chunk=None if latest is None else latest[0],
                 ahead=None if ahead is None else (ahead.chunk, ahead.kind is Kind.WEIGHT),
             )
         ] = None
@@ -100,7 +100,12 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
 
 
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = (other.chunk, other.kind, other.standing, other.ahead) == (one.chunk, one.kind, one.standing, one.ahead)
+    alike = (other.chunk, other.kind, other.whole_chunk, other.ahead) == (
+        one.chunk,
+        one.kind,
+        one.whole_chunk,
+        one.ahead,
+    )
     return alike and _at_least(other.waiting + other.between, one.waiting + one.between)
 
 
@@ -139,7 +144,7 @@ class TurnCopy:
 
     turn: tuple[int, Kind]
     """(chunk, kind) of the turn whose layer is copied: a forward's last layer out, a backward's first layer in."""
-    beside: tuple[int, Kind] | None
+    hidden_by: tuple[int, Kind] | None
     """The next forward (its first layer), or the previous backward (its last); None if nothing hides the copy."""
     times: int
     """Number of such copies in a step."""
@@ -170,7 +175,7 @@ def copies_between_turns(turns: tuple[Turn, ...]) -> tuple[TurnCopy, ...]:
         if away:
             counts[_key(turn), _key(turns[latest]) if latest is not None and in_time else None] += 1
         latest = at
-    return tuple(TurnCopy(turn=turn, beside=beside, times=times) for (turn, beside), times in counts.items())
+    return tuple(TurnCopy(turn=turn, hidden_by=hidden_by, times=times) for (turn, hidden_by), times in counts.items())
 
 
 def _key(turn: Turn) -> tuple[int, Kind]:

@@ -7,14 +7,15 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
 
     (1)  sum_l x_l = 1                                       levels
     (2)  S = fixed + sum_l x_l saved_l;  K = S - h - d >= 0  what is saved, what of it is kept
-    (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, the slowest sets the pace
+    (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
+                                                             as long as the slowest
     (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
     (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
-    (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + still(p, j) (full_j + G_j - h_j - d_j) <= device
+    (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + unmoved(p, j) (full_j + G_j - h_j - d_j) <= device
          at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept
-         is (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that stand whole
+         is (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that are whole
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -82,7 +83,7 @@ class _Group:
     disk: pulp.LpVariable | int
     saved: pulp.LpAffineExpression
     recompute: pulp.LpAffineExpression
-    beside: pulp.LpAffineExpression
+    recompute_extra_bytes: pulp.LpAffineExpression
     """G: bytes that its recompute is given and autograd does not save."""
 
     @property
@@ -124,16 +125,16 @@ class Model:
         self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
         self._relaxed = relaxed
         self._prices = pulp.LpAffineExpression()
-        self._pace = self._program.add_variable("T", 0, None)
+        self._slowest_stage = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
-        self._stills: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
         for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
             self._node_rows(range(first, first + problem.pipeline.stages_per_node))
-        step = self._total + (problem.pipeline.microbatches - 1) * self._pace
+        step = self._total + (problem.pipeline.microbatches - 1) * self._slowest_stage
         self._program += step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
@@ -156,8 +157,8 @@ class Model:
     @property
     def step_s(self) -> float:
         """Time of a step in the solution, before rounding."""
-        pace = (self.problem.pipeline.microbatches - 1) * float(self._pace.varValue or 0.0)
-        return (float(pulp.value(self._total)) + pace) * self._second
+        further = (self.problem.pipeline.microbatches - 1) * float(self._slowest_stage.varValue or 0.0)
+        return (float(pulp.value(self._total)) + further) * self._second
 
     @property
     def excess_bytes(self) -> float:
@@ -235,7 +236,7 @@ class Model:
                 + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
             ),
             recompute=pulp.lpSum(x[known.level] * (known.recompute_s / self._second) for known in layer.levels),
-            beside=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
+            recompute_extra_bytes=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
         )
         if to_host or to_disk:
             # (2)
@@ -258,7 +259,7 @@ class Model:
         self._total += total
         if self.problem.pipeline.microbatches > 1:
             # (3)
-            self._program += self._pace >= total
+            self._program += self._slowest_stage >= total
 
     def _hidden(
         self, stage: int, windows: Iterable[Window], row: Callable[[_Group, _Group | None, Window], pulp.LpVariable]
@@ -271,8 +272,8 @@ class Model:
             moving = group_of[window.moving]
             if isinstance(moving.host, int) and isinstance(moving.disk, int):
                 continue
-            beside = None if window.beside is None else group_of[window.beside].members[0]
-            key = (moving.members[0], beside, window.kind)
+            hiding = None if window.hidden_by is None else group_of[window.hidden_by].members[0]
+            key = (moving.members[0], hiding, window.kind)
             times[key] += window.times  # type: ignore[assignment]  # counts of turns are fractions of microbatches
             first.setdefault(key, window)
         return [
@@ -280,24 +281,24 @@ class Model:
             for key, window in first.items()
         ]
 
-    def _copy_out(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
+    def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
         rates = self._rates
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
-        forward = 0.0 if beside is None else beside.layer.forward_s / self._second
+        forward = 0.0 if hiding is None else hiding.layer.forward_s / self._second
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
-        return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, beside, window))
+        return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, hiding, window))
 
-    def _copy_in(self, moving: _Group, beside: _Group | None, window: Window) -> pulp.LpVariable:
+    def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
         rates = self._rates
         backward: pulp.LpAffineExpression | float = 0.0
-        if beside is not None:
-            backward = window.share * beside.layer.backward_s / self._second
-            backward += beside.recompute if window.recomputes else 0.0
+        if hiding is not None:
+            backward = window.share * hiding.layer.backward_s / self._second
+            backward += hiding.recompute if window.recomputes else 0.0
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
-        return self._copy(moving, *lane, backward, Resource.COPY_IN, name=_name(moving, beside, window))
+        return self._copy(moving, *lane, backward, Resource.COPY_IN, name=_name(moving, hiding, window))
 
     def _copy(
         self,
@@ -326,28 +327,29 @@ class Model:
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
-                kept, whole, still = (
+                kept, whole, unmoved = (
                     sum(counts[member] for member in group.members)
-                    for counts in (candidate.kept, candidate.whole, candidate.still)
+                    for counts in (candidate.kept, candidate.whole, candidate.unmoved)
                 )
-                used += kept * group.kept + whole * group.beside
-                used += still * self._still(group) if still else 0
+                used += kept * group.kept + whole * group.recompute_extra_bytes
+                used += unmoved * self._unmoved(group) if unmoved else 0
             room = (device - candidate.resident_bytes) / self._byte
             # (6)
             self._budget(used, room, Resource.DEVICE, f"at {candidate.name}")
 
-    def _still(self, group: _Group) -> pulp.LpAffineExpression:
+    def _unmoved(self, group: _Group) -> pulp.LpAffineExpression:
         """Bytes that do not move, recomputed or not; an upper bound that also holds after tokens are rounded down."""
-        whole, moved = group.layer.full_bytes / self._byte + group.beside, group.host + group.disk
+        whole, moved = group.layer.full_bytes / self._byte + group.recompute_extra_bytes, group.host + group.disk
         if isinstance(moved, int):
             return whole
         key = (group.stage, group.members[0])
-        if key not in self._stills:
+        if key not in self._unmoved_bytes:
             lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
-            still = self._stills[key] = self._program.add_variable(f"still_{group.stage}_{group.members[0]}", 0, None)
-            self._program += still >= whole - moved
-            self._program += still >= whole - group.saved + lost
-        return pulp.LpAffineExpression(self._stills[key])
+            name = f"unmoved_{group.stage}_{group.members[0]}"
+            unmoved = self._unmoved_bytes[key] = self._program.add_variable(name, 0, None)
+            self._program += unmoved >= whole - moved
+            self._program += unmoved >= whole - group.saved + lost
+        return pulp.LpAffineExpression(self._unmoved_bytes[key])
 
     def _held(self, stage: int, tier: Resource) -> pulp.LpAffineExpression:
         """Peak bytes of a lower tier that one rank of a stage holds."""
@@ -430,18 +432,18 @@ class Model:
         )
 
 
-def _name(moving: _Group, beside: _Group | None, window: Window) -> str:
+def _name(moving: _Group, hiding: _Group | None, window: Window) -> str:
     """Name of one kind of copy; within a chunk the moving layer identifies it."""
     name = f"{moving.stage}_{moving.members[-1]}"
-    if window.beside == window.moving + 1 and moving.chunk == (beside or moving).chunk:
+    if window.hidden_by == window.moving + 1 and moving.chunk == (hiding or moving).chunk:
         return name
-    return f"{name}_{window.kind}_{'' if beside is None else beside.members[0]}"
+    return f"{name}_{window.kind}_{'' if hiding is None else hiding.members[0]}"
 
 
 def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:
     """Candidates that no other one dominates."""
     found: list[PeakCandidate] = []
-    for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.still), -p.resident_bytes)):
+    for candidate in sorted(candidates, key=lambda p: (-sum(p.kept) - sum(p.unmoved), -p.resident_bytes)):
         if not any(other.dominates(candidate) for other in found):
             found.append(candidate)
     return found

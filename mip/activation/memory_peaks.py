@@ -33,20 +33,22 @@ class PeakCandidate:
     """By layer of the stage: number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
     """By layer: number that hold it whole, where its recompute is then also given bytes."""
-    still: tuple[int, ...]
+    unmoved: tuple[int, ...]
     """By layer: number that hold all of it but the moved bytes."""
 
-    def nbytes(self, *, kept: Sequence[float], beside: Sequence[float], still: Sequence[float]) -> float:
+    def nbytes(
+        self, *, kept: Sequence[float], recompute_extra_bytes: Sequence[float], unmoved: Sequence[float]
+    ) -> float:
         """Bytes on the device, given the bytes of each layer by kind."""
-        counted = ((self.kept, kept), (self.whole, beside), (self.still, still))
+        counted = ((self.kept, kept), (self.whole, recompute_extra_bytes), (self.unmoved, unmoved))
         return self.resident_bytes + sum(
             count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
         )
 
     def dominates(self, other: PeakCandidate) -> bool:
         """Whether this candidate holds at least as much of everything as the other."""
-        mine = (*self.kept, *self.whole, *self.still, self.resident_bytes)
-        others = (*other.kept, *other.whole, *other.still, other.resident_bytes)
+        mine = (*self.kept, *self.whole, *self.unmoved, self.resident_bytes)
+        others = (*other.kept, *other.whole, *other.unmoved, other.resident_bytes)
         return all(a >= b for a, b in zip(mine, others, strict=True))
 
 
@@ -72,7 +74,7 @@ class _Residence(enum.Enum):
 
     KEPT = enum.auto()
     WHOLE = enum.auto()
-    STILL = enum.auto()
+    UNMOVED = enum.auto()
 
 
 class _Tally:
@@ -136,10 +138,10 @@ class _MomentPeaks:
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
             for number in chunk:
                 tally.add(number, _Residence.KEPT, waiting)
-                tally.add(number, _Residence.STILL, between)
+                tally.add(number, _Residence.UNMOVED, between)
                 tally.resident_bytes += between * self._layers[number].between_bytes
-        if moment.standing is not None:
-            tally.turn(self._chunks[moment.standing][-1], _Residence.KEPT)
+        if moment.whole_chunk is not None:
+            tally.turn(self._chunks[moment.whole_chunk][-1], _Residence.KEPT)
         return tally
 
     def candidates(self) -> Iterator[PeakCandidate]:
@@ -153,10 +155,10 @@ class _MomentPeaks:
         for number in own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
-            beside = self._layers[number].transient_bytes + heads_own
+            resident = self._layers[number].transient_bytes + heads_own
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
-                beside += sum(layer.between_bytes for layer in self._layers[number : own.stop])
-            yield self._at(f"layer {self._indices[number]}", beside, self._running(whole), ends_turn=ends_turn)
+                resident += sum(layer.between_bytes for layer in self._layers[number : own.stop])
+            yield self._at(f"layer {self._indices[number]}", resident, self._running(whole), ends_turn=ends_turn)
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))
             yield self._at("the head", self._head.saved_bytes + self._head.transient_bytes, running)
@@ -170,7 +172,7 @@ class _MomentPeaks:
             elif number < whole.start and self._moment.kind is not Kind.WEIGHT:
                 found[number] = _Residence.KEPT
             elif number >= whole.stop and self._moment.kind in (Kind.INPUT, Kind.WEIGHT):
-                found[number] = _Residence.STILL
+                found[number] = _Residence.UNMOVED
         return found
 
     def _at(
@@ -184,5 +186,5 @@ class _MomentPeaks:
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]
             if number < len(self._layers) - 1:  # the last layer does not move, and needs no reading
-                tally.turn(number, _Residence.STILL if second_half else _Residence.KEPT)
+                tally.turn(number, _Residence.UNMOVED if second_half else _Residence.KEPT)
         return tally.candidate(name)

@@ -27,7 +27,7 @@ class Window:
 
     moving: int
     """The layer that is copied."""
-    beside: int | None
+    hidden_by: int | None
     """The layer whose work runs meanwhile; None if nothing does."""
     kind: Kind
     """The pass of that layer."""
@@ -51,7 +51,7 @@ def copies_out(problem: ActivationProblem, stage: int) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""
     for chunk, layers in enumerate(_numbers(problem, stage)):
         for number in layers[:-1]:
-            yield Window(moving=number, beside=number + 1, kind=Kind.FORWARD, times=1.0, waits=(chunk, Kind.FORWARD))
+            yield Window(moving=number, hidden_by=number + 1, kind=Kind.FORWARD, times=1.0, waits=(chunk, Kind.FORWARD))
     yield from _at_turns(problem, stage, forward=True)
 
 
@@ -61,9 +61,9 @@ def copies_in(problem: ActivationProblem, stage: int) -> Iterator[Window]:
         split = problem.pipeline.splits(stage, chunk)
         kind = Kind.INPUT if split else Kind.BACKWARD
         for number in layers[:-1]:
-            yield Window(moving=number, beside=number + 1, kind=kind, times=1.0, waits=(chunk, kind))
+            yield Window(moving=number, hidden_by=number + 1, kind=kind, times=1.0, waits=(chunk, kind))
         for number in layers[1:] if split else ():
-            yield Window(moving=number, beside=number - 1, kind=Kind.WEIGHT, times=1.0, waits=(chunk, Kind.WEIGHT))
+            yield Window(moving=number, hidden_by=number - 1, kind=Kind.WEIGHT, times=1.0, waits=(chunk, Kind.WEIGHT))
     yield from _at_turns(problem, stage, forward=False)
 
 
@@ -76,17 +76,17 @@ def _at_turns(problem: ActivationProblem, stage: int, *, forward: bool) -> Itera
         chunk, kind = copy.turn
         if (kind is Kind.FORWARD) is not forward:
             continue
-        beside, besides_kind = None, Kind.FORWARD
-        if copy.beside is not None:
-            besides_chunk, besides_kind = copy.beside
-            at_start = besides_kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
-            beside = layers[besides_chunk][0 if at_start else -1]
+        hidden_by, hiding_kind = None, Kind.FORWARD
+        if copy.hidden_by is not None:
+            hiding_chunk, hiding_kind = copy.hidden_by
+            at_start = hiding_kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
+            hidden_by = layers[hiding_chunk][0 if at_start else -1]
         yield Window(
             moving=layers[chunk][0 if kind is Kind.WEIGHT else -1],
-            beside=beside,
-            kind=besides_kind,
+            hidden_by=hidden_by,
+            kind=hiding_kind,
             times=copy.times / problem.pipeline.microbatches,
-            waits=(copy.beside or copy.turn) if forward else (chunk, kind),
+            waits=(copy.hidden_by or copy.turn) if forward else (chunk, kind),
         )
 
 

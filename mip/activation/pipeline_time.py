@@ -24,9 +24,9 @@ def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> flo
         return _in_turns(pipeline, stages)
     ahead = max(pipeline.stages, pipeline.in_flight(0))
     shown = min(pipeline.microbatches, 4 * ahead)  # from there on each further one takes the slowest stage's time
-    pace = max(stage.microbatch_s for stage in stages)
+    slowest_stage_s = max(stage.microbatch_s for stage in stages)
     first = _one_chunk_each(dataclasses.replace(pipeline, microbatches=shown), stages)
-    return first + (pipeline.microbatches - shown) * pace
+    return first + (pipeline.microbatches - shown) * slowest_stage_s
 
 
 def _one_chunk_each(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
@@ -37,7 +37,7 @@ def _one_chunk_each(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> fl
         for number, stage in enumerate(stages):
             backwards, forwards = done[number]
             while (at := len(backwards) + len(forwards)) < len(orders[number]):
-                forward = orders[number][at]
+                forward = orders[number][at] is Kind.FORWARD
                 giver = number - 1 if forward else number + 1
                 if 0 <= giver < count:
                     given, mine = done[giver][forward], done[number][forward]
@@ -53,7 +53,7 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
     count, last = len(stages), pipeline.chunks * len(stages) - 1
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
-    places = [pipeline.places(stage) for stage in range(count)]
+    places = [pipeline.chunk_positions(stage) for stage in range(count)]
     ends: dict[tuple[int, bool, int], float] = {}  # by place, forward or the backward others wait for, and microbatch
     while any(done < len(order) for done, order in zip(at, orders, strict=True)):
         for number, stage in enumerate(stages):

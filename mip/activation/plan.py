@@ -80,10 +80,11 @@ class Budgets:
     device_bytes: int
     """Memory of one GPU, for everything that training holds there, parameters included."""
     host_bytes: int = 0
-    """Per node, shared by its ranks, as are the next two. 0 turns the tier off."""
+    """Host memory of a node, shared by its ranks; 0 turns the tier off."""
     disk_bytes: int = 0
+    """Disk space of a node, shared by its ranks; 0 turns the tier off."""
     disk_wear_bytes_per_day: float | None = None
-    """Bytes written in a day of training without stalls; None is without limit."""
+    """Bytes that a node may write in a day of training without stalls; None is without limit."""
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class Pipeline:
         """Number of chunks of each stage."""
         return self.schedule.stages_per_rank if self.own is None else len(self.own.layers)
 
-    def places(self, stage: int) -> list[int]:
+    def chunk_positions(self, stage: int) -> list[int]:
         """Position of each of a stage's chunks in the pipeline's order of layers."""
         return list(range(self.chunks)) if self.own is not None else self.schedule.stages_of(stage, self.stages)
 
@@ -187,19 +188,21 @@ class Pipeline:
             return self.microbatches
         return min(self.microbatches, self.stages - stage) if self.held is None else self.held
 
-    def order(self, stage: int) -> Iterator[bool]:
-        """Passes of a stage of one chunk, in order: True for the next microbatch's forward, False for its backward."""
+    def order(self, stage: int) -> Iterator[Kind]:
+        """Passes of a stage of one chunk, in order: the forward of the next microbatch, or its backward."""
         ahead = self.in_flight(stage)
-        yield from [True] * ahead
-        yield from [False, True] * (self.microbatches - ahead)
-        yield from [False] * ahead
+        yield from [Kind.FORWARD] * ahead
+        yield from [Kind.BACKWARD, Kind.FORWARD] * (self.microbatches - ahead)
+        yield from [Kind.BACKWARD] * ahead
 
     def moments(self, stage: int) -> tuple[Moment, ...]:
         """Moments at which the stage may hold most. With one chunk, that is a backward with all others in flight."""
         if self.chunks > 1:
             return moments_of(self.turns(stage), self.chunks)
         others = self.in_flight(stage) - 1
-        return (Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), standing=0 if others else None),)
+        return (
+            Moment(chunk=0, kind=Kind.BACKWARD, waiting=(others,), between=(0,), whole_chunk=0 if others else None),
+        )
 
     def peak_in_flight(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Maximal numbers of microbatches in flight, by chunk; several where no moment has most of every chunk."""
@@ -244,7 +247,7 @@ def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:
         share, more = divmod(count, pipeline.stages * pipeline.chunks)
         sizes = [share + (place < more) for place in range(pipeline.stages * pipeline.chunks)]
     ends = list(itertools.accumulate(sizes))
-    return tuple(range(ends[place] - sizes[place], ends[place]) for place in pipeline.places(stage))
+    return tuple(range(ends[place] - sizes[place], ends[place]) for place in pipeline.chunk_positions(stage))
 
 
 def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:
@@ -328,14 +331,18 @@ class StagePrediction:
     forward_s: float
     """Time of the forward, stalls included."""
     stall_d2h_s: float = 0.0
-    """Compute waiting for a copy out, where the link is slowest; the next three likewise for their lanes."""
+    """Compute waiting for a copy out, where the link is slowest."""
     stall_disk_write_s: float = 0.0
+    """Compute waiting for a copy out, where the disk is slowest."""
     stall_h2d_s: float = 0.0
+    """Compute waiting for a copy in, where the link is slowest."""
     stall_disk_read_s: float = 0.0
+    """Compute waiting for a copy in, where the disk is slowest."""
     peak_device_bytes: int
     peak_host_bytes: int = 0
-    """For all microbatches in flight; so is the disk's."""
+    """For all microbatches in flight."""
     peak_disk_bytes: int = 0
+    """For all microbatches in flight."""
     disk_written_bytes: int = 0
     """Per step."""
     chunks: tuple[ChunkPrediction, ...] | None = None

@@ -31,6 +31,8 @@ UNIFORM_PRICE = 1e-4
 
 GIB = 1 << 30
 MOST_BINDING = 4
+MOST_LAYERS = 16
+_AT_LAYER = "at layer "
 ALMOST_ALL = 1e-6
 """Fraction of a layer's tokens above which all are taken to be saved."""
 LEAST_SAVING = 1e-6
@@ -140,9 +142,22 @@ def _binding_texts(limits: list[Limit], step_s: float) -> tuple[str, ...]:
     for limit in limits:
         key = (limit.resource, limit.where)
         saving[key] = saving.get(key, 0.0) + limit.saving
-    ranked = sorted(saving.items(), key=lambda item: (-_worth(item[0][0], item[1]), item[0]))
-    worthy = [item for item in ranked if _worth(item[0][0], item[1]) > LEAST_SAVING * step_s]
-    return tuple(_binding_text(*key, worth) for key, worth in worthy[:MOST_BINDING])
+    worthy = {key: value for key, value in saving.items() if _worth(key[0], value) > LEAST_SAVING * step_s}
+    device = {key: worthy.pop(key) for key in list(worthy) if key[0] is Resource.DEVICE}
+    if device:  # a larger budget loosens all of them at once
+        worthy[Resource.DEVICE, _places([where for _, where in device])] = sum(device.values())
+    ranked = sorted(worthy.items(), key=lambda item: (-_worth(item[0][0], item[1]), item[0]))
+    return tuple(_binding_text(*key, value) for key, value in ranked[:MOST_BINDING])
+
+
+def _places(where: list[str]) -> str:
+    """Joins places on the device, such as `at layer 3`: the layers' numbers in order, then the embedding or the head."""
+    numbers = sorted({int(place.removeprefix(_AT_LAYER)) for place in where if place.startswith(_AT_LAYER)})
+    others = sorted({place for place in where if not place.startswith(_AT_LAYER)})
+    if numbers:
+        shown = ", ".join(map(str, numbers[:MOST_LAYERS])) + (", ..." if len(numbers) > MOST_LAYERS else "")
+        others.insert(0, f"at layer{'s' * (len(numbers) > 1)} {shown}")
+    return " and ".join(others)
 
 
 def _worth(resource: Resource, saving: float) -> float:

@@ -243,10 +243,7 @@ def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
     notes: list[Notes] = []
     try:
         header = [cell.strip() for cell in next(rows, [])]
-        known = {*CSV_REQUIRED, *CSV_OPTIONAL, *NOTES}
-        if not set(CSV_REQUIRED) <= set(header) <= known or len(set(header)) != len(header):
-            wanted = f"{','.join(CSV_REQUIRED)} and any of {','.join(CSV_OPTIONAL)}"
-            raise PlanError(f"the columns are {','.join(header)[:120]!r}, not {wanted}")
+        _check_header(header)
         for row in rows:
             if row:
                 buffers.append(_buffer_of_row(header, row, f"line {rows.line_num}"))
@@ -256,6 +253,18 @@ def _annotated_csv(text: str) -> tuple[Problem, tuple[Notes, ...]]:
     except csv.Error as error:
         raise PlanError(f"line {rows.line_num}: not CSV: {error}") from None
     return Problem(buffers=tuple(buffers)), tuple(notes)
+
+
+def _check_header(header: list[str]) -> None:
+    for name in CSV_REQUIRED:
+        if name not in header:
+            raise PlanError(f"column {name!r} is missing")
+    for name in header:
+        if name not in (*CSV_REQUIRED, *CSV_OPTIONAL, *NOTES):
+            known = ", ".join((*CSV_REQUIRED, *CSV_OPTIONAL))
+            raise PlanError(f"column {name[:80]!r} is unknown; the columns are {known}")
+        if header.count(name) > 1:
+            raise PlanError(f"column {name!r} appears twice")
 
 
 def _notes_of_row(header: list[str], row: list[str], where: str) -> Notes:

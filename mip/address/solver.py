@@ -20,6 +20,7 @@ from memo.mip.address.instance import make_instance
 from memo.mip.address.lower_bound import peak
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import ArenaPlan, Buffer, Plan, Problem, Status
+from memo.units import format_bytes
 
 __all__ = ["Method", "Progress", "solve"]
 
@@ -174,22 +175,22 @@ class _ArenaWork:
 
     def _no_plan(self, *, proven: bool) -> Infeasible | SolverTimeout:
         solver, unit, capacity = self._solver, self._instance.unit, self._capacity or 0
-        known = f"; {solver.upper * unit} bytes are known to do" if solver.upper else ""
+        known = f"; {_bytes(solver.upper * unit)} are known to do" if solver.upper else ""
+        least = _bytes(solver.lower * unit)
         if not proven:
-            least = solver.lower * unit
             return SolverTimeout(
-                f"arena {self._name!r}: no plan within {capacity} bytes was found in time (no plan can be below "
-                f"{least} bytes{known}); give it more time or a larger capacity"
+                f"arena {self._name!r}: no plan within {_bytes(capacity)} was found in time (no plan can be below "
+                f"{least}{known}); give it more time or a larger capacity"
             )
         at, load = peak(self._buffers, alignment=self._problem.alignment)
         if load > capacity:
             words = (
-                f"at instant {at} the live buffers need {load} bytes, "
-                f"{load - capacity} more than its capacity of {capacity}"
+                f"at instant {at} the live buffers need {_bytes(load)}, "
+                f"{_bytes(load - capacity)} more than its capacity of {_bytes(capacity)}"
             )
         else:
-            words = f"no placement is within {capacity} bytes, though at most {load} are live at once"
-        return Infeasible(f"arena {self._name!r}: {words}; it takes at least {solver.lower * unit} bytes{known}")
+            words = f"no placement is within {_bytes(capacity)}, though at most {_bytes(load)} are live at once"
+        return Infeasible(f"arena {self._name!r}: {words}; it takes at least {least}{known}")
 
     def _report(self, solver: ArenaSolver) -> None:
         if self._progress is not None:
@@ -230,3 +231,8 @@ def _rounded(nbytes: int, alignment: int) -> int:
 
 def _meet(one: Buffer, other: Buffer) -> bool:
     return any(a < d and c < b for a, b in one.spans() for c, d in other.spans())
+
+
+def _bytes(nbytes: int) -> str:
+    """The exact number, and from a KiB on what it is in binary units."""
+    return f"{nbytes} bytes" if nbytes < 1024 else f"{nbytes} bytes ({format_bytes(nbytes)})"

@@ -36,25 +36,30 @@ class Hardware:
     peak_flops: float
     """FLOP/s in dense bfloat16."""
     matmul_efficiency: float
-    """Fraction of the peak that large matrix products reach; the next one is of the fused attention kernel."""
+    """Fraction of the peak that large matrix products reach."""
     attention_efficiency: float
+    """Fraction of the peak that the fused attention kernel reaches."""
     device_bytes: int
     hbm_bytes_per_s: float
     d2h_bytes_per_s: float
-    """One GPU alone to host memory; the next two are the way back, and the sum of both at once."""
+    """One GPU alone to host memory."""
     h2d_bytes_per_s: float
+    """One GPU alone from host memory."""
     duplex_bytes_per_s: float
+    """One GPU alone, the sum of both directions at once."""
     node_d2h_bytes_per_s: float
-    """All GPUs of a node together, in each direction; switches, sockets and host memory may limit their sum."""
+    """All GPUs of a node together to host memory; switches, sockets and host memory may limit their sum."""
     node_h2d_bytes_per_s: float
+    """All GPUs of a node together from host memory; switches, sockets and host memory may limit their sum."""
     nvlink_bytes_per_s: float
     """One GPU to its peers in the node, in one direction."""
     gpus_per_node: int
     host_bytes: int
     """Host memory of a node."""
     disk_write_bytes_per_s: float = 0.0
-    """All disks of a node together; 0: there is none."""
+    """Writes to all disks of a node together; 0: there is none."""
     disk_read_bytes_per_s: float = 0.0
+    """Reads from all disks of a node together; 0: there is none."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"hardware {self.name[:80]!r}")

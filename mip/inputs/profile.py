@@ -112,20 +112,21 @@ class LayerProfile:
     """Floating-point operations that are executed; of causal attention, half the square."""
     backward_flops: float = 0.0
     attention_flops: float = 0.0
-    """The part of `forward_flops` in attention scores, which alone grows with the square of the length; the next one is
-    their part of `forward_s`."""
+    """The part of `forward_flops` in attention scores, which alone grows with the square of the length."""
     attention_s: float = 0.0
+    """The part of `forward_s` in attention scores."""
     forward_transient_bytes: int = 0
-    """Peak bytes of forward beside what it saves; the next one likewise of backward."""
+    """Peak bytes of forward beside what it saves."""
     backward_transient_bytes: int = 0
+    """Peak bytes of backward beside what forward saved."""
     between_bytes: int = 0
     """Gradients that the first half of a split backward leaves for the second; 0 where they are counted elsewhere."""
     static_bytes: int = 0
     """This rank's part of the layer's parameters, gradients and optimizer state."""
     storages: int = 0
-    """Number of storages that a tier must place, at the level with the most; this and the next are 0 where unknown."""
+    """Number of storages that a tier must place, at the level with the most; 0 where unknown."""
     largest_storage_bytes: int = 0
-    """The largest at any level; a storage goes to one tier whole."""
+    """Bytes of the largest storage at any level, which goes to one tier whole; 0 where unknown."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")

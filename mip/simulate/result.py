@@ -57,8 +57,9 @@ class LayerWork:
     nbytes: Mapping[Part, int]
     """By part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
     forward_transient_nbytes: int = 0
-    """Peak bytes of its forward beside what it saves; the next one likewise of backward."""
+    """Peak bytes of its forward beside what it saves."""
     backward_transient_nbytes: int = 0
+    """Peak bytes of its backward beside what its forward saved."""
     between_nbytes: int = 0
     """Gradients held between the halves of its backward."""
 

@@ -209,7 +209,7 @@ def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
     ends = -1 if pipeline.own is not None else pipeline.chunks * len(stages)
     while any(waiting):
         for number, stage in enumerate(stages):
-            places = pipeline.places(number)
+            places = pipeline.chunk_positions(number)
             while waiting[number]:
                 turn = waiting[number][0]
                 forward = turn.kind is Kind.FORWARD

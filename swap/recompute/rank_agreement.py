@@ -19,13 +19,13 @@ from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.axis.operators import group_of
 from memo.swap.tensor_kinds import are_wrapped
 
-__all__ = ["Hearing", "Ranks", "all_say", "everyones"]
+__all__ = ["Hearing", "Ranks", "equal_on_all_ranks", "gather_values"]
 
 _T = TypeVar("_T")
 _Told = Mapping[str, tuple[str, str | None]]  # by layer: what this rank was told of it, and what is known against it
 
 
-def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+def gather_values(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Gathers one value of each rank, in the order of the group (None: all ranks). Values are pickled. A collective call."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
@@ -36,7 +36,7 @@ def everyones(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     return cast("list[_T]", said)
 
 
-def all_say(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
+def equal_on_all_ranks(value: object, group: dist.ProcessGroup, device: torch.device) -> bool:
     """True when `value` has the same text on every rank; exchanges one hash each. A collective call."""
     if _is_fake(group):
         return True
@@ -120,7 +120,7 @@ class Ranks:
         """True when all ranks of the layer's groups have the same `value`. A collective call."""
         same = True
         for group in self._groups.get(layer, ()):
-            answers = everyones((value, same), group)
+            answers = gather_values((value, same), group)
             same = all(answer == (value, True) for answer in answers)
         return same
 
@@ -142,7 +142,7 @@ class Ranks:
                 for layer, groups_ in self._groups.items()
                 if group in groups_
             }
-            if not all_say((sorted(ours.items()), given), group, self._device):
+            if not equal_on_all_ranks((sorted(ours.items()), given), group, self._device):
                 self._compare(ours, given, group)
         return before - set(self.disagreed)
 
@@ -154,7 +154,7 @@ class Ranks:
         """
         said = (reason, _digest(form))
         for group in self._groups.get(layer, ()):
-            answers = everyones(said, group)
+            answers = gather_values(said, group)
             ranks = dist.get_process_group_ranks(group)
             for rank, (theirs, digest) in zip(ranks, answers, strict=True):
                 if theirs is not None:
@@ -178,7 +178,7 @@ class Ranks:
 
     def _compare(self, ours: _Told, given: str, group: dist.ProcessGroup) -> None:
         """Records layers whose settings differ between ranks of the group or of their other groups; all if shapes differ."""
-        answers = everyones((dict(ours), given), group)
+        answers = gather_values((dict(ours), given), group)
         ranks = dist.get_process_group_ranks(group)
         shapes = _difference([shape for _, shape in answers], ranks, "was given", "give all batches of one shape")
         for layer in ours:

@@ -37,7 +37,7 @@ class Together:
         self._meeting = threading.Barrier(ranks, timeout=30)
         self._said: list[Any] = [None] * ranks
 
-    def everyones(self, rank: int) -> Any:
+    def all_gather(self, rank: int) -> Any:
         def said(value: Any) -> list[Any]:
             self._said[rank] = value
             self._meeting.wait()
@@ -50,7 +50,7 @@ class Together:
 
 def run_together(machines: Sequence[Machine], steps: int) -> list[AutoPlan]:
     group = Together(len(machines))
-    autos = [AutoPlan(machine, solve_problem, all_gather=group.everyones(n)) for n, machine in enumerate(machines)]
+    autos = [AutoPlan(machine, solve_problem, all_gather=group.all_gather(n)) for n, machine in enumerate(machines)]
 
     def run(rank: int) -> None:
         for _ in range(steps):
@@ -78,7 +78,7 @@ def test_ranks_of_a_group_with_other_lengths_share_a_plan_for_the_longest() -> N
     """Each has another length, of which only one is new at a time: nobody waits for anybody."""
     machines = [tight(12), tight(12)]
     group = Together(2)
-    autos = [AutoPlan(machine, solve_problem, all_gather=group.everyones(n)) for n, machine in enumerate(machines)]
+    autos = [AutoPlan(machine, solve_problem, all_gather=group.all_gather(n)) for n, machine in enumerate(machines)]
     lengths = [[64, 64, 64, 64, 64, 100, 64, 64], [50, 64, 50, 64, 90, 64, 64, 128]]
 
     def run(rank: int) -> list[ActivationPlan | None]:

@@ -112,7 +112,8 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path, capsys: pytest.Capture
         (["--capacity", "slab=1GiB"], ExitCode.USAGE, "no buffer is in arena"),
         (["--align", "0"], ExitCode.USAGE, "at least 1"),
         (["--time-limit", "soon"], ExitCode.USAGE, "cannot read"),
-        (["--gap", "-1%"], ExitCode.USAGE, "--gap"),
+        (["--gap=-1%"], ExitCode.USAGE, "--gap: '-1%' is not a percentage from 0% to 100%"),
+        (["--gap", "200"], ExitCode.USAGE, "--gap: '200' is not a percentage from 0% to 100%"),
         (["--plot", "layout.bmp"], ExitCode.USAGE, ".png or .html"),
     ],
 )
@@ -208,6 +209,21 @@ def test_hostile_json_is_one_line_and_exit_1_within_a_second(
     assert main([command, path]) == ExitCode.FAILURE
     assert time.thread_time() - began < 1
     assert "\x1b" not in assert_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("id,lower,upper", "column 'size' is missing"),
+        ("id,lower,upper,size,color", "column 'color' is unknown; the columns are id, lower, upper, size, "),
+        ("id,lower,upper,size,size", "column 'size' appears twice"),
+    ],
+)
+def test_a_wrong_header_names_the_column(
+    header: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", write(tmp_path / "p.csv", f"{header}\n1,0,2,5\n")]) == ExitCode.FAILURE
+    assert words in assert_one_line(capsys)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def test_figures_have_their_names_and_units(capsys: pytest.CaptureFixture[str]) 
     assert report["status"] == "optimal"
 
 
+def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_saves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tight, roomy = (of_json(capsys, [*PAPER, "--device", size]) for size in ("76GiB", "77GiB"))
+    (reason,) = tight["binding"]
+    found = re.fullmatch(r"device memory at layers 1, 3, 5, .* is full: a GiB more saves (\d+) ms a step", reason)
+    assert found
+    assert float(found[1]) / 1e3 == pytest.approx(tight["step_s"] - roomy["step_s"], rel=0.02)
+
+
 def test_the_same_request_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     assert main([*PAPER, "-o", str(again)]) == ExitCode.OK

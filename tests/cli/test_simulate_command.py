@@ -90,6 +90,14 @@ def test_the_trace_opens_in_every_trace_command(
     assert main(["trace", "diff", str(trace), str(trace)]) == ExitCode.OK
 
 
+def test_an_address_plan_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"format": "memo-address-plan", "version": 1}')
+    assert main(["simulate", str(plan)]) == ExitCode.FAILURE
+    said = f"memo simulate: {str(plan)!r}: it is an address plan; an activation plan, written by memo plan, is needed\n"
+    assert capsys.readouterr().err == said
+
+
 def test_an_existing_trace_is_written_over_only_when_told(
     plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

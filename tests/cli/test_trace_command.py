@@ -204,7 +204,7 @@ def test_a_bad_trace_is_one_line_and_exit_code_one(
     (tmp_path / "bad.jsonl").write_text('{"format": "memo-plan"}\n')
     assert main(["trace", command[0], "bad.jsonl", *command[1:]]) == ExitCode.FAILURE
     error = capsys.readouterr().err
-    assert error.startswith("memo trace: bad.jsonl, line 1: ")
+    assert error.startswith(f"memo trace {command[0]}: bad.jsonl, line 1: ")
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
 

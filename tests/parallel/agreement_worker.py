@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from memo.errors import UsageError
-from memo.parallel.rank_agreement import agree, everyones, require_equal
+from memo.parallel.rank_agreement import agree, gather_values, require_equal
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     rank = dist.get_rank()
     pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     first = rank // 2 * 2
-    assert everyones({"rank": rank}, pair) == [{"rank": first}, {"rank": first + 1}]
+    assert gather_values({"rank": rank}, pair) == [{"rank": first}, {"rank": first + 1}]
     assert agree(f"plan of {rank}", pair) == f"plan of {first}"
     assert agree(rank) == 0
     require_equal(first, pair, what="alpha")

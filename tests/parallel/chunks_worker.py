@@ -24,7 +24,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.parallel.layout import Layout
-from memo.parallel.rank_agreement import everyones
+from memo.parallel.rank_agreement import gather_values
 from memo.parallel.world import World, join
 
 TWO = [schedule for schedule in SCHEDULES if schedule.stages_per_rank > 1]
@@ -128,7 +128,7 @@ def main() -> None:
             world = World.of(Layout(pp=2, schedule=schedule), "cpu")
             _, trainer = divided(world)
             plain = run(trainer, STEPS)
-            plan = everyones(of_all_ranks(measured(world, plain), schedule))[0]
+            plan = gather_values(of_all_ranks(measured(world, plain), schedule))[0]
             carried_out(world, plan, plain)
             if before is not None:
                 assert refused(world, before), (schedule, before.problem.pipeline.schedule)

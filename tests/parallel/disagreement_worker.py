@@ -20,7 +20,7 @@ import memo.parallel.world
 from memo.gpt.config import preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train.parallel_step import ParallelTrainer
-from memo.parallel.rank_agreement import everyones
+from memo.parallel.rank_agreement import gather_values
 from memo.parallel.world import World, join
 
 PATIENCE = datetime.timedelta(seconds=60)
@@ -72,7 +72,7 @@ def told_differently(rank: int) -> None:
         assert_equal(managed.step(), plain.step())
         reasons = set(() if rank else managed.use().refused.values())  # who was told alpha 1 moves everything anyway
         line = "rank 0 was told alpha 0.25 and rank 1 alpha 1, and they compute it together; tell all the same"
-        assert everyones(reasons) == [{line}, set()], reasons
+        assert gather_values(reasons) == [{line}, set()], reasons
         assert manager.stats.bytes_recomputed == 0
 
         manager.choose_levels(dict.fromkeys(range(4), 0.25))
@@ -110,7 +110,7 @@ def computed_differently(rank: int) -> None:
     with closing(managed.manager):
         for _ in range(2):
             assert_equal(managed.step(), plain.step())
-        said = everyones(managed.use().refused)
+        said = gather_values(managed.use().refused)
         assert (
             said[0] == said[1] == {managed.manager.layers[2].name: "its forward changes attribute 'calls' of a module"}
         )
@@ -125,13 +125,13 @@ def less_memory(rank: int) -> None:
     with closing(managed.manager):
         for _ in range(2):
             assert_equal(managed.step(), plain.step())
-        said = everyones(managed.use().repeated)
+        said = gather_values(managed.use().repeated)
         assert said[0] == said[1] != {}, said
         assert len(said[0]) < 4, said
         assert set(said[0].values()) == {"no tier has room for it"}
         host = managed.manager.report().tiers[1]
         assert host.peak_bytes < host.budget_bytes
-        assert everyones(host.budget_bytes) == [8 << 20, 300 << 10]
+        assert gather_values(host.budget_bytes) == [8 << 20, 300 << 10]
 
 
 def main() -> None:

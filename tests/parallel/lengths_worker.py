@@ -29,7 +29,7 @@ import memo
 import memo.manager.manager
 from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
-from memo.parallel.rank_agreement import everyones
+from memo.parallel.rank_agreement import gather_values
 from memo.swap.recompute.record.token_local_functions import token_local
 
 PATIENCE = datetime.timedelta(seconds=60)
@@ -123,7 +123,7 @@ def compare(make: Callable[[], nn.Module], part: int, options: Mapping[str, Any]
         require_equal(run(model, part, manager), want)
         use = manager.report().tokenwise
         assert use is None or use.refused == {}, use
-        assert sum(everyones(manager.stats.bytes_recomputed)) > 0
+        assert sum(gather_values(manager.stats.bytes_recomputed)) > 0
     return manager
 
 
@@ -132,7 +132,7 @@ def replicas(make: Callable[[], nn.Module], ranks_a_part: int = 1) -> None:
     compare(make, part, SPLIT)
     manager = compare(make, part, AUTO)
     assert manager.plan is not None, manager.report()
-    signatures = everyones(manager.plan.problem.profile.signature)
+    signatures = gather_values(manager.plan.problem.profile.signature)
     assert len(set(signatures)) == 2, "each replica has its own"
     assert manager.stats.peak_device_bytes > 0
 
@@ -152,7 +152,7 @@ def dp_tp() -> None:
 def one_plan() -> None:
     """Told that both talk, ranks carry out one plan for the longest of their batches."""
     manager = compare(sharded, dist.get_rank(), {**AUTO, "group": dist.group.WORLD})
-    plans = everyones(manager.plan)
+    plans = gather_values(manager.plan)
     assert plans[0] == plans[1] is not None
 
 
@@ -223,7 +223,7 @@ def disagreeing() -> None:
         else:
             raise AssertionError("two lengths were taken for one batch")
     assert (
-        everyones(line)
+        gather_values(line)
         == [
             "the batch of ranks that compute each layer together: (2, 40) on rank 0, but (2, 24) on rank 1, which must be "
             "equal"

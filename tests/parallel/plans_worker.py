@@ -27,7 +27,7 @@ from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.manager.manager import Manager
 from memo.mip.activation.plan import ActivationPlan
 from memo.parallel.layout import Layout, PipelineSchedule
-from memo.parallel.rank_agreement import everyones
+from memo.parallel.rank_agreement import gather_values
 from memo.parallel.world import World, join
 from memo.swap.engine.layer_calls import Group, LayerCalls
 from memo.swap.engine.saved_storage import AWAY
@@ -123,9 +123,9 @@ def early_stages_keep_less() -> None:
     plan, peak, phases = planned(world, budget)
     stages, trainer = divided(world)
     with closing(managed(stages, trainer, world, device=budget)) as manager:
-        rooms = everyones(manager._engine.tiers[0].budget)
+        rooms = gather_values(manager._engine.tiers[0].budget)
     assert rooms == [HOST * 2 // 3, HOST // 3], "a node's memory is shared as its stages hold microbatches"
-    shares = everyones(kept(plan))
+    shares = gather_values(kept(plan))
     assert plan.problem.pipeline.held == 2 - world.pp
     assert peak <= budget, (world.pp, peak / LAYER, phases)
     assert plan.stages[0].peak_device_bytes <= budget
@@ -140,7 +140,7 @@ def ranks_of_a_layer_agree() -> None:
     world = World.of(Layout(tp=2), "cpu")
     whole = 2 * ROWS * SEQ * HIDDEN * 4 * 16 // 4  # a rank's half of a layer
     plan, peak, phases = planned(world, (5 if world.rank else 7) * whole)
-    plans, both = everyones(plan), everyones(phases)
+    plans, both = gather_values(plan), gather_values(phases)
     assert plans[0] == plans[1]
     assert both[0] == both[1]
     assert plan.problem.budgets.device_bytes == 5 * whole
@@ -170,7 +170,7 @@ def late(schedule: PipelineSchedule, *, told: bool) -> list[int]:
                 assert trainer.step(step) is not None
     finally:
         LayerCalls.reached = reached  # type: ignore[method-assign]
-    return [sum(of_step) for of_step in zip(*everyones(counts), strict=True)]
+    return [sum(of_step) for of_step in zip(*gather_values(counts), strict=True)]
 
 
 def schedules_are_followed_from_the_first_step() -> None:

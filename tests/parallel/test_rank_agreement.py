@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import launch
 
-from memo.parallel.rank_agreement import agree, everyones
+from memo.parallel.rank_agreement import agree, gather_values
 
 
 def test_each_group_hears_its_own_first_rank_and_all_ranks_see_a_difference() -> None:
@@ -18,4 +18,4 @@ def test_each_group_hears_its_own_first_rank_and_all_ranks_see_a_difference() ->
 
 def test_without_a_process_group_a_rank_agrees_with_itself() -> None:
     assert agree("mine") == "mine"
-    assert everyones(3) == [3]
+    assert gather_values(3) == [3]

@@ -210,6 +210,9 @@ def test_recompute_is_no_waste_where_there_is_no_room_to_move_more_to(say: Say) 
     events = [*LAYERS, copy(450, 100, Lane.H2D), recompute, state(50, S.LIVE, nbytes=100, id=9), *in_host]
     assert "recompute" in say(*events, meta={"budgets": {"host": 200}})
     assert "recompute" not in say(*events, meta={"budgets": {"host": 100}})
+    used = 100 + (1 << 30)  # on the device, with the layer's own tensor
+    assert "recompute" in say(*events, meta={"budgets": {"host": 200, "device": 2 * used}})
+    assert "recompute" not in say(*events, meta={"budgets": {"host": 200, "device": used}})
 
 
 def test_the_plan_is_said_where_it_was_off_by_more_than_a_twentieth(say: Say) -> None:

@@ -52,7 +52,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     empty = Plan(problem=Problem(buffers=()), offsets=(), arenas=())
     path.write_text(address_plan_to_json(empty))
     assert read_any_plan(path) == empty
-    with pytest.raises(PlanError, match="names the format 'memo-address-plan', not memo-activation-plan"):
+    with pytest.raises(PlanError, match="it is an address plan; an activation plan, written by memo plan, is needed"):
         read_activation_plan(path)
     path.write_text(TEXT)
     with pytest.raises(PlanError, match="names the format 'memo-activation-plan', not memo-address-plan"):

@@ -41,8 +41,8 @@ def test_a_call_is_held_until_the_second_half_of_its_backward() -> None:
 
 def test_the_last_layer_of_the_forward_that_ran_last_stands_until_another_begins() -> None:
     order = turns("0F0 1F0 1B0 0B0")
-    standing = {(moment.chunk, moment.waiting, moment.standing) for moment in moments_of(order, 2)}
-    assert standing == {(0, (0, 0), None), (1, (1, 0), 0), (1, (1, 0), None)}
+    whole = {(moment.chunk, moment.waiting, moment.whole_chunk) for moment in moments_of(order, 2)}
+    assert whole == {(0, (0, 0), None), (1, (1, 0), 0), (1, (1, 0), None)}
 
 
 def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between() -> None:
@@ -58,7 +58,7 @@ def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between
 
 def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
     order = turns("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1")
-    found = {(s.turn, s.beside): s.times for s in copies_between_turns(order)}
+    found = {(s.turn, s.hidden_by): s.times for s in copies_between_turns(order)}
     assert found == {
         ((0, Kind.FORWARD), (0, Kind.FORWARD)): 1,
         ((0, Kind.FORWARD), (1, Kind.FORWARD)): 1,
@@ -68,7 +68,7 @@ def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
 
 def test_what_went_after_the_backward_before_has_no_window() -> None:
     order = turns("0F0 0F1 0B0 0F2 1F0 1B0 0B2 0B1 1F1 1B1 1F2 1B2")
-    assert TurnCopy(turn=(0, Kind.BACKWARD), beside=None, times=1) in copies_between_turns(order)
+    assert TurnCopy(turn=(0, Kind.BACKWARD), hidden_by=None, times=1) in copies_between_turns(order)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -80,7 +80,7 @@ def test_one_chunk_read_turn_by_turn_is_the_closed_form(ranks: int) -> None:
             (closed,) = pipeline.moments(rank)
             assert max(moment.waiting for moment in moments_of(order, 1)) == closed.waiting
             assert peak_in_flight(order, 1) == pipeline.peak_in_flight(rank)
-            assert closed.standing == (None if closed.waiting == (0,) else 0)
+            assert closed.whole_chunk == (None if closed.waiting == (0,) else 0)
 
 
 @pytest.mark.parametrize("schedule", TWO)
