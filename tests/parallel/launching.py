@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import torch
-from ready_ranks import run_ranks
 
 from memo.parallel.layout import PipelineSchedule
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))  # workers import this file too
+from ready_ranks import run_ranks
 
 __all__ = ["DIVIDES_FUSED", "SCHEDULES", "SPLITS_BACKWARD", "launch", "run", "torchrun"]
 
