@@ -73,7 +73,7 @@ class _Call:
     out: Sequence[Copy] = ()
     back: Sequence[Copy] = ()
     how: UseKind = UseKind.LIVE
-    """How backward gets the moved bytes."""
+    """Reloads of moved bytes in backward."""
     computed_again: bool = False
 
     @property
