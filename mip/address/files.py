@@ -234,6 +234,8 @@ def _buffer_entries(root: dict[str, Any]) -> Iterator[tuple[str, object]]:
     if len(entries) > MAX_BUFFERS:
         raise PlanError(f"{len(entries)} buffers; {MAX_BUFFERS} are the most")
     for index, entry in enumerate(entries):
+        if isinstance(entry, dict) and None in entry.values():
+            raise PlanError(f"buffer {index}: a key is null; leave it out")
         yield f"buffer {index}", entry
 
 

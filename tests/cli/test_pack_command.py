@@ -185,6 +185,7 @@ HOSTILE: dict[str, str | bytes] = {
     "duplicate key": plan_text(BUFFER % ', "id": "b"'),
     "duplicate id": plan_text(f"{BUFFER % ''}, {BUFFER % ''}"),
     "unknown key": plan_text(BUFFER % ', "path": "../../etc/passwd"'),
+    "null for a key": plan_text(BUFFER % ', "fixed_offset": null'),
     "missing key": plan_text('{"id": "a"}'),
     "lone surrogate": plan_text(BUFFER.replace('"a"', '"\\ud800"') % ""),
     "long name": plan_text(BUFFER.replace('"a"', f'"{"x" * 5000}"') % ""),
