@@ -203,6 +203,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     for name in IMPORTED:
         __import__(name)
     gc.freeze()  # what is imported is not looked through again at each end
