@@ -229,6 +229,10 @@ class Engine:
         """Returns the record of a storage that autograd saved; None where it stays or is unknown."""
         return self._eligibility.saved_as(storage)
 
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """True for a storage that never moves: small, a parameter's or buffer's, or found to be such at a save."""
+        return storage.nbytes() < self._min_bytes or self._find(ref(storage)) is STAYS
+
     def copy_out_held(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
         """Copies out a held group's storages: the first tokens of those in `prefixes`, the others whole."""
         with self._lock:

@@ -41,6 +41,14 @@ class Checksums:
                 else:
                     self._changed |= known != _sum(tensor)
 
+    def differs(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Whether the tensor's sum is no longer the noted one, as a flag on its device; None where none is noted."""
+        known = self._sums.find(ref(tensor.untyped_storage()))
+        if known is None:
+            self.note([tensor])
+            return None
+        return known != _sum(tensor)
+
     def differ(self) -> bool:
         """True if a tensor was read whose sum had changed since it was written. Waits for the device."""
         return not torch.equal(self._changed, torch.zeros_like(self._changed))

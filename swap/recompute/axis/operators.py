@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES, tensors_in
 
-__all__ = ["Given", "Operator", "group_of", "is_attention"]
+__all__ = ["Given", "Operator", "group_of", "is_attention", "operator_of"]
 
 _ATEN = torch.ops.aten
 _ATTENTION = frozenset(
@@ -140,7 +140,7 @@ class Given:
     __slots__ = ("args", "kwargs", "lengths", "numbers", "operator", "others", "tensors")
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.operator = operator = _operator_of(func)
+        self.operator = operator = operator_of(func)
         self.args = args
         self.kwargs = kwargs
         self.tensors: list[torch.Tensor] = []
@@ -243,7 +243,8 @@ class Given:
 _OPERATORS: dict[int, Operator] = {}  # by the identity of what each holds: an OpOverload's hash is computed in Python
 
 
-def _operator_of(func: Any) -> Operator:
+def operator_of(func: Any) -> Operator:
+    """The facts of an operator, looked up once."""
     operator = _OPERATORS.get(id(func))
     if operator is None:
         operator = _OPERATORS[id(func)] = Operator(func)
@@ -277,7 +278,7 @@ def _group_at(func: torch._ops.OpOverload) -> int | None:
 
 def group_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> dist.ProcessGroup | None:
     """The process group that a collective is given; None for what only waits for one."""
-    at = _operator_of(func).group_at
+    at = operator_of(func).group_at
     if at is None:
         return None
     group = args[at]

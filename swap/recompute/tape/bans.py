@@ -1,0 +1,153 @@
+"""Bans: which steps of a tape are never repeated at a level.
+
+    always        random numbers, what the dispatcher does not see, operators outside torch without a declaration (tape.py),
+                  results whose size depends on numbers
+    attention     besides: attention, scans, sums in no fixed order, sorting, and products of two activations that are not
+                  larger than both: such a product costs more operations per byte than any other step
+    matmuls       besides: every matrix product and every collective
+
+The user may ban or allow operators by name in addition: `aten.mm`, `mm`, or one of the groups `attention`, `matmul`,
+`collective`, `scan`, `sort`, `scatter`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.swap.recompute.tape.recorder import Birth, Function
+from memo.swap.recompute.tape.tape import Use
+from memo.swap.token_levels import Level
+
+if TYPE_CHECKING:
+    from memo.swap.recompute.tape.tape import Step, Tape
+
+__all__ = ["banned", "groups_of"]
+
+_PRODUCTS = frozenset(
+    "mm addmm _addmm_activation linear bmm baddbmm addbmm addmv mv dot vdot _scaled_mm _int_mm _grouped_mm _scaled_grouped_mm "
+    "convolution _convolution mkldnn_convolution _mkldnn_linear_pointwise conv1d conv2d conv3d _trilinear".split()
+)
+_CONVOLUTIONS = frozenset("convolution _convolution mkldnn_convolution conv1d conv2d conv3d".split())
+_SCANS = frozenset("cumsum cumsum_ cumprod cumprod_ logcumsumexp cummax cummin _fft_r2c _fft_c2r _fft_c2c".split())
+_SORTS = frozenset("sort topk argsort kthvalue median mode unique _unique2 unique_consecutive unique_dim".split())
+_SCATTERS = frozenset(
+    "index_add index_add_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ _unsafe_index_put scatter_reduce "
+    "scatter_reduce_ histc bincount index_reduce index_reduce_ put put_ grid_sampler_2d_backward".split()
+)
+_SIZED_BY_INDICES = frozenset({"index", "_unsafe_index"})
+"""Tagged as operators whose results have sizes that depend on numbers, which is so for boolean indices alone."""
+
+
+@functools.cache
+def groups_of(operator: Any) -> frozenset[str]:
+    """Names of the groups that an operator belongs to."""
+    if isinstance(operator, Function):
+        return frozenset()
+    found = set()
+    name = operator.func.overloadpacket.__name__ if operator.is_overload else ""
+    for group, names in (("matmul", _PRODUCTS), ("scan", _SCANS), ("sort", _SORTS), ("scatter", _SCATTERS)):
+        if name in names:
+            found.add(group)
+    if operator.is_attention:
+        found.add("attention")
+    if operator.is_collective or (operator.is_overload and operator.func.namespace == "_c10d_functional"):
+        found.add("collective")
+    return frozenset(found)
+
+
+def banned(
+    tape: Tape, level: Level, *, keep: Collection[str] = (), allow: Collection[str] = (), also: Iterable[int] = ()
+) -> dict[int, str]:
+    """Steps that are never repeated, with the reason.
+
+    Args:
+        tape: of the call.
+        level: SAVE_MATMULS, SAVE_ATTENTION or SAVE_INPUT; SAVE_ALL repeats nothing anyway.
+        keep: names of operators or groups whose results are kept besides.
+        allow: names of operators or groups that may be repeated although the level says no.
+        also: numbers of steps that a trial has found to give something else.
+    """
+    found: dict[int, str] = dict.fromkeys(also, "repeating it gave something else")
+    for step in tape.steps:
+        if not step.makes or step.number in found:
+            continue
+        reason = step.opaque or _always(step, tape)
+        if reason is None:
+            names = {*groups_of(step.operator), step.name, step.name.rpartition(".")[2]}
+            if names & set(keep):
+                reason = "kept, as chosen"
+            elif not names & set(allow):
+                reason = _by_level(step, tape, level)
+        if reason is not None:
+            found[step.number] = reason
+    return found
+
+
+def _always(step: Step, tape: Tape) -> str | None:
+    operator = step.operator
+    if isinstance(operator, Function) or not operator.is_overload:
+        return None
+    if torch.Tag.dynamic_output_shape not in operator.func.tags:
+        return None
+    name = operator.func.overloadpacket.__name__
+    if name in _SIZED_BY_INDICES:
+        indices = step.args[1] if len(step.args) > 1 else ()
+        types = [tape.geometry(use.value)[4] for use in indices if isinstance(use, Use)]
+        return "its size depends on numbers" if torch.bool in types or torch.uint8 in types else None
+    return "its size depends on numbers"
+
+
+def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
+    groups = groups_of(step.operator)
+    if level is Level.SAVE_INPUT or not groups:
+        return None
+    for group, reason in (("attention", "attention"), ("scan", "a scan"), ("sort", "sorting"), ("scatter", "a scatter")):
+        if group in groups:
+            return f"{reason} is kept"
+    if level is Level.SAVE_MATMULS:
+        return "matrix products are kept" if "matmul" in groups else "results of other ranks are kept"
+    if "matmul" in groups and not _cheap(step, tape):
+        return "a product of two activations is kept"
+    return None
+
+
+def _cheap(step: Step, tape: Tape) -> bool:
+    """True for a product with a parameter, and for one whose result is larger than both factors."""
+    name = step.operator.func.overloadpacket.__name__
+    if name in _CONVOLUTIONS:
+        weight = tape.geometry(step.args[1].value)
+        if any(size != 1 for size in weight[2][2:]):
+            return False  # it mixes positions: operations for each byte as many as its kernel has entries
+    factors = [use for use in (*step.args, *step.kwargs.values()) if isinstance(use, Use)]
+    made = [use for use in factors if _comes_from_activations(tape, use.content)]
+    matrices = [use for use in made if len(tape.geometry(use.value)[2]) >= 2]
+    if len(matrices) < 2:
+        return True
+    result = sum(tape.storages[tape.contents[content].storage][1] for content in step.makes)
+    return all(result > _nbytes(tape, use) for use in matrices)
+
+
+def _nbytes(tape: Tape, use: Use) -> int:
+    _, _, size, _, dtype = tape.geometry(use.value)
+    return size.numel() * dtype.itemsize
+
+
+def _comes_from_activations(tape: Tape, content: int) -> bool:
+    """False for a parameter, and for what is made of parameters alone (a cast, a merged adapter)."""
+    todo, seen = [content], set()
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        birth = tape.storage(at)[0]
+        if birth in (Birth.INPUT, Birth.GIVEN):
+            return True
+        writer = tape.contents[at].writer
+        if writer >= 0:
+            todo.extend(tape.steps[writer].reads)
+    return False

@@ -1,0 +1,477 @@
+"""Recompute of one manager's layers by their tapes: records each call, chooses what is kept, and has the rest replayed.
+
+    forward    the layer runs once under a Recorder
+    its end    the call's log is looked up; a new one is read as a tape, cut, planned, and tried out at once
+    backward   the engine asks for a storage that no tier has; its Replay runs the plan's steps
+
+A plan is found by the whole log of a call, so a call that took another path has another plan, made then and there of what
+is left in memory: what the plan that was expected would have kept is held as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from memo.errors import MemoError, SwapError
+from memo.lru import LRU
+from memo.swap.engine.saved_storage import content_of
+from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.recompute.axis.operator_rules import Unproven
+from memo.swap.recompute.checksums import Checksums
+from memo.swap.recompute.level_costs import Costs
+from memo.swap.recompute.rank_agreement import Hearing, Ranks
+from memo.swap.recompute.record.dispatch_mode import Aside
+from memo.swap.recompute.tape.bans import banned
+from memo.swap.recompute.tape.cut import Cut, cheapest, curve
+from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
+from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
+from memo.swap.recompute.tape.replay import Replay, Wanted
+from memo.swap.recompute.tape.tape import Tape
+from memo.swap.recompute.tape.trial import Unlike, try_out
+from memo.swap.tensor_kinds import layer_input, local_part
+from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import SavedStorage
+    from memo.swap.layers import Layer
+
+__all__ = ["Tapes"]
+
+MOST_PLANS = 512
+"""Plans that are remembered, over all layers, settings and lengths."""
+MOST_KINDS = 512
+MOST_WARNED = 256
+MOST_TRIALS = 12
+"""Trials of one call until it moves whole."""
+
+_Parts = dict["SavedStorage", "TokenPrefix"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Refused:
+    """A log whose call moves whole."""
+
+    reason: str | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """The call that is recorded now."""
+
+    layer: Layer
+    group: Group
+    recorder: Recorder
+    setting: Setting
+    kind: tuple[Any, ...]
+    nested: bool = False
+
+
+class Tapes:
+    """Recompute policy of one manager's layers.
+
+    Args:
+        engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
+        default: setting of layers that `choose` has not named.
+        repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
+    """
+
+    def __init__(self, engine: Engine, default: Setting, *, repeats_when_full: bool = False) -> None:
+        self.default = default
+        self.refused: dict[str, str] = {}
+        """Layer -> reason, for layers that move whole tensors though they should not."""
+        self.repeated: dict[str, str] = {}
+        """Layer -> reason, for layers of which all is repeated for lack of room."""
+        self.deviation: dict[str, float] = {}
+        """Divided layers; 0: equal bit for bit."""
+        self.worst_deviation = 0.0
+        self.trials_run = 0
+        self._engine = engine
+        self._chosen: dict[str, Setting] = {}
+        self._repeats_when_full = repeats_when_full
+        self._open: _Open | None = None
+        self._position: dict[str, int] = {}
+        self._warned: LRU[str, bool] = LRU(MOST_WARNED)
+        self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
+        self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
+        self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
+        self._costs: dict[str, Costs] = {}
+        self._ranks = Ranks(engine.backend.device)
+        self._hearing: Hearing | None = None
+        engine_pack = engine.pack
+
+        def pack(tensor: torch.Tensor) -> Handle | Kept | Sharded:
+            now = self._open
+            if now is None:
+                return engine_pack(tensor)
+            with Aside(now.recorder):  # type: ignore[arg-type]
+                now.recorder.save(tensor)
+                return engine_pack(tensor)
+
+        self.pack = pack
+
+    @property
+    def is_idle(self) -> bool:
+        """True where all tensors move whole anyway."""
+        return not self._repeats_when_full and all(
+            _moves_all(setting) for setting in (self.default, *self._chosen.values())
+        )
+
+    @property
+    def described(self) -> str:
+        """Text for reports."""
+        default = str(self.default.name) if isinstance(self.default, Level) else str(self.default)
+        return f"{default}, {len(self._chosen)} layers with their own" if self._chosen else default
+
+    def choose(self, settings: Mapping[str, Setting]) -> None:
+        """Sets per-layer settings from the next forward on; unnamed layers use the default. Clears refusals."""
+        self._chosen = dict(settings)
+        self.refused.clear()
+        self.repeated.clear()
+        self.deviation.clear()
+
+    def costs(self) -> list[LayerCosts]:
+        """Bytes and seconds of each level, for layers that have been recorded."""
+        return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+
+    def begin_forwards(self, layers: Sequence[Layer]) -> None:
+        """Prepares a forward of the managed layers."""
+        self.look_at(layers)
+
+    def look_at(self, layers: Sequence[Layer]) -> None:
+        """Notes the layers of the forward that begins."""
+        self._ranks.begin_forward()
+        self._position = {layer.name: position for position, layer in enumerate(layers)}
+
+    def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Begins recording a layer's forward; `end` must follow."""
+        if torch.compiler.is_compiling():
+            return
+        if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # tangents are computed below the recorder; vmap's tensors have no bytes
+        if self._open is not None:
+            self._open.nested = True
+            return
+        if not torch.is_grad_enabled() or self._hearing is not None:
+            return
+        setting = self._chosen.get(layer.name, self.default)
+        given = _shape_of_input(args, kwargs)
+        if self._ranks.talks(layer.name):
+            for other in self._ranks.agree(self._told, given):
+                self.refused.pop(other, None)
+        self._hearing = self._ranks.listen(layer.name, given)
+        if self._hearing is not None:
+            self._hearing.__enter__()  # type: ignore[no-untyped-call]
+        if _moves_all(setting) and not self._repeats_when_full:
+            return
+        if layer.name in self._ranks.disagreed:
+            self._refuse(layer.name, self._ranks.disagreed[layer.name])
+            return
+        hidden = layer_input(args, kwargs)
+        if hidden is None or not is_recordable(local_part(hidden)):
+            return
+        tensors = [part for tensor in _tensors_in((args, kwargs)) if is_recordable(part := local_part(tensor))]
+        kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
+        expected = self._expected.get(kind)
+        recorder = Recorder(
+            local_part(hidden),
+            tensors,
+            holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
+            checksums=Checksums(self._engine.backend.device) if expected is None else None,
+        )
+        self._open = _Open(layer, group, recorder, setting, kind)
+        group.held = True
+        recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, group: Group, output: Any) -> None:
+        """Ends the recording of a layer's forward, and hands its saved tensors to the engine."""
+        call = self._open
+        if call is not None:
+            if call.group is not group:
+                return
+            self._open = None
+            call.recorder.__exit__(None, None, None)
+        parts: _Parts = {}
+        try:
+            self._heard(group.module, output)
+            if call is not None and output is not None:  # None after an exception: nothing is to come back
+                parts = self._decide(call, output)
+        finally:
+            if call is not None:
+                call = None  # and with it what the recorder holds: sources go one by one as they are copied out
+                self._engine.copy_out_held(group, parts)
+
+    def end_forwards(self) -> None:
+        """Ends a forward. A layer still open was interrupted where no hook is called (Ctrl-C); its tensors move whole."""
+        call, self._open = self._open, None
+        hearing, self._hearing = self._hearing, None
+        if call is not None:
+            call.recorder.__exit__(None, None, None)
+            self._engine.copy_out_held(call.group, {})
+        if hearing is not None:
+            hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _heard(self, name: str, output: Any) -> None:
+        """Stores the process groups recorded in the layer's first forward."""
+        hearing = self._hearing
+        if hearing is None or hearing.layer != name:
+            return
+        self._hearing = None
+        hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is not None:
+            self._ranks.heard(hearing, self._told(name))
+
+    def _decide(self, call: _Open, output: Any) -> _Parts:
+        name = call.layer.name
+        if name in self._ranks.disagreed:
+            self._refuse(name, self._ranks.disagreed[name])
+            return {}
+        if call.nested:
+            self._refuse(name, "it contains another managed layer")
+            return {}
+        recorded = _Recorded.of(call, output, self._engine)
+        parts = self._planned(call, recorded, call.setting)
+        if self._repeats_when_full:
+            room = self._engine.has_room(call.group, parts, besides=self._inputs_after(call))
+            if not self._ranks.all_have(name, room):
+                least = self._planned(call, recorded, Level.SAVE_INPUT)
+                if least:
+                    self.repeated[name] = "no tier has room for it"
+                parts = least or parts
+        return parts
+
+    def _inputs_after(self, call: _Open) -> list[int]:
+        """Bytes that the layers after this one need at least: one input each, as large as its own."""
+        after = len(self._position) - 1 - self._position[call.layer.name]
+        return [call.recorder.storages[0][1]] * after
+
+    def _planned(self, call: _Open, recorded: _Recorded, setting: Setting) -> _Parts:
+        """The storages that are replayed instead of moved."""
+        if _moves_all(setting):
+            return {}
+        name = call.layer.name
+        opaque = call.recorder.changed_unseen()
+        key = (recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        found = self._plans.get(key)
+        is_new = found is None
+        if found is None:
+            found = self._plans[key] = self._made(call, recorded, opaque, setting)
+        self._expected[call.kind] = self._next(call, recorded, opaque, setting, found) if is_new else self._after(call, found)
+        if isinstance(found, _Refused):
+            if found.reason is not None:
+                self._refuse(name, found.reason)
+            return {}
+        self.deviation[name] = 0.0
+        self.refused.pop(name, None)
+        replay = recorded.replay(found, self._engine, together=self._ranks.talks(name) and bool(found.collectives))
+        return {
+            saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+            for storage in found.wanted
+            if (saved := recorded.saved.get(storage)) is not None
+        }
+
+    def _after(self, call: _Open, found: Plan | _Refused) -> Plan | _Refused:
+        expected = self._expected.get(call.kind)
+        return found if expected is None else expected
+
+    def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
+        """The plan of a new log, tried out; or why there is none."""
+        tape = self._tape(recorded, opaque)
+        wrong: set[int] = set()
+        reason = None
+        for _ in range(MOST_TRIALS):
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong)
+            if not cut.replayed:
+                return _Refused(reason)
+            plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
+            try:
+                self.trials_run += 1
+                try_out(recorded.replay(plan, self._engine))
+                return plan
+            except Unlike as unlike:
+                reason = str(unlike)
+                if unlike.step is None:
+                    return _Refused(reason)
+                wrong.add(unlike.step)
+            except torch.OutOfMemoryError:
+                return _Refused("there was no device memory to try its replay out")
+        return _Refused(reason)
+
+    def _next(
+        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting, found: Plan | _Refused
+    ) -> Plan | _Refused:
+        """The plan that the next call is recorded for: as if all that this one made could be kept."""
+        if self._ranks.talks(call.layer.name):
+            return found
+        tape = self._tape(recorded, opaque)
+        sources = dataclasses.replace(recorded.sources, everything=True)
+        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, ())
+        return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
+
+    def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
+        key = (recorded.key, opaque)
+        tape = self._tapes.get(key)
+        if tape is None:
+            tape = self._tapes[key] = Tape(recorded.key, opaque)
+        return tape
+
+    def _told(self, name: str) -> str:
+        """Text of all settings of a layer on this rank, compared between ranks."""
+        besides = ["to recompute when full"] if self._repeats_when_full else []
+        return ", ".join([str(self._chosen.get(name, self.default)), *besides])
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self.refused[name] = reason
+        self.deviation.pop(name, None)
+        if reason not in self._warned:
+            self._warned[reason] = True
+            warnings.warn(f"{name} moves whole tensors: {reason}", RuntimeWarning, stacklevel=2)
+
+
+class _Recorded:
+    """What the end of a recorded call finds: its log, what of it is still there, and what autograd saved."""
+
+    def __init__(self) -> None:
+        self.key: Any
+        self.sources: Sources
+        self.wanted: tuple[int, ...]
+        self.stuck: tuple[int, ...]
+        self.saved: dict[int, SavedStorage] = {}
+        self._call: _Open
+
+    @classmethod
+    def of(cls, call: _Open, output: Any, engine: Engine) -> _Recorded:
+        """Reads the recorder of a call that has just ended."""
+        self, recorder = cls(), call.recorder
+        self._call = call
+        self.key = recorder.key
+        outputs = {
+            recorder.number_of(local_part(tensor).untyped_storage())
+            for tensor in _tensors_in(output)
+            if is_recordable(local_part(tensor))
+        }
+        free, saved, held = set(), set(), set()
+        for number, tensor in recorder.tensors.items():
+            birth, nbytes, _ = recorder.storages[number]
+            storage = tensor.untyped_storage()
+            if birth is Birth.PARAMETER:
+                if storage.nbytes() == nbytes and recorder.number_of(storage) == number:
+                    free.add(number)
+                continue
+            known = engine.saved_as(storage)
+            if known is not None and known.group is call.group:
+                if known.content == content_of(tensor):
+                    saved.add(number)
+                    self.saved[number] = known
+            elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
+                free.add(number)
+            elif storage.nbytes() == nbytes:
+                held.add(number)
+        self.stuck = tuple(
+            sorted(
+                number
+                for number in self.saved
+                if number in outputs or recorder.storages[number][0] is not Birth.MADE
+            )
+        )
+        self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
+        self.sources = Sources(
+            free=frozenset(free), saved=frozenset(saved), held=frozenset(held), bits=frozenset(recorder.bits)
+        )
+        return self
+
+    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
+        """The replay of this call by a plan."""
+        recorder = self._call.recorder
+        kept = []
+        for item in plan.kept:
+            if item.bits_of >= 0:
+                bits = recorder.bits[item.bits_of]
+                kept.append((engine.pack(bits), bits.untyped_storage().nbytes()))
+            else:
+                kept.append((engine.pack(recorder.tensors[item.storage]), recorder.storages[item.storage][1]))
+        wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
+        return Replay(
+            engine,
+            self._call.layer.name,
+            plan,
+            kept,
+            carried=recorder.carried,
+            wanted=wanted,
+            together=together,
+        )
+
+
+def choose(
+    tape: Tape,
+    setting: Setting,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+) -> Cut:
+    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
+    levels = setting if isinstance(setting, TokenLevels) else None
+    named = setting if isinstance(setting, Level) else _only(levels)
+    if named is not None:
+        return _at(tape, named, sources, wanted, stuck, wrong)
+    assert levels is not None
+    most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
+    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
+    target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
+    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong))
+    below = [cut for cut in points if cut.keep_cost <= target]
+    return min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost)) if below else attention
+
+
+def _only(levels: TokenLevels | None) -> Level | None:
+    if levels is None:
+        return None
+    if levels.attention >= 1:
+        return Level.SAVE_ATTENTION
+    return Level.SAVE_MATMULS if levels.matmuls >= 1 else None
+
+
+def _at(
+    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+) -> Cut:
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong), 1, 0)
+
+
+def _problem(
+    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+) -> Any:
+    costs = [max(1, sum(tape.storage(content)[1] for content in step.makes)) for step in tape.steps]
+    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, costs)
+
+
+def _moves_all(setting: Setting) -> bool:
+    return setting is Level.SAVE_ALL or (isinstance(setting, TokenLevels) and setting.repeats_nothing)
+
+
+def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    hidden = layer_input(args, kwargs)
+    return "no tensor" if hidden is None else str(tuple(hidden.shape))
+
+
+def _described(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors_in(item)]
+    return []

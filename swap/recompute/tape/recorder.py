@@ -1,0 +1,457 @@
+"""Recorder of one layer call: writes each operator that runs below autograd into a log, while the layer's forward runs once.
+
+The log is flat, and it is the key of the call's plan: two calls with equal logs read and write the same storages with the
+same operators, so that what was decided for one holds for the other. Storages and values are numbered as they appear:
+
+    storage   one piece of memory; numbered by a weak reference to its object, since addresses are reused
+    value     a tensor: offset, sizes, strides and type over a storage
+
+Numbers with a fraction and objects (generators, process groups) are carried beside the log, as they may differ from call
+to call. The recorder holds no tensor that autograd does not save, but the layer's arguments, and those that the caller
+names beforehand in `holds`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.kernels import pack_mask
+from memo.swap.recompute.axis.operators import Operator, operator_of
+from memo.swap.recompute.record.dispatch_mode import Aside
+from memo.swap.tensor_kinds import has_storage, local_part
+
+if TYPE_CHECKING:
+    from memo.swap.recompute.checksums import Checksums
+    from memo.swap.recompute.record.token_local_functions import TokenLocalCall
+
+__all__ = ["Birth", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
+
+Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+"""Number of the storage; offset, sizes and strides in elements; type."""
+
+Key = tuple[tuple[Any, ...], tuple[Geometry, ...], tuple["Storage", ...]]
+"""Log, values and storages of one call."""
+
+
+class Mark(enum.Enum):
+    """Words of the log that stand for themselves."""
+
+    __hash__ = object.__hash__
+
+    OUTPUTS = "arguments end, results follow"
+    SAVED = "autograd saves the value that follows"
+    TRUE = "True"
+    FALSE = "False"
+    CARRIED = "an argument that is carried beside the log"
+    LIST = "a list begins; its length follows"
+    NAMED = "the name of the next argument follows"
+    HIDDEN = "a tensor without a storage of its own, or whose bytes do not describe it"
+    OTHER = "a result that is no tensor"
+
+
+OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Mark.OUTPUTS, Mark.SAVED, Mark.TRUE, Mark.FALSE, Mark.CARRIED
+LIST, NAMED, HIDDEN, OTHER = Mark.LIST, Mark.NAMED, Mark.HIDDEN, Mark.OTHER
+
+
+class Birth(enum.Enum):
+    """Where a storage comes from."""
+
+    __hash__ = object.__hash__
+
+    INPUT = "the layer's hidden states"
+    GIVEN = "another argument of the layer"
+    PARAMETER = "a parameter"
+    FOUND = "it was there, or something made it that the dispatcher does not see"
+    MADE = "an operator of the layer made it"
+
+
+class Ref:
+    """Word of the log: a value, by its number."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"v{self.value}"
+
+
+_REFS: list[Ref] = [Ref(number) for number in range(256)]
+
+Storage = tuple[Birth, int, int]
+"""Origin, bytes, and the number of the operator that made it; -1 for others."""
+
+
+class Function:
+    """A function of the program that the log has as one operator.
+
+    Args:
+        function: takes and returns tensors.
+        repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+    """
+
+    __slots__ = ("function", "repeats")
+
+    def __init__(self, function: Callable[..., Any], *, repeats: bool) -> None:
+        self.function = function
+        self.repeats = repeats
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and (self.function, self.repeats) == (other.function, other.repeats)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.repeats))
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", "a function")
+
+
+_PLAIN = (torch.Tensor, Parameter)
+_CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+_ATEN = torch.ops.aten
+_DRAWS_BITS = {_ATEN.bernoulli_.float: 0, _ATEN.bernoulli.default: 0, _ATEN.native_dropout.default: 1}
+"""Random operators that give zeros and ones, and which of their results those are."""
+
+
+def is_recordable(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor that its storage, offset, sizes, strides and type describe completely."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+        and not tensor._is_zerotensor()
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode around one forward of a layer.
+
+    Args:
+        hidden: local part of the layer's input.
+        given: the local parts of its other tensor arguments.
+        holds: operator number -> (operator, positions of its results whose storages are held, True to hold zeros and ones
+            as bits), as the plan that is expected to fit will keep; None for a call of which nothing is known, where bits
+            are held of every random 0/1 mask.
+        checksums: checks that memory changes by recorded operators alone; None: no check.
+    """
+
+    supports_higher_order_operators = True
+    asleep = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every call goes through torch._disable_dynamo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled under the mode: run operator by operator they would round differently."""
+        return True
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        given: Sequence[torch.Tensor],
+        *,
+        holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log: list[Any] = []
+        self.values: list[Geometry] = []
+        self.storages: list[Storage] = []
+        self.carried: list[Any] = []
+        """Floating-point numbers and objects among the operators' arguments, in order."""
+        self.tensors: dict[int, torch.Tensor] = {}
+        """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
+        self.bits: dict[int, torch.Tensor] = {}
+        """Operator number -> the zeros and ones that it drew, one bit each."""
+        self.saved: list[tuple[int, torch.Tensor]] = []
+        """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        self._suspects: list[tuple[int, torch.Tensor]] = []
+        self._numbers: dict[ref[torch.UntypedStorage], int] = {}
+        self._by_geometry: dict[Geometry, Ref] = {}
+        self._holds = holds
+        self._checksums = checksums
+        self._count = 0
+        self._exact = False
+        self._born(hidden, Birth.INPUT)
+        for tensor in given:
+            if ref(tensor.untyped_storage()) not in self._numbers:
+                self._born(tensor, Birth.GIVEN)
+        if checksums is not None:
+            checksums.note([hidden, *given])
+
+    @property
+    def key(self) -> Key:
+        """The call's log, values and storages."""
+        return tuple(self.log), tuple(self.values), tuple(self.storages)
+
+    @property
+    def count(self) -> int:
+        """Operators so far."""
+        return self._count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types:
+            if kind not in _PLAIN and _dispatches(kind):
+                return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        operator = operator_of(func)
+        if self._checksums is not None:
+            return self._checked(operator, args, kwargs or {})
+        self._arguments(operator, args, kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._results(operator, out)
+        return out
+
+    def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an operator between checksums of what it reads and what it has written."""
+        checksums = self._checksums
+        assert checksums is not None
+        self._arguments(operator, args, kwargs)
+        given = [tensor for tensor in _tensors_in((args, kwargs)) if is_recordable(tensor)]
+        if not operator.reads_shapes:
+            for tensor in given:
+                self._check(tensor)
+        out = operator.func(*args, **kwargs)
+        self._results(operator, out)
+        if not operator.is_collective and not operator.allocates:  # whose results are not there yet
+            made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+            checksums.note([*made, *given] if operator.writes else made)
+        return out
+
+    def _arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        log = self.log
+        log.append(operator)
+        self._exact = getattr(operator, "is_random", False)  # whether it draws at all may depend on a number
+        for value in args:
+            kind = type(value)
+            if kind is torch.Tensor or kind is Parameter:
+                log.append(self._word(value))
+            elif kind is int:
+                log.append(value)
+            else:
+                self._argument(value)
+        if kwargs:
+            for name, value in kwargs.items():
+                log.append(NAMED)
+                log.append(name)
+                self._argument(value)
+
+    def _argument(self, value: Any) -> None:
+        kind, log = type(value), self.log
+        if kind is int or kind in _CONSTANTS:
+            log.append(value)
+        elif kind is bool:
+            log.append(TRUE if value else FALSE)
+        elif kind is float and self._exact:
+            log.append(value)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            log.append(LIST)
+            log.append(len(value))
+            for item in value:
+                self._argument(item)
+        elif isinstance(value, torch.Tensor):
+            log.append(self._word(value))
+        else:
+            log.append(CARRIED)
+            log.append(kind)
+            self.carried.append(value)
+
+    def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
+        """The word of a tensor, which gets a number if it has none."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return HIDDEN
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(ref(storage))
+        if number is None:
+            if not is_recordable(tensor):
+                return HIDDEN
+            number = self._born(
+                tensor, Birth.MADE if made else Birth.PARAMETER if isinstance(tensor, Parameter) else Birth.FOUND
+            )
+        geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        word = self._by_geometry.get(geometry)
+        if word is None:
+            word = self._value(geometry)
+        return word
+
+    def _value(self, geometry: Geometry) -> Ref:
+        number = len(self.values)
+        if number == len(_REFS):
+            _REFS.append(Ref(number))
+        word = self._by_geometry[geometry] = _REFS[number]
+        self.values.append(geometry)
+        return word
+
+    def _born(self, tensor: torch.Tensor, birth: Birth) -> int:
+        storage = tensor.untyped_storage()
+        number = self._numbers[ref(storage)] = len(self.storages)
+        self.storages.append((birth, storage.nbytes(), self._count if birth is Birth.MADE else -1))
+        if birth is Birth.PARAMETER:
+            self.tensors[number] = tensor
+        elif birth is not Birth.MADE:
+            self.tensors[number] = _alias(tensor)
+        if birth is not Birth.MADE:
+            self._value((number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype))
+            if self._checksums is not None:
+                self._checksums.note([tensor])
+        return number
+
+    def _results(self, operator: Any, out: Any) -> None:
+        self.log.append(OUTPUTS)
+        if type(out) is torch.Tensor:
+            self.log.append(self._word(out, made=True))
+        else:
+            self._result(out)
+        holds = self._holds
+        if holds is None:
+            position = _DRAWS_BITS.get(getattr(operator, "func", None))
+            if position is not None:
+                self.bits[self._count] = pack_mask(_tensors_in(out)[position])
+        else:
+            hold = holds.get(self._count)
+            if hold is not None and hold[0] == operator:
+                self._hold(out, hold[1], as_bits=hold[2])
+        self._count += 1
+
+    def _result(self, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self.log.append(self._word(out, made=True))
+        elif isinstance(out, (tuple, list)):
+            self.log.append(LIST)
+            self.log.append(len(out))
+            for item in out:
+                self._result(item)
+        else:
+            self.log.append(None if out is None else OTHER)
+
+    def _hold(self, out: Any, positions: Sequence[int], *, as_bits: bool) -> None:
+        results = _tensors_in(out)
+        for position in positions:
+            if position >= len(results):
+                continue
+            if as_bits:
+                self.bits[self._count] = pack_mask(results[position])
+            else:
+                number = self._numbers.get(ref(results[position].untyped_storage()))
+                if number is not None:
+                    self.tensors[number] = _alias(results[position])
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
+        kind = type(tensor)
+        if kind is Parameter:
+            return
+        local = tensor if kind is torch.Tensor else local_part(tensor)
+        if not has_storage(local):
+            return
+        word = self._word(local)
+        self.log.append(SAVED)
+        self.log.append(word)
+        if word is HIDDEN:
+            return
+        number = self.values[word.value][0]
+        if self._checksums is not None:
+            self._check(local)
+        birth = self.storages[number][0]
+        if birth is not Birth.PARAMETER:
+            alias = local.detach()
+            self.tensors[number] = alias
+            self.saved.append((number, alias))
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        assert self._checksums is not None
+        differs = self._checksums.differs(tensor)
+        if differs is not None:
+            self._suspects.append((self._numbers[ref(tensor.untyped_storage())], differs))
+
+    def changed_unseen(self) -> frozenset[int]:
+        """Storages that were read after something unseen had written into them. Waits for the device."""
+        if not self._suspects:
+            return frozenset()
+        differ = torch.stack([differs for _, differs in self._suspects]).tolist()
+        return frozenset(number for (number, _), changed in zip(self._suspects, differ, strict=True) if changed)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Number of a storage; None for one that the layer has not touched."""
+        return self._numbers.get(ref(storage))
+
+    # Functions of the program that are one operator.
+
+    def memoized(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
+    ) -> Any:
+        """Runs a function whose results are kept (memo.memoize)."""
+        return self._run(Function(function, repeats=False), function, args, kwargs)
+
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a function that may be called again (memo.swap.token_local)."""
+        result: torch.Tensor = self._run(Function(call.function, repeats=True), call.function, (call.x, *call.others), {})
+        return result
+
+    def _run(self, operator: Function, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.asleep:
+            return function(*args, **kwargs)
+        with Aside(self):  # type: ignore[arg-type]
+            self._arguments(operator, args, kwargs)
+            before = self._count
+            out = function(*args, **kwargs)
+            assert self._count == before
+            self._results(operator, _local_parts(out))
+            if self._checksums is not None:
+                self._checksums.note([tensor for tensor in _tensors_in(out) if has_storage(tensor)])
+        return out
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias that shares the tensor's version counter, also below autograd.
+
+    Never the tensor itself: autograd makes an operator's result the output of its node, which holds the saved tensors.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+    if not excluded:
+        return tensor.detach()
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, True)
+
+
+def _dispatches(kind: type) -> bool:
+    """True for a subclass of tensors that handles operators itself."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors_in(item)]
+    return []
+
+
+def _local_parts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return local_part(value)
+    if isinstance(value, (tuple, list)):
+        return [_local_parts(item) for item in value]
+    if isinstance(value, dict):
+        return [_local_parts(item) for item in value.values()]
+    return value

@@ -1,0 +1,172 @@
+"""Replay: runs the steps of a plan in backward, for the saved tensors of one layer call that no tier holds.
+
+A Replay owns what its plan keeps, packed by the engine, and nothing of what it gives: a graph that dies without backward
+frees itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.errors import MemoError, SwapError
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.saved_storage import Hold
+    from memo.swap.recompute.tape.plan import Plan
+
+__all__ = ["Replay", "ReplayFailed", "Whole", "Wanted"]
+
+
+class ReplayFailed(Exception):
+    """A step did not run again; the message is the reason, as a person reads it."""
+
+    def __init__(self, step: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """A storage that the replay gives."""
+
+    hold: weakref.ref[Hold]
+    """Dead when backward is through with it."""
+    nbytes: int
+    adoptable: bool = True
+    """Nothing else writes into the memory that is given."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """All tokens, as the engine counts them here: one."""
+
+    first: int = 0
+    stop: int = 1
+
+
+_WHOLE = Whole()
+
+Take = Callable[[Whole, Wanted, torch.Tensor], None]
+
+
+class Replay:
+    """The steps that one layer call has to run again.
+
+    Args:
+        engine: brings back what is kept.
+        name: of the layer, for messages.
+        plan: which steps.
+        kept: what the plan keeps, packed, in its order, with the bytes of its storage.
+        carried: arguments of the call that the plan does not hold.
+        wanted: storages that it gives, in the plan's order.
+        together: other ranks run it at the same place in their backward.
+        ran: told the seconds of each replay.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        plan: Plan,
+        kept: Sequence[tuple[Handle | Kept | Sharded, int]],
+        *,
+        carried: Sequence[Any],
+        wanted: Sequence[Wanted],
+        together: bool = False,
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.together = together
+        self.wanted = wanted
+        self._engine = engine
+        self._kept = kept
+        self._carried = carried
+        self._lock = threading.Lock()
+
+    def recompute(self, take: Take) -> None:
+        """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.
+
+        Raises:
+            ModifiedAfterSave: what is kept was changed in place since the forward.
+            SwapError: it could not run.
+        """
+        with self._lock:
+            if self._is_filled():
+                return
+            try:
+                self.run(take)
+            except ReplayFailed as failure:
+                raise SwapError(f"{self.name} could not be recomputed: {failure}") from failure.__cause__
+
+    def _is_filled(self) -> bool:
+        for want in self.wanted:
+            hold = want.hold()
+            if hold is not None and hold.saved.source is None:
+                prefix = hold.saved.prefix
+                if prefix is not None and prefix.lacks(0):
+                    return False
+        return True
+
+    def run(self, take: Take) -> None:
+        """Runs the steps, even where all of it is in place already.
+
+        Raises:
+            ReplayFailed: a step raised an error, or gave memory of another size.
+            torch.OutOfMemoryError: there was no room.
+        """
+        device = self._engine.backend.device
+
+        def give(position: int, made: torch.Tensor) -> None:
+            want = self.wanted[position]
+            storage = made.untyped_storage()
+            if storage.nbytes() != want.nbytes:
+                raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
+            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+
+        with _as_recorded(device):
+            try:
+                self.plan.replay(self._bring, self._carried, give, device)
+            except (MemoError, ReplayFailed, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise ReplayFailed(self._failed_step(error), _first_line(error)) from error
+
+    def _bring(self, position: int) -> torch.Tensor:
+        """What the plan keeps at `position`, back on the device."""
+        handle, nbytes = self._kept[position]
+        tensor = self._engine.unpack(handle, by_backward=False)
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if tensor.untyped_storage().nbytes() < nbytes:
+            raise SwapError(
+                f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
+                " with alpha=1"
+            )
+        return tensor.detach()
+
+    def _failed_step(self, error: BaseException) -> int | None:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"
+        ]
+        return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextmanager
+def _as_recorded(device: torch.device) -> Iterator[None]:
+    """Below autograd and autocast, where the steps were recorded."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
