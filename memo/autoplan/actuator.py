@@ -1,4 +1,4 @@
-"""Applies an ActivationPlan to one manager: placements to the Engine, recompute levels to TokenWise.
+"""Applies an ActivationPlan to one manager: placements to the Engine, recompute levels to Tapes.
 
 Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
 optimizer state and transient tensors leave of the budget.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memo.events import Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
-    from memo.swap import Engine, Layer, LayerCosts, TokenWise
+    from memo.swap import Engine, Layer, LayerCosts, Tapes
 
 __all__ = ["Actuator", "settings_of"]
 
@@ -53,7 +53,7 @@ class Actuator:
     def __init__(
         self,
         engine: Engine,
-        tokenwise: TokenWise,
+        tokenwise: Tapes,
         layers: Sequence[Layer],
         budget: DeviceBudget,
         *,
@@ -216,7 +216,7 @@ class Actuator:
 
 
 def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
-    """Converts a plan to placements by layer number, for the Engine, and levels by layer name, for TokenWise."""
+    """Converts a plan to placements by layer number, for the Engine, and levels by layer name, for Tapes."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
     placements = {

@@ -37,8 +37,8 @@ from memo.swap import (
     LayerHook,
     Level,
     Setting,
+    Tapes,
     TokenLevels,
-    TokenWise,
     find_layers,
     hook_forward,
     layer_input,
@@ -201,7 +201,7 @@ def offload(
     )
     if order is not None:
         engine.expect(order.backward)
-    tokenwise = TokenWise(
+    tokenwise = Tapes(
         engine,
         setting,
         fallback=Level.SAVE_INPUT if fallback == "recompute" else Level.SAVE_ALL,
@@ -267,7 +267,7 @@ class Manager:
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
         *,
-        tokenwise: TokenWise | None = None,
+        tokenwise: Tapes | None = None,
     ) -> None:
         self._layers = layers
         self._engine = engine
@@ -279,7 +279,7 @@ class Manager:
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
-        self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
+        self._tokenwise = Tapes(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
         self._plan_source: PlanSource | None = None
         self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())

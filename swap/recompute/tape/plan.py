@@ -126,9 +126,12 @@ def problem_of(
         for number, content in enumerate(tape.contents)
     ]
     operations = [
-        cuts.Operation(cost=None if step.number in bans else costs[step.number], reads=step.reads) for step in tape.steps
+        cuts.Operation(cost=None if step.number in bans else costs[step.number], reads=step.reads)
+        for step in tape.steps
     ]
-    return cuts.Problem(contents=contents, operations=operations, wanted=[tape.last[storage] for storage in wanted] + sorted(stay))
+    return cuts.Problem(
+        contents=contents, operations=operations, wanted=[tape.last[storage] for storage in wanted] + sorted(stay)
+    )
 
 
 def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from memo.errors import MemoError, SwapError
 from memo.lru import LRU
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
-from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.checksums import Checksums
-from memo.swap.recompute.level_costs import Costs
+from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.recompute.tape.bans import banned
@@ -84,7 +82,15 @@ class Tapes:
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
     """
 
-    def __init__(self, engine: Engine, default: Setting, *, repeats_when_full: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        default: Setting,
+        *,
+        fallback: Level = Level.SAVE_ALL,
+        repeats_when_full: bool = False,
+        exact: bool = False,
+    ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
         """Layer -> reason, for layers that move whole tensors though they should not."""
@@ -259,12 +265,12 @@ class Tapes:
             return {}
         name = call.layer.name
         opaque = call.recorder.changed_unseen()
-        key = (recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
+        key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         found = self._plans.get(key)
-        is_new = found is None
         if found is None:
             found = self._plans[key] = self._made(call, recorded, opaque, setting)
-        self._expected[call.kind] = self._next(call, recorded, opaque, setting, found) if is_new else self._after(call, found)
+            self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
@@ -278,10 +284,6 @@ class Tapes:
             if (saved := recorded.saved.get(storage)) is not None
         }
 
-    def _after(self, call: _Open, found: Plan | _Refused) -> Plan | _Refused:
-        expected = self._expected.get(call.kind)
-        return found if expected is None else expected
-
     def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
         """The plan of a new log, tried out; or why there is none."""
         tape = self._tape(recorded, opaque)
@@ -294,7 +296,9 @@ class Tapes:
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             try:
                 self.trials_run += 1
+                began = now_s(self._engine.backend.device)
                 try_out(recorded.replay(plan, self._engine))
+                self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
                 return plan
             except Unlike as unlike:
                 reason = str(unlike)
@@ -315,6 +319,39 @@ class Tapes:
         sources = dataclasses.replace(recorded.sources, everything=True)
         cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, ())
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
+
+    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, cut: Cut, seconds: float) -> None:
+        """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
+        costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
+        hidden = call.recorder.tensors[0]
+        tokens = hidden.size(-2) if hidden.ndim > 1 else 1
+        sources = dataclasses.replace(recorded.sources, everything=True)
+        at = {
+            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, ())
+            for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)
+        }
+        least = at[Level.SAVE_ATTENTION].keep_cost // 8
+        every = sum(tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
+        saved = set(recorded.saved)
+        beside = sum(
+            tape.storage(content)[1]
+            for content in at[Level.SAVE_MATMULS].kept
+            if tape.contents[content].storage not in saved | recorded.sources.free
+            and tape.storage(content)[0] is Birth.MADE
+        )
+        costs.counted(
+            tokens=tokens,
+            input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
+            always_bytes=least,
+            bytes_per_token={
+                Level.SAVE_ALL: (every - least) / tokens,
+                Level.SAVE_MATMULS: (at[Level.SAVE_MATMULS].keep_cost // 8 - least) / tokens,
+                Level.SAVE_ATTENTION: 0.0,
+            },
+            beside_per_token={Level.SAVE_MATMULS: beside / tokens},
+        )
+        for level, other in at.items():
+            costs.ran(level, tokens, seconds * other.replay_cost / max(1, cut.replay_cost))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
         key = (recorded.key, opaque)
@@ -377,9 +414,7 @@ class _Recorded:
                 held.add(number)
         self.stuck = tuple(
             sorted(
-                number
-                for number in self.saved
-                if number in outputs or recorder.storages[number][0] is not Birth.MADE
+                number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
             )
         )
         self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))

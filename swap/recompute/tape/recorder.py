@@ -399,10 +399,14 @@ class Recorder(TorchDispatchMode):
 
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.swap.token_local)."""
-        result: torch.Tensor = self._run(Function(call.function, repeats=True), call.function, (call.x, *call.others), {})
+        result: torch.Tensor = self._run(
+            Function(call.function, repeats=True), call.function, (call.x, *call.others), {}
+        )
         return result
 
-    def _run(self, operator: Function, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, operator: Function, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.asleep:
             return function(*args, **kwargs)
         with Aside(self):  # type: ignore[arg-type]

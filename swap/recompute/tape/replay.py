@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Hold
     from memo.swap.recompute.tape.plan import Plan
 
-__all__ = ["Replay", "ReplayFailed", "Whole", "Wanted"]
+__all__ = ["Replay", "ReplayFailed", "Wanted", "Whole"]
 
 
 class ReplayFailed(Exception):
@@ -154,9 +154,7 @@ class Replay:
         return tensor.detach()
 
     def _failed_step(self, error: BaseException) -> int | None:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"
-        ]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
         return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
 
 

@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from memo.swap.recompute.record.filled import Region, covers, region_of
 from memo.swap.recompute.tape.recorder import (
     CARRIED,
