@@ -218,30 +218,25 @@ class _Search:
         """The network of the module's note, whose operations have these numbers; what `start` runs is its source."""
         network = _Network(2 + len(numbers))
         never = 1 + bits_weight * self._all_bits + time_weight * self._all_time  # more than any cut
-        supply, drain = [0] * (2 + len(numbers)), [0] * (2 + len(numbers))
         readers: dict[int, list[int]] = {}
-        for content in start.kept:
-            number = numbers.get(self._maker[content])
-            if number is not None:
-                keep = self._keep[content]
-                supply[number] += never if keep is None else keep * bits_weight
         for operation, number in numbers.items():
-            drain[number] = (self._cost[operation] or 0) * time_weight
+            network.join(number, _SINK, (self._cost[operation] or 0) * time_weight)
             for read in self._reads[operation]:
                 if read not in start.kept and self._maker[read] not in start.replayed:
                     readers.setdefault(read, []).append(number)
+        for content in start.kept:
+            number = numbers.get(self._maker[content], _SINK)
+            if number != _SINK:
+                readers[content] = [_SOURCE]
         for content, wanting in readers.items():
             keep = self._keep[content]
             room = never if keep is None else keep * bits_weight
-            tail = wanting[0]
+            tail, head = wanting[0], numbers.get(self._maker[content], _SINK)
             if len(wanting) > 1 and room:
-                tail = network.node()
+                tail = network.node(before=head)
                 for number in wanting:
                     network.join(number, tail, never)
-            network.join(tail, numbers.get(self._maker[content], _SINK), room)
-        for number in numbers.values():
-            network.join(_SOURCE, number, supply[number])
-            network.join(number, _SINK, drain[number])
+            network.join(tail, head, room)
         return network
 
 
@@ -253,12 +248,16 @@ class _Network:
 
     def __init__(self, nodes: int) -> None:
         self._arcs: list[list[int]] = [[] for _ in range(nodes)]
+        self._places = [-2 * number for number in range(nodes)]
+        """Rising along every arc."""
+        self._places[_SOURCE], self._places[_SINK] = -2 * nodes, 0
         self._heads: list[int] = []
         self._rooms: list[int] = []
 
-    def node(self) -> int:
-        """Adds a node; returns its number."""
+    def node(self, *, before: int) -> int:
+        """Adds a node for arcs to another one; returns its number."""
         self._arcs.append([])
+        self._places.append(self._places[before] - 1)
         return len(self._arcs) - 1
 
     def join(self, tail: int, head: int, room: int) -> None:
@@ -270,7 +269,11 @@ class _Network:
             self._rooms += (room, 0)
 
     def source_side(self) -> list[bool]:
-        """Makes the flow maximal; returns for each node whether the source still reaches it."""
+        """Makes the flow maximal; returns for each node whether the source still reaches it.
+
+        The first round is not bound to shortest paths, but to the order of the record; that fills a long chain at once.
+        """
+        self._fill(self._places)
         while True:
             depths = self._depths()
             if depths[_SINK] < 0:
@@ -291,7 +294,7 @@ class _Network:
         return depths
 
     def _fill(self, depths: list[int]) -> None:
-        """Sends flow along shortest paths until each of them has a full arc."""
+        """Sends flow along arcs that lead deeper until each such path has a full arc."""
         arcs, heads, rooms = self._arcs, self._heads, self._rooms
         tried = [0] * len(arcs)
         path: list[int] = []
@@ -299,9 +302,9 @@ class _Network:
         while True:
             if node == _SINK:
                 node = self._send(path)
-            out, deeper = arcs[node], depths[node] + 1
+            out, depth = arcs[node], depths[node]
             at = tried[node]
-            while at < len(out) and not (rooms[out[at]] and depths[heads[out[at]]] == deeper):
+            while at < len(out) and not (rooms[out[at]] and depths[heads[out[at]]] > depth):
                 at += 1
             tried[node] = at
             if at < len(out):

@@ -137,24 +137,19 @@ def by_linear_program(problem: Problem, bits_weight: int, time_weight: int) -> f
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_large_problem_costs_what_a_linear_program_finds(seed: int) -> None:
-    problem = next(
-        problem
-        for at in itertools.count()
-        if solvable(problem := random_problem(1000 * seed + at, operations=300, most=500))
-    )
+    candidates = (random_problem(1000 * seed + at, operations=300, most=500) for at in itertools.count())
+    problem = next(problem for problem in candidates if corners_of(problem) > 5)
     for weights in ((1, 1), (5, 1), (1, 7)):
         found = cheapest(problem, *weights)
         cost = weights[0] * found.keep_cost + weights[1] * found.replay_cost
         assert cost == pytest.approx(by_linear_program(problem, *weights), abs=1e-3)
-    assert len(curve(problem)) > 5
 
 
-def solvable(problem: Problem) -> bool:
+def corners_of(problem: Problem) -> int:
     try:
-        cheapest(problem, 1, 1)
+        return len(curve(problem))
     except ValueError:
-        return False
-    return True
+        return 0
 
 
 def shuffled(problem: Problem, draw: random.Random) -> tuple[Problem, list[int]]:
@@ -242,12 +237,13 @@ def test_weights_without_a_minimum_are_refused(weights: tuple[int, int]) -> None
         cheapest(chain((1, 1)), *weights)
 
 
-def test_a_long_chain_is_cut_without_recursion() -> None:
-    problem = chain(*((2000 - n, n % 7) for n in range(2000)))
-    begin = time.perf_counter()
-    assert cheapest(problem, 1, 0).keep_cost == 0
-    assert len(curve(problem)) > 1
-    assert time.perf_counter() - begin < 10
+def test_a_long_chain_takes_no_longer_than_its_length() -> None:
+    """Augmenting shortest paths alone would take the square of it, 3 seconds here; so it is some 0.3."""
+    problem = chain(*((20000 - 10 * n - n * n % 7, n % 7) for n in range(2000)))
+    begin = time.process_time()
+    corners = curve(problem)
+    assert time.process_time() - begin < 2
+    assert len(corners) == 2
 
 
 def test_the_cut_needs_no_torch() -> None:
