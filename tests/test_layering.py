@@ -40,6 +40,7 @@ IMPORTS = {
     "swap/recompute/axis": "swap swap/engine",
     "swap/recompute/record": "memo kernels swap swap/engine swap/recompute/axis",
     "swap/recompute/guards": "memo swap swap/engine swap/recompute/record",
+    "swap/recompute/tape": "",
     "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/record swap/recompute/guards",
     "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/record swap/recompute",
     "memo/trace": "memo mip/address",
