@@ -102,7 +102,7 @@ def _region(tensor: torch.Tensor) -> Region | None:
 @functools.lru_cache(_MOST_RUNS)
 def region_of(nbytes: int, offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int) -> Region | None:
     """The bytes of a tensor's elements, offset and strides being in bytes; None for none, and for too many pieces."""
-    if 0 in size:
+    if 0 in size or nbytes == 0:
         return None
     dims = sorted((far, count) for far, count in zip(stride, size, strict=True) if count > 1 and far > 0)
     width, period = itemsize, nbytes

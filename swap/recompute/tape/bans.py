@@ -28,14 +28,40 @@ if TYPE_CHECKING:
 __all__ = ["banned", "groups_of"]
 
 _PRODUCTS = frozenset(
-    ["mm", "addmm", "_addmm_activation", "linear", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "convolution", "_convolution", "mkldnn_convolution", "_mkldnn_linear_pointwise", "conv1d", "conv2d", "conv3d", "_trilinear"]
-)
-_CONVOLUTIONS = frozenset(["convolution", "_convolution", "mkldnn_convolution", "conv1d", "conv2d", "conv3d"])
-_SCANS = frozenset(["cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp", "cummax", "cummin", "_fft_r2c", "_fft_c2r", "_fft_c2c"])
-_SORTS = frozenset(["sort", "topk", "argsort", "kthvalue", "median", "mode", "unique", "_unique2", "unique_consecutive", "unique_dim"])
+    (
+        "mm", "addmm", "_addmm_activation", "linear", "bmm",
+        "baddbmm", "addbmm", "addmv", "mv", "dot",
+        "vdot", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm",
+        "convolution", "_convolution", "mkldnn_convolution", "_mkldnn_linear_pointwise", "conv1d",
+        "conv2d", "conv3d", "_trilinear",
+    )
+)  # fmt: skip
+_CONVOLUTIONS = frozenset(
+    (
+        "convolution", "_convolution", "mkldnn_convolution", "conv1d", "conv2d",
+        "conv3d",
+    )
+)  # fmt: skip
+_SCANS = frozenset(
+    (
+        "cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp",
+        "cummax", "cummin", "_fft_r2c", "_fft_c2r", "_fft_c2c",
+    )
+)  # fmt: skip
+_SORTS = frozenset(
+    (
+        "sort", "topk", "argsort", "kthvalue", "median",
+        "mode", "unique", "_unique2", "unique_consecutive", "unique_dim",
+    )
+)  # fmt: skip
 _SCATTERS = frozenset(
-    ["index_add", "index_add_", "scatter_add", "scatter_add_", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put", "scatter_reduce", "scatter_reduce_", "histc", "bincount", "index_reduce", "index_reduce_", "put", "put_", "grid_sampler_2d_backward"]
-)
+    (
+        "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put",
+        "index_put_", "_index_put_impl_", "_unsafe_index_put", "scatter_reduce", "scatter_reduce_",
+        "histc", "bincount", "index_reduce", "index_reduce_", "put",
+        "put_",
+    )
+)  # fmt: skip
 _SIZED_BY_INDICES = frozenset({"index", "_unsafe_index"})
 """Tagged as operators whose results have sizes that depend on numbers, which is so for boolean indices alone."""
 

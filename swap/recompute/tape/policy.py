@@ -26,10 +26,11 @@ from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.recompute.tape.bans import banned
-from memo.swap.recompute.tape.cut import Cut, cheapest, curve
+from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
 from memo.swap.recompute.tape.replay import Replay, Wanted
+from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.tape.trial import Unlike, try_out
 from memo.swap.tensor_kinds import layer_input, local_part
@@ -358,6 +359,7 @@ class Tapes:
         tape = self._tapes.get(key)
         if tape is None:
             tape = self._tapes[key] = Tape(recorded.key, opaque)
+            tape.costs = step_costs(tape, self._engine.backend.device.type)
         return tape
 
     def _told(self, name: str) -> str:
@@ -484,9 +486,8 @@ def _at(
 
 def _problem(
     tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
-) -> Any:
-    costs = [max(1, sum(tape.storage(content)[1] for content in step.makes)) for step in tape.steps]
-    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, costs)
+) -> Problem:
+    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs)
 
 
 def _moves_all(setting: Setting) -> bool:

@@ -1,4 +1,4 @@
-"""Derived cost of each step of a tape, from shapes alone: a tape holds no tensor, so stand-ins without bytes are measured."""
+"""Derived cost of each step of a tape, from shapes alone; a tape holds no tensor, so stand-ins without bytes serve."""
 
 from __future__ import annotations
 

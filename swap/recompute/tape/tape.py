@@ -112,6 +112,8 @@ class Tape:
         self.last: list[int] = []
         """Content of each storage at the end."""
         self.opaque = set(opaque)
+        self.costs: list[int] = []
+        """Of repeating each step, in picoseconds (step_costs.py)."""
         self._now: list[int] = []
         self._written: dict[int, list[Region] | None] = {}  # regions of storages that were allocated without writing
         self._uninitialised: set[int] = set()  # of which something was read that nothing had written
