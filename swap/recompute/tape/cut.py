@@ -151,7 +151,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._keep = [content.keep for content in problem.contents]
         self._cost = [operation.cost for operation in problem.operations]
-        self._reads = [tuple(dict.fromkeys(operation.reads)) for operation in problem.operations]
+        self._reads = [operation.reads for operation in problem.operations]
         self._maker = self._makers(problem.contents)
         for content in sorted(problem.wanted):
             if self._keep[content] is None and self._maker[content] == _NOTHING:

@@ -80,8 +80,7 @@ _FACTORS = {
     **dict.fromkeys(_packets("mm", "bmm", "mv", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), (0, 1)),
     **dict.fromkeys(_packets("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), (1, 2)),
 }
-_MAY_TRANSPOSE = _packets("convolution", "_convolution")
-_CONVOLUTIONS = _MAY_TRANSPOSE | _packets("cudnn_convolution", "mkldnn_convolution")
+_CONVOLUTIONS = _packets("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
 _ATTENTION = _packets(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -143,8 +142,6 @@ def outweighs(func: Any, args: Sequence[Any], out: Any) -> bool:
 
     To keep such a result costs more than to keep what it is made of. A convolution of kernel 1 is a product.
     """
-    if not isinstance(out, torch.Tensor):
-        return False
     packet = getattr(func, "overloadpacket", func)
     if packet in _CONVOLUTIONS and math.prod(args[1].shape[2:]) == 1:
         left, right = 0, 1
@@ -203,14 +200,13 @@ def _flops(
         longest = args[6] if packet is _ATEN._flash_attention_forward else args[7]
         keys = int(args[1].shape[1] if longest is None else longest)
         return _attention_flops(*args[:3], keys=keys, causal=_is_causal(packet, args, kwargs))
-    if packet in _CONVOLUTIONS:
-        transposed = packet in _MAY_TRANSPOSE and args[6]
-        return int(conv_flop_count(list(args[0].shape), list(args[1].shape), list(out.shape), transposed=transposed))
     if packet in _FACTORS:
         left, right = (args[at] for at in _FACTORS[packet])
         return _product_flops(left, right, columns_first=packet is _ATEN.linear)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet in _CONVOLUTIONS:  # the CPU's, which is never transposed and for which torch has no formula
+        return int(conv_flop_count(list(args[0].shape), list(args[1].shape), list(out.shape)))
     return sum(int(tensor.numel()) for tensor in written)
 
 

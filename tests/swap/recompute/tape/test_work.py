@@ -99,6 +99,11 @@ def test_linear_has_its_columns_first() -> None:
     assert found == Work(flops=2 * 10 * 3 * 7, nbytes=4 * (30 + 21 + 70))
 
 
+def test_the_convolution_of_the_cpu_counts_as_any_other() -> None:
+    args = (t(2, 4, 9, 9), t(6, 2, 3, 3), None, [0, 0], [2, 2], [1, 1], 2)
+    assert work_of(ATEN.mkldnn_convolution.default, args, {}, t(2, 6, 4, 4)).flops == 2 * (2 * 6 * 4 * 4) * (2 * 3 * 3)
+
+
 def test_grouped_products_count_each_row_once() -> None:
     tokens, experts = t(6, 4), t(3, 4, 8)
     grouped = ATEN._grouped_mm
@@ -183,6 +188,11 @@ def test_an_operator_with_a_formula_of_its_own_counts_by_it() -> None:
     with FlopCounterMode(display=False) as counter:
         ATEN.convolution_backward(*args)
     assert work_of(ATEN.convolution_backward.default, args, {}, out).flops == counter.get_total_flops() > 0
+
+
+def test_a_higher_order_operator_reads_what_it_is_given_and_writes_what_it_gives() -> None:
+    args = (True, torch.sin, torch.cos, (t(5, 3), t(3)))
+    assert work_of(torch.ops.higher_order.cond, args, {}, (t(5, 3),)) == Work(flops=15, nbytes=4 * (15 + 3 + 15))
 
 
 def test_time_is_the_longer_of_arithmetic_and_memory_and_a_launch() -> None:
