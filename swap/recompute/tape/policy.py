@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
 from memo.lru import LRU
+from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.checksums import Checksums
@@ -29,7 +31,7 @@ from memo.swap.recompute.tape.bans import banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
-from memo.swap.recompute.tape.replay import Replay, Wanted
+from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.tape.trial import Unlike, try_out
@@ -38,7 +40,7 @@ from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.handles import Handle, Sharded
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
@@ -109,6 +111,8 @@ class Tapes:
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
+        self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
@@ -193,6 +197,7 @@ class Tapes:
             tensors,
             holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
+            here=self._engine.backend.current_stream,
         )
         self._open = _Open(layer, group, recorder, setting, kind)
         group.held = True
@@ -265,7 +270,7 @@ class Tapes:
         if _moves_all(setting):
             return {}
         name = call.layer.name
-        opaque = call.recorder.changed_unseen()
+        opaque = self._opaque_in(call, recorded)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         found = self._plans.get(key)
@@ -285,6 +290,14 @@ class Tapes:
             if (saved := recorded.saved.get(storage)) is not None
         }
 
+    def _opaque_in(self, call: _Open, recorded: _Recorded) -> frozenset[int]:
+        """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
+        key = (call.layer.name, recorded.key)
+        opaque = self._opaque.get(key)
+        if opaque is None:
+            opaque = self._opaque[key] = call.recorder.changed_unseen()
+        return opaque
+
     def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
         """The plan of a new log, tried out; or why there is none."""
         tape = self._tape(recorded, opaque)
@@ -295,11 +308,16 @@ class Tapes:
             if not cut.replayed:
                 return _Refused(reason)
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
+            # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
+            form = (call.layer.name, setting, *(word for word in recorded.key[0] if type(word) is not int), plan.steps)
+            if form in self._shown:
+                return plan
             try:
                 self.trials_run += 1
                 began = now_s(self._engine.backend.device)
                 try_out(recorded.replay(plan, self._engine))
                 self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
+                self._shown[form] = True
                 return plan
             except Unlike as unlike:
                 reason = str(unlike)
@@ -384,6 +402,7 @@ class _Recorded:
         self.wanted: tuple[int, ...]
         self.stuck: tuple[int, ...]
         self.saved: dict[int, SavedStorage] = {}
+        self._lent: set[int] = set()  # local parts of parameters and buffers
         self._call: _Open
 
     @classmethod
@@ -398,6 +417,7 @@ class _Recorded:
             if is_recordable(local_part(tensor))
         }
         free, saved, held = set(), set(), set()
+        own: set[ref[torch.UntypedStorage]] | None = None
         for number, tensor in recorder.tensors.items():
             birth, nbytes, _ = recorder.storages[number]
             storage = tensor.untyped_storage()
@@ -412,8 +432,16 @@ class _Recorded:
                     self.saved[number] = known
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
-            elif storage.nbytes() == nbytes:
-                held.add(number)
+            else:
+                if own is None and birth is Birth.FOUND:
+                    own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
+                if storage.nbytes() != nbytes:
+                    continue
+                if birth is Birth.FOUND and own is not None and ref(storage) in own:
+                    free.add(number)
+                    self._lent.add(number)
+                else:
+                    held.add(number)
         self.stuck = tuple(
             sorted(
                 number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
@@ -428,13 +456,12 @@ class _Recorded:
     def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
         """The replay of this call by a plan."""
         recorder = self._call.recorder
-        kept = []
-        for item in plan.kept:
-            if item.bits_of >= 0:
-                bits = recorder.bits[item.bits_of]
-                kept.append((engine.pack(bits), bits.untyped_storage().nbytes()))
-            else:
-                kept.append((engine.pack(recorder.tensors[item.storage]), recorder.storages[item.storage][1]))
+        kept = [
+            self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
+            if item.bits_of >= 0
+            else self._brought(recorder.tensors[item.storage], item.storage, engine)
+            for item in plan.kept
+        ]
         wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
         return Replay(
             engine,
@@ -445,6 +472,19 @@ class _Recorded:
             wanted=wanted,
             together=together,
         )
+
+    def _brought(self, tensor: torch.Tensor, number: int, engine: Engine) -> Brought:
+        """Packs what a plan keeps, on the stream on which it was held."""
+        recorder, storage = self._call.recorder, tensor.untyped_storage()
+        if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
+            return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+        if number in self._lent:
+            return Brought(Kept(tensor), storage.nbytes())
+        home = recorder.streams.get(number)
+        if home is None or home == engine.backend.current_stream():
+            return Brought(engine.pack(tensor), storage.nbytes())
+        with engine.backend.stream_context(home):
+            return Brought(engine.pack(tensor), storage.nbytes())
 
 
 def choose(
@@ -467,7 +507,43 @@ def choose(
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
     points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong))
     below = [cut for cut in points if cut.keep_cost <= target]
-    return min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost)) if below else attention
+    if not below:
+        return attention
+    best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
+    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong)
+
+
+def _filled(
+    tape: Tape,
+    cut: Cut,
+    target: float,
+    sources: Sources,
+    wanted: tuple[int, ...],
+    stuck: tuple[int, ...],
+    wrong: Iterable[int],
+) -> Cut:
+    """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
+
+    In the order of the seconds that they spare for each byte. It is the better of what this greedy order finds; the best
+    choice of storages is a knapsack.
+    """
+    kept = list(stuck)
+    while True:
+        best: tuple[float, int, Cut] | None = None
+        for storage in wanted:
+            room = target - cut.keep_cost
+            if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
+                continue
+            other = cheapest(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong), 1, 0)
+            more = other.keep_cost - cut.keep_cost
+            if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
+                gain = (cut.replay_cost - other.replay_cost) / max(1, more)
+                if best is None or gain > best[0]:
+                    best = gain, storage, other
+        if best is None:
+            return cut
+        kept.append(best[1])
+        cut = best[2]
 
 
 def _only(levels: TokenLevels | None) -> Level | None:
@@ -488,6 +564,12 @@ def _problem(
     tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
 ) -> Problem:
     return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs)
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_recordable(local_part(tensor)):
+            yield tensor
 
 
 def _moves_all(setting: Setting) -> bool:

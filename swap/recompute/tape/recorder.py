@@ -142,6 +142,7 @@ class Recorder(TorchDispatchMode):
             as bits), as the plan that is expected to fit will keep; None for a call of which nothing is known, where bits
             are held of every random 0/1 mask.
         checksums: checks that memory changes by recorded operators alone; None: no check.
+        here: the caller's compute stream.
     """
 
     supports_higher_order_operators = True
@@ -163,6 +164,7 @@ class Recorder(TorchDispatchMode):
         *,
         holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
         checksums: Checksums | None = None,
+        here: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -174,12 +176,15 @@ class Recorder(TorchDispatchMode):
         """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
         self.bits: dict[int, torch.Tensor] = {}
         """Operator number -> the zeros and ones that it drew, one bit each."""
+        self.streams: dict[int, int] = {}
+        """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
+        self._here = here
         self._checksums = checksums
         self._count = 0
         self._exact = False
@@ -209,10 +214,15 @@ class Recorder(TorchDispatchMode):
         if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs) if kwargs else func(*args)
         operator = operator_of(func)
-        if self._checksums is not None:
-            return self._checked(operator, args, kwargs or {})
-        self._arguments(operator, args, kwargs)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        words, carried = len(self.log), len(self.carried)
+        try:
+            if self._checksums is not None:
+                return self._checked(operator, args, kwargs or {})
+            self._arguments(operator, args, kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:  # the layer may go on in another way
+            del self.log[words:], self.carried[carried:]
+            raise
         self._results(operator, out)
         return out
 
@@ -320,7 +330,7 @@ class Recorder(TorchDispatchMode):
         if holds is None:
             position = _DRAWS_BITS.get(getattr(operator, "func", None))
             if position is not None:
-                self.bits[self._count] = pack_mask(_tensors_in(out)[position])
+                self._hold(out, (position,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
@@ -345,10 +355,12 @@ class Recorder(TorchDispatchMode):
                 continue
             if as_bits:
                 self.bits[self._count] = pack_mask(results[position])
+                self.streams[-1 - self._count] = self._here()
             else:
                 number = self._numbers.get(ref(results[position].untyped_storage()))
                 if number is not None:
                     self.tensors[number] = _alias(results[position])
+                    self.streams[number] = self._here()
 
     def save(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
@@ -410,13 +422,11 @@ class Recorder(TorchDispatchMode):
         if self.asleep:
             return function(*args, **kwargs)
         with Aside(self):  # type: ignore[arg-type]
-            self._arguments(operator, args, kwargs)
-            before = self._count
             out = function(*args, **kwargs)
-            assert self._count == before
+            self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
             if self._checksums is not None:
-                self._checksums.note([tensor for tensor in _tensors_in(out) if has_storage(tensor)])
+                self._checksums.note([tensor for tensor in _tensors_in(_local_parts(out)) if has_storage(tensor)])
         return out
 
 
