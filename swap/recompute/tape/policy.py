@@ -309,7 +309,7 @@ class Tapes:
                 return _Refused(reason)
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
-            form = (call.layer.name, setting, *(word for word in recorded.key[0] if type(word) is not int), plan.steps)
+            form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
             if form in self._shown:
                 return plan
             try:
