@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -258,8 +259,8 @@ def _import_what_all_need() -> None:
 
 
 def _send(sender: Connection, name: str, options: Options) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")
-    sender.send(examine(name, options))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        sender.send(examine(name, options))
     sender.close()
 
 
