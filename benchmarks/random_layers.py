@@ -26,7 +26,8 @@ from benchmarks.results import ROOT, write_result
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from random_layers import KINDS, POINTS, TEMPLATES, Outcome, Program, compare, program
+from random_layers import KINDS, POINTS, Outcome, Program, compare, program
+from random_statements import STATEMENTS
 
 __all__ = ["main"]
 
@@ -51,7 +52,7 @@ def _examine(sender: Connection, seeds: list[int], work: Work) -> None:
     for seed in seeds:
         sender.send((seed, None))
         made = work.program(seed)
-        sender.send((seed, (made.templates, compare(made, work.points, work.kinds))))
+        sender.send((seed, (made.statements, compare(made, work.points, work.kinds))))
     sender.close()
 
 
@@ -61,24 +62,24 @@ class _Totals:
         self.failures: list[dict[str, Any]] = []
         self.reasons: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
-        self.templates: collections.Counter[str] = collections.Counter()
+        self.statements: collections.Counter[str] = collections.Counter()
         self.failing: collections.Counter[str] = collections.Counter()
         self.moved: collections.Counter[str] = collections.Counter()
         self.recomputed: collections.Counter[str] = collections.Counter()
         self.divided: collections.Counter[str] = collections.Counter()
         self.of: collections.Counter[str] = collections.Counter()
 
-    def add(self, seed: int, templates: tuple[str, ...], outcome: Outcome, text: str) -> None:
+    def add(self, seed: int, statements: tuple[str, ...], outcome: Outcome, text: str) -> None:
         self.examined += 1
         self.compared += outcome.compared
         if outcome.discarded is not None:
             self.discarded += not outcome.compared
             self.reasons[outcome.discarded[:90]] += 1
         if outcome.failures:
-            self.failing.update(set(templates))
+            self.failing.update(set(statements))
             self.failures.append({"seed": seed, "failures": outcome.failures, "text": text})
             print(f"\nseed {seed}\n  " + "\n  ".join(outcome.failures) + f"\n{text}", flush=True)
-        self.templates.update(set(templates))
+        self.statements.update(set(statements))
         self.refused.update(outcome.refused)
         for at, nbytes in outcome.moved_bytes.items():
             self.of[at] += 1
@@ -103,7 +104,7 @@ class _Totals:
                 for at in self.of
             },
             "refused": dict(self.refused.most_common(30)),
-            "never_drawn": sorted(set(TEMPLATES) - set(self.templates)),
+            "never_drawn": sorted(set(STATEMENTS) - set(self.statements)),
             "failures": self.failures,
         }
 
@@ -120,7 +121,7 @@ class _Totals:
                 f"{share:.2f} of alpha 1's bytes move"
             )
         for name, count in self.failing.most_common(12):
-            print(f"  in {count} of {self.templates[name]} with {name!r} something fails")
+            print(f"  in {count} of {self.statements[name]} with {name!r} something fails")
         for reason, count in self.reasons.most_common(8):
             print(f"  {count:5} without a comparison: {reason}")
         for reason, count in self.refused.most_common(8):
