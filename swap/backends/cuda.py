@@ -219,6 +219,10 @@ class CudaBackend:
         self._owner[buffer.untyped_storage()] = self.current_stream()
         return buffer
 
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Notes the owner, which only the allocator knows of the program's memory."""
+        self._owner[buffer.untyped_storage()] = self.current_stream()
+
     def host_slab(self, nbytes: int) -> PinnedSlab:
         """Reserves addresses of page-locked memory on the GPU's NUMA node."""
         return PinnedSlab(nbytes, self.device, node=numa_node(self.device))

@@ -212,6 +212,9 @@ class Backend(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates device memory on the caller's compute stream."""
 
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Declares memory that the program allocated on the caller's compute stream, and has written there."""
+
     def host_slab(self, nbytes: int) -> HostSlab:
         """Reserves addresses for `nbytes` of host memory, page-locked where the device has a bus to cross.
 
@@ -256,6 +259,9 @@ class OneComputeStream:
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
         """Does nothing: the thread's own order suffices."""
+
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Does nothing, likewise."""
 
     def begin_range(self, name: str) -> int:
         """Does nothing: there is no profiler range."""

@@ -125,7 +125,7 @@ class Reload:
             self._refuse_if_closed(saved)
             if saved.group is not self._layer_calls.reading and not self.closed:
                 self.reach(saved.group)
-            if saved.state is AWAY:
+            if saved.state is AWAY and saved.place is not None:
                 self._fetch([saved])
         began = self._backend.stamp()
         with self._telemetry.issuing("recompute", saved.module):
@@ -144,11 +144,12 @@ class Reload:
         if self._telemetry.trace is not None:
             self._telemetry.trace.backward_reached(group.module)
         self._release.poll_limbo()
-        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
+        # Storages without bytes in a tier have nothing to transfer: a recompute brings their buffers, or fills new ones.
+        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY and saved.place]):
             return
         room = self.prefetch_bytes
         for ahead, following in enumerate(self._layer_calls.after(group)):
-            # Storages without bytes in a lower tier have nothing to transfer: they are made when backward asks for them.
+            # What the device tier has is reloaded when backward asks for it.
             away = [saved for saved in following.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
             nbytes = sum(saved.nbytes for saved in away)
             if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
@@ -254,20 +255,44 @@ class Reload:
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor) -> None:
-        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier."""
+    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor, *, owned: bool = False) -> None:
+        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier.
+
+        With `owned` and nothing in a tier, `recomputed` may be the buffer itself.
+        """
         hold = wanted.hold()
         if hold is None:
             return  # no handle is left
         saved = hold.saved
         with self._lock:
-            if saved.source is not None or saved.prefix is None or not saved.prefix.lacks(span.first):
+            prefix = saved.prefix
+            if saved.source is not None or prefix is None or not prefix.lacks(span.first):
                 return
             if saved.state is AWAY:
+                if owned and prefix.is_all(span) and self._adopt(saved, recomputed):
+                    self._telemetry.stats.bytes_recomputed += prefix.adopted()
+                    return
                 self._fetch([saved])
             assert saved.returned is not None
             self._order.taken_over(saved)
-            self._telemetry.stats.bytes_recomputed += saved.prefix.fill(saved.returned, recomputed, span, self._backend)
+            self._telemetry.stats.bytes_recomputed += prefix.fill(saved.returned, recomputed, span, self._backend)
+
+    def _adopt(self, saved: SavedStorage, recomputed: torch.Tensor) -> bool:
+        """Makes a recomputed storage the reload buffer; False where it is not exactly that, on the home stream.
+
+        It was allocated and written on the caller's stream, which is the home. So its order on the home is the program's
+        (E3, E4), other streams that ask for it wait for the home (E6, `user`), no copy of it is ever in flight (E5), and
+        its memory goes back to the home like that of any other reload buffer.
+        """
+        storage = recomputed.untyped_storage()
+        if self._backend.current_stream() != saved.home or not recomputed.numel() == storage.nbytes() == saved.nbytes:
+            return False
+        self._backend.allocated_here(recomputed)
+        self._telemetry.stats.came_to_device(saved.nbytes)
+        saved.returned = recomputed
+        saved.user = saved.home
+        saved.move_to(RETURNING)
+        return True
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self.closed and not saved.on_device:

@@ -297,6 +297,9 @@ class CheckingBackend:
         self.compute_uses(buffer)
         return buffer
 
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        self.compute_uses(buffer)
+
     def host_slab(self, nbytes: int) -> _PoisonedSlab:
         return _PoisonedSlab(nbytes)
 
