@@ -193,6 +193,13 @@ class CudaBackend:
         """Makes a compute stream wait for `event`; blocks the host for an event of a host thread."""
         _order(event, self._stream(stream))
 
+    def is_past(self, event: Event) -> bool:
+        """Returns False for an event of the GPU: to ask takes as long as to order a stream after it."""
+        if isinstance(event, _CudaEvent) or not event.query():
+            return False
+        event.synchronize()
+        return True
+
     def would_block(self, event: Event) -> bool:
         """Returns True for an event of a host thread that is not done."""
         return not isinstance(event, _CudaEvent) and not event.query()

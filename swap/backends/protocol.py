@@ -196,6 +196,13 @@ class Backend(Protocol):
             MemoError: The event's operation failed, where that is known by now.
         """
 
+    def is_past(self, event: Event) -> bool:
+        """Returns True if the host knows without asking a device that `event` is done; no wait for it is needed then.
+
+        Raises:
+            MemoError: The event's operation failed.
+        """
+
     def would_block(self, event: Event) -> bool:
         """Returns True if `compute_wait(event)` would block the calling thread, which could issue other work meanwhile.
 
@@ -256,6 +263,13 @@ class OneComputeStream:
     def is_capturing(self) -> bool:
         """Returns False."""
         return False
+
+    def is_past(self, event: Event) -> bool:
+        """Returns True for an event that is done; raises its failure."""
+        if not event.query():
+            return False
+        event.synchronize()
+        return True
 
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
         """Does nothing: the thread's own order suffices."""

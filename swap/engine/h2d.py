@@ -82,7 +82,7 @@ class Reload:
         if saved.source is not None:
             self._forward_source(saved)
             return
-        how = _PREFETCHED
+        telemetry, how = self._telemetry, _PREFETCHED
         if saved.state is AWAY:
             self._refuse_if_closed(saved)
             how = _FETCHED
@@ -100,20 +100,22 @@ class Reload:
             assert saved.returned is not None
             self._telemetry.stats.device_bytes -= saved.prefix.finish_reload(saved.returned, self._backend)
         saved.move_to(BACK)
-        self._telemetry.used(saved, how)
+        telemetry.stats.uses[how] += 1
+        if telemetry.trace is not None:
+            telemetry.trace.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
         """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6)."""
-        telemetry = self._telemetry
-        stops_host = saved.returning is not None and self._backend.would_block(saved.returning)
-        began = telemetry.begin_wait(stops_host=stops_host)
-        try:
-            self._order.copied_back(saved)
-        finally:
-            telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
+        telemetry, backend, returning = self._telemetry, self._backend, saved.returning
+        if returning is not None and not backend.is_past(returning):
+            began = telemetry.begin_wait(stops_host=backend.would_block(returning))
+            try:
+                self._order.copied_back(saved)
+            finally:
+                telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.prefix is not None:
             self._order.taken_over(saved)
-        saved.user = self._backend.current_stream()
+        saved.user = backend.current_stream()
 
     def recompute(self, saved: SavedStorage, prefix: TokenPrefix) -> None:
         """Recomputes the missing tokens of `saved` and of its layer's other storages, while their first tokens arrive.
@@ -193,7 +195,9 @@ class Reload:
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
         stats.bytes_forwarded += saved.nbytes
-        self._telemetry.used(saved, _LIVE)
+        stats.uses[_LIVE] += 1
+        if self._telemetry.trace is not None:
+            self._telemetry.trace.used(saved, _LIVE)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Issues the reloads of `away`; False if the device had no room for all of them.
@@ -201,12 +205,14 @@ class Reload:
         The rest is reloaded on demand, when less device memory is taken than now.
         """
         in_turn = away[::-1]  # backward asks in about this order
+        lower = [saved for saved in in_turn if _is_in_lower_tier(saved)]
+        on_device = [saved for saved in in_turn if not _is_in_lower_tier(saved)] if len(lower) < len(away) else ()
         try:
-            self._fetch([saved for saved in in_turn if not _is_in_device_tier(saved)])
-            for saved in in_turn:
-                if _is_in_device_tier(saved):
-                    # One by one: each releases its copy in the device tier before the next allocates a buffer.
-                    self._fetch([saved])
+            if lower:
+                self._fetch(lower)
+            for saved in on_device:
+                # One by one: each releases its copy in the device tier before the next allocates a buffer.
+                self._fetch([saved])
         except torch.OutOfMemoryError:
             self._telemetry.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
@@ -218,39 +224,48 @@ class Reload:
         Raises:
             torch.OutOfMemoryError: no room for all of them; the reloads of those that got a buffer are issued.
         """
+        here = self._backend.current_stream()
         for home, those in by_home(wanted).items():
+            if home == here:
+                self._fetch_at_home(home, those)
+                continue
             with self._backend.stream_context(home):
                 self._fetch_at_home(home, those)
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
         """Issues the reloads of storages of one home stream, all after one event (E3)."""
-        buffers: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
+        backend = self._backend
+        made: list[tuple[SavedStorage, torch.Tensor, torch.Tensor]] = []
+        nbytes = 0
         try:
             for saved in wanted:
-                buffer = self._backend.empty(saved.nbytes)
-                targets.append(buffer if saved.prefix is None else saved.prefix.reload_target(buffer, self._backend))
-                buffers.append(buffer)
-                beside = 0 if saved.prefix is None else saved.prefix.unpacking_nbytes
-                self._telemetry.stats.came_to_device(saved.nbytes + beside)
+                buffer = target = backend.empty(saved.nbytes)
+                if saved.prefix is not None:
+                    target = saved.prefix.reload_target(buffer, backend)
+                    nbytes += saved.prefix.unpacking_nbytes
+                made.append((saved, buffer, target))
+                nbytes += saved.nbytes
         finally:
-            if buffers:
+            if made:
+                self._telemetry.stats.came_to_device(nbytes)
                 event = self._order.allocated(home)
-                for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
+                for saved, buffer, target in made:
                     self._issue_reload(saved, buffer, target, event)
 
     def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
-        stats = self._telemetry.stats
         place = saved.place
         if place is not None:  # None where all of it is recomputed
             nbytes = saved.nbytes if saved.prefix is None else saved.prefix.head_nbytes
-            tier = place.tier
-            with self._telemetry.issuing(tier.lane_in, saved.module):
+            tier, trace = place.tier, self._telemetry.trace
+            if trace is None:
                 saved.returning = place.copy_in(target, after=event)
+            else:
+                with trace.range(f"{tier.lane_in} {saved.group.module}"):
+                    saved.returning = place.copy_in(target, after=event)
             if tier.name is not _DEVICE:
-                stats.bytes_reloaded += nbytes
-                if self._telemetry.trace is not None:
-                    self._telemetry.trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+                self._telemetry.stats.bytes_reloaded += nbytes
+                if trace is not None:
+                    trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)
@@ -305,8 +320,3 @@ class Reload:
 def _is_in_lower_tier(saved: SavedStorage) -> bool:
     """True if its bytes rest in another tier than the device's."""
     return saved.place is not None and saved.place.tier.name is not _DEVICE
-
-
-def _is_in_device_tier(saved: SavedStorage) -> bool:
-    """True if its bytes rest in the device tier."""
-    return saved.place is not None and saved.place.tier.name is _DEVICE
