@@ -153,13 +153,12 @@ class CopyOut:
 
         A copy that only the host could wait for is late; its source stays while late sources have room.
         """
-        late = 0
+        late, would_block = 0, self._backend.would_block
         for _ in range(len(self._late)):
             group = self._late.popleft()
             before = late
             for home, leaving in by_home([saved for saved in group.living() if saved.state is LEAVING]).items():
                 ready, stops_host = [], False
-                would_block = self._backend.would_block
                 for saved in leaving:
                     if saved.out is not None and would_block(saved.out):
                         if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):

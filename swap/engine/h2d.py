@@ -147,18 +147,21 @@ class Reload:
             self._telemetry.trace.backward_reached(group.module)
         self._release.poll_limbo()
         # Storages without bytes in a tier have nothing to transfer: a recompute brings their buffers, or fills new ones.
-        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY and saved.place]):
+        away = [saved for saved in group.living() if saved.state is AWAY and saved.place is not None]
+        if away and not self._fetch_group(group, away):
             return
         room = self.prefetch_bytes
         for ahead, following in enumerate(self._layer_calls.after(group)):
-            # What the device tier has is reloaded when backward asks for it.
-            away = [saved for saved in following.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
-            nbytes = sum(saved.nbytes for saved in away)
-            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
+            if ahead and room is None:  # one layer ahead is what overlap needs in any case
                 break
+            away = _away_in_lower_tiers(following)
+            if room is not None:
+                nbytes = sum([saved.nbytes for saved in away])
+                if ahead and nbytes > room:
+                    break
+                room -= nbytes
             if not self._fetch_group(following, away):
                 break
-            room = None if room is None else room - nbytes
 
     def prefetch_first(self) -> None:
         """Prefetches, during the last layer of a forward, the group that backward is expected to reach first.
@@ -167,9 +170,7 @@ class Reload:
         """
         first = next(self._layer_calls.upcoming(), None)
         if first is not None:
-            self._fetch_group(
-                first, [saved for saved in first.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
-            )
+            self._fetch_group(first, _away_in_lower_tiers(first))
 
     def _drop_reloaded(self, group: Group) -> None:
         """Drops a group's reload buffers until the second half of its split backward; the tiers still have the bytes.
@@ -205,11 +206,12 @@ class Reload:
         The rest is reloaded on demand, when less device memory is taken than now.
         """
         in_turn = away[::-1]  # backward asks in about this order
-        lower = [saved for saved in in_turn if _is_in_lower_tier(saved)]
-        on_device = [saved for saved in in_turn if not _is_in_lower_tier(saved)] if len(lower) < len(away) else ()
+        on_device = [saved for saved in in_turn if saved.place is not None and saved.place.tier.name is _DEVICE]
+        if on_device:
+            in_turn = [saved for saved in in_turn if saved not in on_device]
         try:
-            if lower:
-                self._fetch(lower)
+            if in_turn:
+                self._fetch(in_turn)
             for saved in on_device:
                 # One by one: each releases its copy in the device tier before the next allocates a buffer.
                 self._fetch([saved])
@@ -234,17 +236,18 @@ class Reload:
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
         """Issues the reloads of storages of one home stream, all after one event (E3)."""
-        backend = self._backend
+        backend, empty = self._backend, self._backend.empty
         made: list[tuple[SavedStorage, torch.Tensor, torch.Tensor]] = []
         nbytes = 0
         try:
             for saved in wanted:
-                buffer = target = backend.empty(saved.nbytes)
-                if saved.prefix is not None:
-                    target = saved.prefix.reload_target(buffer, backend)
-                    nbytes += saved.prefix.unpacking_nbytes
+                prefix, size = saved.prefix, saved.nbytes
+                buffer = target = empty(size)
+                if prefix is not None:
+                    target = prefix.reload_target(buffer, backend)
+                    nbytes += prefix.unpacking_nbytes
                 made.append((saved, buffer, target))
-                nbytes += saved.nbytes
+                nbytes += size
         finally:
             if made:
                 self._telemetry.stats.came_to_device(nbytes)
@@ -317,6 +320,10 @@ class Reload:
             )
 
 
-def _is_in_lower_tier(saved: SavedStorage) -> bool:
-    """True if its bytes rest in another tier than the device's."""
-    return saved.place is not None and saved.place.tier.name is not _DEVICE
+def _away_in_lower_tiers(group: Group) -> list[SavedStorage]:
+    """Storages of a group whose bytes rest in other tiers than the device's; those are reloaded when backward asks."""
+    return [
+        saved
+        for saved in group.living()
+        if saved.state is AWAY and saved.place is not None and saved.place.tier.name is not _DEVICE
+    ]

@@ -141,7 +141,7 @@ class Release:
                 layer_calls.forget(group)
                 if group is layer_calls.reading and self._telemetry.trace is not None:
                     self._telemetry.trace.backward_left()
-        if saved.state is BACK or self._order.in_flight(saved) is None:
+        if saved.state is BACK or self._order.in_flight(saved) is None:  # BACK: the reload has been waited for
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None

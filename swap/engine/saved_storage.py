@@ -15,6 +15,7 @@ finalizer: whoever dereferences it in time keeps the life going, and whoever com
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -208,10 +209,7 @@ class Hold:
 
 def by_home(storages: Iterable[SavedStorage]) -> dict[int, list[SavedStorage]]:
     """Storages by home stream, in their order; mostly all have one home."""
-    found: dict[int, list[SavedStorage]] = {}
+    found: dict[int, list[SavedStorage]] = collections.defaultdict(list)
     for saved in storages:
-        if saved.home in found:
-            found[saved.home].append(saved)
-        else:
-            found[saved.home] = [saved]
+        found[saved.home].append(saved)
     return found
