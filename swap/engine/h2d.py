@@ -105,7 +105,10 @@ class Reload:
             telemetry.trace.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6)."""
+        """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6).
+
+        What the host issues from now on is after a reload that it knows to be done: no wait, and no time to measure.
+        """
         telemetry, backend, returning = self._telemetry, self._backend, saved.returning
         if returning is not None and not backend.is_past(returning):
             began = telemetry.begin_wait(stops_host=backend.would_block(returning))
