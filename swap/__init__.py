@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     )
     from memo.swap.recompute.record.memoized import memoize as memoize
     from memo.swap.recompute.record.token_local_functions import token_local as token_local
+    from memo.swap.recompute.tape.bans import Bans as Bans
+    from memo.swap.recompute.tape.explanation import LayerExplanation as LayerExplanation
     from memo.swap.recompute.tape.policy import Tapes as Tapes
     from memo.swap.recompute.token_wise import TokenWise as TokenWise
     from memo.swap.stats import Stats as Stats
@@ -64,6 +66,8 @@ else:
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.record.memoized": "memoize",
             "recompute.record.token_local_functions": "token_local",
+            "recompute.tape.bans": "Bans",
+            "recompute.tape.explanation": "LayerExplanation",
             "recompute.tape.policy": "Tapes",
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
