@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         cast_of_parameter as cast_of_parameter,
+        has_storage as has_storage,
         layer_input as layer_input,
         local_part as local_part,
+        parameter_behind as parameter_behind,
     )
     from memo.swap.token_levels import (
         LayerCosts as LayerCosts,
@@ -71,7 +73,7 @@ else:
             "recompute.tape.policy": "Tapes",
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
-            "tensor_kinds": "cast_of_parameter layer_input local_part",
+            "tensor_kinds": "cast_of_parameter has_storage layer_input local_part parameter_behind",
             "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
         },
     )

@@ -23,6 +23,7 @@ from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
+from memo.manager.direct_calls import DirectCalls
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
@@ -299,6 +300,7 @@ class Manager:
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
         self._in_step = False
+        self._direct_calls = DirectCalls(layers)
 
     @property
     def stats(self) -> Stats:
@@ -344,6 +346,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack = self._engine.pack if idle else self._tokenwise.pack
+        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -351,7 +354,10 @@ class Manager:
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
         if self._depth == 0:
+            seen = [self._layers[position].name for position in self._running]
             self._end_forwards()
+            if exception[:1] in ((), (None,)):
+                self._direct_calls.end(seen)
 
     def _end_forwards(self) -> None:
         if self._saving is not None:
