@@ -83,6 +83,8 @@ class Plan:
     """Collectives that run again."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
+    wrong: frozenset[int] = frozenset()
+    """Steps that a trial found to give something else, and that are not repeated."""
 
     @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch.autograd import forward_ad
 
+from memo.errors import UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
@@ -27,8 +28,9 @@ from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
-from memo.swap.recompute.tape.bans import banned
+from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
+    from memo.swap.recompute.tape.explanation import LayerExplanation
+    from memo.swap.recompute.tape.recorder import Key
 
 __all__ = ["Tapes"]
 
@@ -62,6 +66,7 @@ class _Refused:
     """A log whose call moves whole."""
 
     reason: str | None
+    wrong: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,6 +88,7 @@ class Tapes:
         engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
         default: setting of layers that `choose` has not named.
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
+        bans: layer -> operators that the user keeps or repeats by name.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Tapes:
         fallback: Level = Level.SAVE_ALL,
         repeats_when_full: bool = False,
         exact: bool = False,
+        bans: Mapping[str, Bans] | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -105,6 +112,7 @@ class Tapes:
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
+        self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
         self._open: _Open | None = None
         self._position: dict[str, int] = {}
@@ -114,6 +122,7 @@ class Tapes:
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
+        self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
         self._hearing: Hearing | None = None
@@ -152,6 +161,49 @@ class Tapes:
     def costs(self) -> list[LayerCosts]:
         """Bytes and seconds of each level, for layers that have been recorded."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+
+    def explain(self, layer: Layer) -> LayerExplanation:
+        """Explains what the last recorded call of a layer keeps and replays, and what it could.
+
+        Raises:
+            UsageError: no call was recorded.
+        """
+        name, key = layer.name, self._last.get(layer.name)
+        if key is None:
+            raise UsageError(f"{name} has no tape: {self._why_no_tape(name)}")
+        _, log, opaque, sources, wanted, stuck, setting = key
+        tape, found = self._tape_of(log, opaque), self._plans.get(key)
+        wrong, bans = frozenset() if found is None else found.wrong, self._bans.get(name, NO_BANS)
+        level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
+        problem = _problem(tape, level, sources, wanted, stuck, wrong, bans)
+        moves = isinstance(found, _Refused)  # all of it
+        free = dataclasses.replace(sources, everything=True)  # as a call that was recorded for a plan
+        at_attention = _problem(tape, Level.SAVE_ATTENTION, free, wanted, stuck, wrong, bans)
+        points = {
+            "all": cheapest(at_attention, 0, 1),
+            **{called: _at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
+        }
+        settings = [setting.name if isinstance(setting, Level) else str(setting), str(bans)]
+        return explain(
+            layer,
+            setting="; ".join(filter(None, settings)),
+            refused=self.refused.get(name),
+            tape=tape,
+            reasons=banned(tape, level, chosen=bans, also=wrong),
+            sources=sources,
+            wanted=wanted,
+            stuck=stuck,
+            used=cheapest(problem, 0, 1) if moves else choose(tape, setting, sources, wanted, stuck, wrong, bans),
+            named=points,
+            curve=curve(at_attention),
+        )
+
+    def _why_no_tape(self, name: str) -> str:
+        if name in self.refused:
+            return f"it moves whole tensors: {self.refused[name]}"
+        if _moves_all(self._chosen.get(name, self.default)) and not self._repeats_when_full:
+            return "all that it saves is moved, so its forward is not recorded"
+        return "run a forward first"
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
@@ -273,6 +325,7 @@ class Tapes:
         opaque = self._opaque_in(call, recorded)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        self._last[name] = key
         found = self._plans.get(key)
         if found is None:
             trials = self.trials_run
@@ -302,13 +355,13 @@ class Tapes:
 
     def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
         """The plan of a new log, tried out; or why there is none."""
-        tape = self._tape(recorded, opaque)
+        tape, bans = self._tape(recorded, opaque), self._bans.get(call.layer.name, NO_BANS)
         wrong: set[int] = set()
         reason = None
         for _ in range(MOST_TRIALS):
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans)
             if not cut.replayed:
-                return _Refused(reason)
+                return _Refused(reason, frozenset(wrong))
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
             form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
@@ -320,15 +373,15 @@ class Tapes:
                 try_out(recorded.replay(plan, self._engine))
                 self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
                 self._shown[form] = True
-                return plan
+                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
             except Unlike as unlike:
                 reason = str(unlike)
                 if unlike.step is None:
-                    return _Refused(reason)
+                    return _Refused(reason, frozenset(wrong))
                 wrong.add(unlike.step)
             except torch.OutOfMemoryError:
-                return _Refused("there was no device memory to try its replay out")
-        return _Refused(reason)
+                return _Refused("there was no device memory to try its replay out", frozenset(wrong))
+        return _Refused(reason, frozenset(wrong))
 
     def _next(
         self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting, found: Plan | _Refused
@@ -338,7 +391,8 @@ class Tapes:
             return found
         tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
-        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, ())
+        bans = self._bans.get(call.layer.name, NO_BANS)
+        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans)
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
     def _count(self, call: _Open, recorded: _Recorded, tape: Tape, cut: Cut, seconds: float) -> None:
@@ -347,8 +401,9 @@ class Tapes:
         hidden = call.recorder.tensors[0]
         tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         sources = dataclasses.replace(recorded.sources, everything=True)
+        bans = self._bans.get(call.layer.name, NO_BANS)
         at = {
-            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, ())
+            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, (), bans)
             for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)
         }
         least = at[Level.SAVE_ATTENTION].keep_cost // 8
@@ -375,17 +430,21 @@ class Tapes:
             costs.ran(level, tokens, seconds * other.replay_cost / max(1, cut.replay_cost))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
-        key = (recorded.key, opaque)
+        return self._tape_of(recorded.key, opaque)
+
+    def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
+        key = (log, opaque)
         tape = self._tapes.get(key)
         if tape is None:
-            tape = self._tapes[key] = Tape(recorded.key, opaque)
+            tape = self._tapes[key] = Tape(log, opaque)
             tape.costs = step_costs(tape, self._engine.backend.device.type)
         return tape
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""
         besides = ["to recompute when full"] if self._repeats_when_full else []
-        return ", ".join([str(self._chosen.get(name, self.default)), *besides])
+        bans = [str(self._bans[name])] if name in self._bans else []
+        return ", ".join([str(self._chosen.get(name, self.default)), *bans, *besides])
 
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
@@ -496,33 +555,29 @@ def choose(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    bans: Bans = NO_BANS,
 ) -> Cut:
     """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong)
+        return _at(tape, named, sources, wanted, stuck, wrong, bans)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
-    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
+    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong))
+    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans))
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
         return attention
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong)
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
+    return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
 
 
 def _filled(
-    tape: Tape,
-    cut: Cut,
-    target: float,
-    sources: Sources,
-    wanted: tuple[int, ...],
-    stuck: tuple[int, ...],
-    wrong: Iterable[int],
+    tape: Tape, problem: Problem, cut: Cut, target: float, wanted: tuple[int, ...], stuck: tuple[int, ...]
 ) -> Cut:
     """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
 
@@ -530,7 +585,6 @@ def _filled(
     choice of storages is a knapsack.
     """
     kept = list(stuck)
-    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
     while True:
         best: tuple[float, int, Cut] | None = None
         for storage in wanted:
@@ -566,15 +620,27 @@ def _only(levels: TokenLevels | None) -> Level | None:
 
 
 def _at(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    bans: Bans,
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans), 1, 0)
 
 
 def _problem(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    bans: Bans,
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs)
+    return problem_of(tape, banned(tape, level, chosen=bans, also=wrong), sources, wanted, stuck, tape.costs)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
