@@ -218,11 +218,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs) if kwargs else func(*args)
         operator = operator_of(func)
         words, carried = len(self.log), len(self.carried)
         try:
