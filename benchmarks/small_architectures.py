@@ -58,7 +58,7 @@ _BY_VALUE: tuple[tuple[int, str], ...] = (
 _SIZES: dict[str, int] = {name: value for value, named in _BY_VALUE for name in named.split()}
 
 _EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_attention_heads", "n_group", "topk_group", "vocab_size"}
-_EVEN_IF_NONE |= {"num_experts_per_tok", "n_routed_experts"}
+_EVEN_IF_NONE |= {"num_experts_per_tok", "n_routed_experts", "n_shared_experts"}
 """Sizes that a configuration may leave open, though its model reads them."""
 _DROPOUTS = (
     "dropout",
@@ -82,9 +82,15 @@ OWN: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"num_heads": 4, "head_dim": 32},
     "PerceiverForMaskedLM": {"max_position_embeddings": SEQ, "d_model": 64},
-    "ReformerConfig": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 1, "num_buckets": 4},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": _HEAD, "indexer_budget": 64, "indexer_compress_ratio": 4,
+    },
+    "ReformerConfig": {"axial_pos_shape": [10, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 1, "num_buckets": 4},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "ZambaConfig": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
     "Zamba2Config": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": _HEADS,
         "attention_hidden_size": 128, "attention_head_dim": 32,

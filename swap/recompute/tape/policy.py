@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -275,8 +275,10 @@ class Tapes:
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         found = self._plans.get(key)
         if found is None:
+            trials = self.trials_run
             found = self._plans[key] = self._made(call, recorded, opaque, setting)
-            self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
+            if call.kind not in self._expected or self.trials_run > trials:
+                self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
@@ -309,7 +311,7 @@ class Tapes:
                 return _Refused(reason)
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
-            form = (call.layer.name, setting, *(word for word in recorded.key[0] if type(word) is not int), plan.steps)
+            form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
             if form in self._shown:
                 return plan
             try:
@@ -528,13 +530,14 @@ def _filled(
     choice of storages is a knapsack.
     """
     kept = list(stuck)
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
     while True:
         best: tuple[float, int, Cut] | None = None
         for storage in wanted:
             room = target - cut.keep_cost
             if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
                 continue
-            other = cheapest(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong), 1, 0)
+            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
             more = other.keep_cost - cut.keep_cost
             if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
                 gain = (cut.replay_cost - other.replay_cost) / max(1, more)
@@ -544,6 +547,14 @@ def _filled(
             return cut
         kept.append(best[1])
         cut = best[2]
+
+
+def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+    """The problem with some contents kept in any case."""
+    changed = list(problem.contents)
+    for content in contents:
+        changed[content] = dataclasses.replace(changed[content], made_by=None)
+    return dataclasses.replace(problem, contents=changed)
 
 
 def _only(levels: TokenLevels | None) -> Level | None:

@@ -36,9 +36,6 @@ __all__ = ["Birth", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "S
 Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Number of the storage; offset, sizes and strides in elements; type."""
 
-Key = tuple[tuple[Any, ...], tuple[Geometry, ...], tuple["Storage", ...]]
-"""Log, values and storages of one call."""
-
 
 class Mark(enum.Enum):
     """Words of the log that stand for themselves."""
@@ -88,6 +85,30 @@ _REFS: list[Ref] = [Ref(number) for number in range(256)]
 
 Storage = tuple[Birth, int, int]
 """Origin, bytes, and the number of the operator that made it; -1 for others."""
+
+
+class Key:
+    """Log, values and storages of one call; hashed once."""
+
+    __slots__ = ("_hash", "log", "storages", "values")
+
+    def __init__(self, log: Sequence[Any], values: Sequence[Geometry], storages: Sequence[Storage]) -> None:
+        self.log = tuple(log)
+        self.values = tuple(values)
+        self.storages = tuple(storages)
+        self._hash = hash((self.log, self.values, self.storages))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Key)
+            and self._hash == other._hash
+            and self.log == other.log
+            and self.values == other.values
+            and self.storages == other.storages
+        )
 
 
 class Function:
@@ -198,6 +219,7 @@ class Recorder(TorchDispatchMode):
         self._checksums = checksums
         self._count = 0
         self._exact = False
+        self._has_complex = False  # only then a view may be conjugated or negated
         self._born(hidden, Birth.INPUT)
         for tensor in given:
             if ref(tensor.untyped_storage()) not in self._numbers:
@@ -208,7 +230,7 @@ class Recorder(TorchDispatchMode):
     @property
     def key(self) -> Key:
         """The call's log, values and storages."""
-        return tuple(self.log), tuple(self.values), tuple(self.storages)
+        return Key(self.log, self.values, self.storages)
 
     @property
     def count(self) -> int:
@@ -308,9 +330,12 @@ class Recorder(TorchDispatchMode):
 
     def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
         """The word of a tensor, which gets a number if it has none."""
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        if self._has_complex and (tensor.is_conj() or tensor.is_neg()):
             return HIDDEN
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse
+            return HIDDEN
         number = self._numbers.get(ref(storage))
         if number is None:
             if not is_recordable(tensor):
@@ -328,6 +353,7 @@ class Recorder(TorchDispatchMode):
         number = len(self.values)
         if number == len(_REFS):
             _REFS.append(Ref(number))
+        self._has_complex = self._has_complex or geometry[4].is_complex
         word = self._by_geometry[geometry] = _REFS[number]
         self.values.append(geometry)
         return word

@@ -104,7 +104,7 @@ class Tape:
     """
 
     def __init__(self, key: Key, opaque: frozenset[int] = frozenset()) -> None:
-        log, self.values, self.storages = key
+        log, self.values, self.storages = key.log, key.values, key.storages
         self.contents: list[Content] = []
         self.steps: list[Step] = []
         self.saved: list[Use] = []
