@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "Plan", "Sources", "plan_of", "problem_of"]
 
-_MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
-"""Random operators of zeros and ones, and which of their results those are."""
+_MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
+"""Random operators of zeros and ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +164,12 @@ def _mask_of(tape: Tape, number: int) -> Use | None:
     step = tape.steps[content.writer]
     if isinstance(step.operator, Function) or not step.operator.is_overload:
         return None
-    position = _MASKS.get(step.operator.func.overloadpacket.__name__)
     uses = uses_in(step.out)
-    if position is None or position >= len(uses) or uses[position].content != number:
+    if step.operator.func.overloadpacket.__name__ not in _MASKS or len(uses) != 1 or uses[0].content != number:
         return None
-    _, _, size, stride, dtype = tape.geometry(uses[position].value)
+    _, _, size, stride, dtype = tape.geometry(uses[0].value)
     covers = size.numel() * dtype.itemsize == tape.storages[content.storage][1] and 0 not in stride
-    return uses[position] if covers else None
+    return uses[0] if covers else None
 
 
 def plan_of(tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> Plan:
@@ -185,7 +184,12 @@ class _Writer:
         self._tape = tape
         self._cut = cut
         self._sources = sources
-        self._wanted = [storage for storage in wanted if tape.last[storage] not in cut.kept]
+        self._wanted = [
+            storage
+            for storage in wanted
+            if tape.last[storage] not in cut.kept or _is_mask(tape, tape.last[storage], sources)
+        ]
+        self._finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         self._steps = [step for step in tape.steps if step.number in cut.replayed]
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # content -> its variable
@@ -202,7 +206,6 @@ class _Writer:
         for step in self._steps:
             for content in self._touched(step):
                 last_use[content] = step.number
-        finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         line_steps: dict[int, int] = {}
         for step in self._steps:
             first = len(self._lines) + 2
@@ -210,14 +213,16 @@ class _Writer:
             line_steps.update(dict.fromkeys(range(first, len(self._lines) + 2), step.number))
             self._peak = max(self._peak, sum(self._held.values()))
             for content, name in made.items():
-                if content in finals:
-                    self._line(f"give({finals[content]}, {name})")
+                if content in self._finals:
+                    self._line(f"give({self._finals.pop(content)}, {name})")
                     self._held.pop(name, None)
             for content in sorted({*self._touched(step), *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
                     self._held.pop(name, None)
                     self._line(f"del {name}")
+        for content in list(self._finals):  # zeros and ones that no step reads
+            self._line(f"del {self._variable(content)}")
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
         exec(compile(code, "<replay>", "exec"), self._env)
@@ -322,7 +327,10 @@ class _Writer:
             _, offset, size, stride, dtype = tape.geometry(use.value)
             self._line(f"{name} = mask(kept({at}), {tuple(size)}, {stride}, {self._object(dtype)}, device)")
             self._shown[name] = (offset, size, stride, dtype)
-            self._held[name] = tape.storages[storage][1]
+            if content in self._finals:  # autograd saved it, and it moves as bits alone
+                self._line(f"give({self._finals.pop(content)}, {name})")
+            else:
+                self._held[name] = tape.storages[storage][1]
         return name
 
     def _object(self, value: Any) -> str:

@@ -139,8 +139,18 @@ _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 _ATEN = torch.ops.aten
-_DRAWS_BITS = {_ATEN.bernoulli_.float: 0, _ATEN.bernoulli.default: 0, _ATEN.native_dropout.default: 1}
-"""Random operators that give zeros and ones, and which of their results those are."""
+_DROPOUT = _ATEN.native_dropout.default
+_DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
+"""Random operators that give zeros and ones; of dropout's results the log has the mask alone."""
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout makes of its mask, in the kernel of its backward, which computes the same."""
+    out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
+    return out
+
+
+_DROPPED = Function(_dropped, repeats=True)
 
 
 def is_recordable(tensor: torch.Tensor) -> bool:
@@ -230,11 +240,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs) if kwargs else func(*args)
         operator = operator_of(func)
         words, carried = len(self.log), len(self.carried)
         try:
@@ -245,7 +255,20 @@ class Recorder(TorchDispatchMode):
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
             raise
+        if func is _DROPOUT:
+            return self._dropout(operator, args, out)
         self._results(operator, out)
+        return out
+
+    def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
+        result, mask = out
+        if result.untyped_storage() is args[0].untyped_storage():  # not training
+            self._results(operator, out)
+            return out
+        self._results(operator, (None, mask))
+        self._arguments(_DROPPED, (args[0], mask, args[1]), None)
+        self._results(_DROPPED, result)
         return out
 
     def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +281,10 @@ class Recorder(TorchDispatchMode):
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
-        self._results(operator, out)
+        if operator.func is _DROPOUT:
+            self._dropout(operator, args, out)
+        else:
+            self._results(operator, out)
         if not operator.is_collective and not operator.allocates:  # whose results are not there yet
             made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
             checksums.note([*made, *given] if operator.writes else made)
@@ -354,9 +380,8 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            position = _DRAWS_BITS.get(getattr(operator, "func", None))
-            if position is not None:
-                self._hold(out, (position,), as_bits=True)
+            if getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
