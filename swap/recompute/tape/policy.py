@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -32,13 +33,16 @@ from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
+from memo.swap.recompute.tape.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
+from memo.swap.recompute.tape.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
+from memo.swap.recompute.tape.rows import readings_of
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.tape.trial import Unlike, try_out
+from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, setting_of
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -57,6 +61,8 @@ MOST_KINDS = 512
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
+MOST_OVER = 9 / 8
+"""Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
 
 _Parts = dict["SavedStorage", "TokenPrefix"]
 
@@ -89,6 +95,10 @@ class Tapes:
         default: setting of layers that `choose` has not named.
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
+        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
+        most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
+            prove a token axis; None: no bound.
     """
 
     def __init__(
@@ -100,6 +110,8 @@ class Tapes:
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
+        piece: int | None = None,
+        most_held: int | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -107,21 +119,25 @@ class Tapes:
         self.repeated: dict[str, str] = {}
         """Layer -> reason, for layers of which all is repeated for lack of room."""
         self.deviation: dict[str, float] = {}
-        """Divided layers; 0: equal bit for bit."""
+        """Divided layer -> largest difference found by its trial, in units of its bound; 0: equal bit for bit."""
         self.worst_deviation = 0.0
+        """Largest difference of all passed trials, also of earlier lengths and settings."""
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
+        self._exact = exact
+        self._piece = piece
+        self._most_held = most_held
         self._open: _Open | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
-        self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
+        self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
-        self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
+        self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
         self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
@@ -247,7 +263,7 @@ class Tapes:
         recorder = Recorder(
             local_part(hidden),
             tensors,
-            holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
+            holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
             here=self._engine.backend.current_stream,
         )
@@ -336,9 +352,12 @@ class Tapes:
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
-        self.deviation[name] = 0.0
+        self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        replay = recorded.replay(found, self._engine, together=self._ranks.talks(name) and bool(found.collectives))
+        together = self._ranks.talks(name) and bool(found.collectives)
+        if isinstance(found, RangedPlan):
+            return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
+        replay = recorded.replay(found, self._engine, together=together)
         return {
             saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
             for storage in found.wanted
@@ -353,9 +372,14 @@ class Tapes:
             opaque = self._opaque[key] = call.recorder.changed_unseen()
         return opaque
 
-    def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
+    def _made(
+        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting
+    ) -> Plan | RangedPlan | _Refused:
         """The plan of a new log, tried out; or why there is none."""
         tape, bans = self._tape(recorded, opaque), self._bans.get(call.layer.name, NO_BANS)
+        ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+        if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
+            return shown
         wrong: set[int] = set()
         reason = None
         for _ in range(MOST_TRIALS):
@@ -371,7 +395,7 @@ class Tapes:
                 self.trials_run += 1
                 began = now_s(self._engine.backend.device)
                 try_out(recorded.replay(plan, self._engine))
-                self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
+                self._count(call, recorded, tape, cut.replay_cost, now_s(self._engine.backend.device) - began)
                 self._shown[form] = True
                 return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
             except Unlike as unlike:
@@ -383,19 +407,80 @@ class Tapes:
                 return _Refused("there was no device memory to try its replay out", frozenset(wrong))
         return _Refused(reason, frozenset(wrong))
 
+    def _in_ranges(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
+    ) -> RangedPlan | None:
+        """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
+        if setting is Level.SAVE_INPUT:
+            return None
+        levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
+        assert isinstance(levels, TokenLevels)
+        if tape.readings is None:
+            tape.readings = list(readings_of(tape, call.recorder.carried))
+        chosen = self._bans.get(call.layer.name, NO_BANS)
+        bans = {level: banned(tape, level, chosen=chosen) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        least = {
+            level: cheapest(problem_of(tape, bans[level], sources, recorded.wanted, recorded.stuck, tape.costs), 1, 0)
+            for level in bans
+        }
+        every = sum(8 * tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
+        for rows in tape.readings:
+            first, second = ends = levels.ends(rows.tokens)
+            is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+            if first == rows.tokens or not (is_mixed or self._piece or self._most_held):
+                continue
+            plan = ranged_plan_of(
+                rows,
+                ends,
+                bans.__getitem__,
+                sources,
+                recorded.wanted,
+                recorded.stuck,
+                piece=self._piece,
+                most_held=self._most_held,
+            )
+            bits = first * every + (second - first) * least[Level.SAVE_MATMULS].keep_cost
+            bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION].keep_cost
+            if plan is not None and 8 * plan.nbytes * rows.tokens <= MOST_OVER * bits:
+                return plan
+        return None
+
+    def _shown_ranges(self, call: _Open, recorded: _Recorded, plan: RangedPlan) -> RangedPlan | None:
+        """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
+        device = self._engine.backend.device
+        try:
+            self.trials_run += 1
+            began = now_s(device)
+            worst = try_out_ranges(recorded.ranges(plan, self._engine), exact=self._exact)
+            seconds = now_s(device) - began
+            if plan.whole is not None:
+                try_out(recorded.replay(plan.whole, self._engine))
+        except (Unlike, torch.OutOfMemoryError):
+            return None
+        self.worst_deviation = max(self.worst_deviation, worst)
+        self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
+        return dataclasses.replace(plan, deviation=worst)
+
     def _next(
-        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting, found: Plan | _Refused
-    ) -> Plan | _Refused:
+        self,
+        call: _Open,
+        recorded: _Recorded,
+        opaque: frozenset[int],
+        setting: Setting,
+        found: Plan | RangedPlan | _Refused,
+    ) -> Plan | RangedPlan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
         if self._ranks.talks(call.layer.name):
             return found
         tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
         bans = self._bans.get(call.layer.name, NO_BANS)
+        if isinstance(found, RangedPlan):
+            return self._in_ranges(call, recorded, tape, setting, sources) or found
         cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans)
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
-    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, cut: Cut, seconds: float) -> None:
+    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
         costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
         hidden = call.recorder.tensors[0]
@@ -426,8 +511,15 @@ class Tapes:
             },
             beside_per_token={Level.SAVE_MATMULS: beside / tokens},
         )
+        half = self._in_ranges(call, recorded, tape, TokenLevels.of_alpha(0.5), sources)
+        if half is not None:
+            tokens = half.rows.tokens
+            counts = ranged_costs_of(
+                half.rows, lambda level: banned(tape, level), sources, recorded.wanted, recorded.stuck
+            )
+            costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
         for level, other in at.items():
-            costs.ran(level, tokens, seconds * other.replay_cost / max(1, cut.replay_cost))
+            costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
         return self._tape_of(recorded.key, opaque)
@@ -534,18 +626,72 @@ class _Recorded:
             together=together,
         )
 
-    def _brought(self, tensor: torch.Tensor, number: int, engine: Engine) -> Brought:
-        """Packs what a plan keeps, on the stream on which it was held."""
+    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
+        """The replays of this call by a plan of token ranges, in the order in which they run."""
+        recorder, rows = self._call.recorder, plan.rows
+        found: list[RangedReplay] = []
+        for span in plan.spans:
+            slices, kept = [], []
+            for item in span.plan.kept:
+                is_whole = item.storage in self.saved or item.storage in self.sources.free
+                part = slice_of(rows, span, item, is_whole=is_whole)
+                slices.append(part)
+                if item.bits_of >= 0:
+                    kept.append(self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens))
+                else:
+                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
+            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
+            found.append(
+                RangedReplay(
+                    engine,
+                    self._call.layer.name,
+                    span,
+                    kept,
+                    slices,
+                    carried=recorder.carried,
+                    wanted=wanted,
+                    before=found[-1] if found else None,
+                    together=together,
+                )
+            )
+        return found
+
+    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> _Parts:
+        """The storages of which a plan of token ranges moves a part."""
+        rows = plan.rows
+        found = {
+            self.saved[storage]: TokenPrefix(
+                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
+            )
+            for storage, (at, first) in plan.heads.items()
+        }
+        if plan.whole is not None:
+            replay = self.replay(plan.whole, engine)
+            for storage in plan.whole.wanted:
+                saved = self.saved[storage]
+                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+        return found
+
+    def _brought(
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        engine: Engine,
+        part: Slice | None = None,
+        tokens: int = 0,
+    ) -> Brought:
+        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             return Brought(Kept(tensor), storage.nbytes(), ref(storage))
         if number in self._lent:
             return Brought(Kept(tensor), storage.nbytes())
         home = recorder.streams.get(number)
-        if home is None or home == engine.backend.current_stream():
-            return Brought(engine.pack(tensor), storage.nbytes())
-        with engine.backend.stream_context(home):
-            return Brought(engine.pack(tensor), storage.nbytes())
+        here = home is None or home == engine.backend.current_stream()
+        with nullcontext() if here or home is None else engine.backend.stream_context(home):
+            if part is not None:
+                tensor = part_to_keep(tensor, part, tokens)
+            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
 
 
 def choose(

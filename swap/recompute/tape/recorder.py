@@ -28,6 +28,7 @@ from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.tensor_kinds import has_storage, local_part
 
 if TYPE_CHECKING:
+    from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
@@ -117,13 +118,17 @@ class Function:
     Args:
         function: takes and returns tensors.
         repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("function", "repeats")
+    __slots__ = ("axis_after", "function", "repeats")
 
-    def __init__(self, function: Callable[..., Any], *, repeats: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, repeats: bool, axis_after: Callable[..., Axis | None] | None = None
+    ) -> None:
         self.function = function
         self.repeats = repeats
+        self.axis_after = axis_after
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Function) and (self.function, self.repeats) == (other.function, other.repeats)
@@ -463,7 +468,10 @@ class Recorder(TorchDispatchMode):
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.swap.token_local)."""
         result: torch.Tensor = self._run(
-            Function(call.function, repeats=True), call.function, (call.x, *call.others), {}
+            Function(call.function, repeats=True, axis_after=call.axis_after),
+            call.function,
+            (call.x, *call.others),
+            {},
         )
         return result
 
