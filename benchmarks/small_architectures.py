@@ -82,9 +82,6 @@ OWN: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"num_heads": 4, "head_dim": 32},
     "PerceiverForMaskedLM": {"max_position_embeddings": SEQ, "d_model": 64},
-    "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": _HEAD, "indexer_budget": 64, "indexer_compress_ratio": 4,
-    },
     "ReformerConfig": {"axial_pos_shape": [10, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 1, "num_buckets": 4},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
