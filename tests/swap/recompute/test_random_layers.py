@@ -44,6 +44,7 @@ def _alone() -> Iterator[Program]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_statement_alone_is_equal_bit_for_bit() -> None:
     not_run = []
     for made in _alone():
