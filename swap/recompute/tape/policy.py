@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
+from memo.errors import SwapError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
@@ -27,6 +28,7 @@ from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
+from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.tape.bans import banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
@@ -62,6 +64,7 @@ class _Refused:
     """A log whose call moves whole."""
 
     reason: str | None
+    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +119,7 @@ class Tapes:
         self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
+        self._agreements = Agreements(self._ranks)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -123,6 +127,8 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                local_part(tensor)  # that it waits for a collective is an operator of the layer
             with Aside(now.recorder):  # type: ignore[arg-type]
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
@@ -198,6 +204,7 @@ class Tapes:
             holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
             here=self._engine.backend.current_stream,
+            all_bits=self._ranks.talks(layer.name),
         )
         self._open = _Open(layer, group, recorder, setting, kind)
         group.held = True
@@ -271,19 +278,23 @@ class Tapes:
             return {}
         name = call.layer.name
         opaque = self._opaque_in(call, recorded)
+        kind = (setting, call.recorder.values[0][2])
+        shared = self._agreements.shared(name, kind, call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = self._made(call, recorded, opaque, setting)
-            self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
+        if found is None or not shared.allow(found.steps):
+            tape = self._tape(recorded, opaque)
+            found, shared = self._made(call, recorded, tape, setting, shared)
+            self._plans[key] = found
+            self._expected[call.kind] = self._next(recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
         self.deviation[name] = 0.0
         self.refused.pop(name, None)
-        replay = recorded.replay(found, self._engine, together=self._ranks.talks(name) and bool(found.collectives))
+        replay = recorded.replay(found, self._engine, together=any(shared.repeated_by(found.steps)))
         return {
             saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
             for storage in found.wanted
@@ -298,10 +309,87 @@ class Tapes:
             opaque = self._opaque[key] = call.recorder.changed_unseen()
         return opaque
 
-    def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
-        """The plan of a new log, tried out; or why there is none."""
+    def _made(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | _Refused, Shared]:
+        """The plan of a new log, or why there is none, and what was agreed with other ranks.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        if shared.numbers and shared.agreed is None:
+            plan, shared = self._settled(call, recorded, tape, setting, shared)
+            if plan is not None:
+                return plan, shared
+        if not shared.always:
+            return self._tried(call, recorded, tape, setting, shared), shared
+        assert shared.agreed is not None
+        wrong, opaque = shared.agreed.known_of(tape)
         tape = self._tape(recorded, opaque)
+        plan = self._plan(recorded, tape, setting, shared, wrong)
+        if plan is None:
+            raise SwapError(
+                f"{call.layer.name} was to be recomputed together with other ranks, and now must not be: a collective"
+                " that they repeat cannot be repeated here; exclude it with alpha=1"
+            )
+        return plan, shared
+
+    def _plan(
+        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> Plan | None:
+        """A plan that repeats the collectives that were agreed on; None if there is none."""
+        bans, wanted = shared.never.union(wrong), recorded.wanted
+        try:
+            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, shared.always)
+        except ValueError:
+            return None
+        plan = plan_of(tape, cut, recorded.sources, wanted)
+        return plan if plan.wanted else None
+
+    def _settled(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | None, Shared]:
+        """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
+
+        All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
+        left to this rank alone.
+        """
+        name, ranks = call.layer.name, self._ranks
         wrong: set[int] = set()
+        for _ in range(MOST_TRIALS):
+            settled = self._agreements.settle(name, shared, self._proposed(recorded, tape, setting, shared, wrong))
+            plan = self._plan(recorded, tape, setting, settled, wrong) if settled.always else None
+            if not ranks.all_have(name, plan is not None):
+                break
+            assert plan is not None
+            unlike = self._unlike(call, recorded, plan)
+            if ranks.all_have(name, unlike is None):
+                assert settled.agreed is not None
+                agreed = Agreed(
+                    repeats=settled.agreed.repeats,
+                    operators=tuple(step.operator for step in tape.steps),
+                    wrong=frozenset(wrong),
+                    opaque=self._opaque_in(call, recorded),
+                )
+                return plan, self._agreements.add(name, shared, agreed)
+            if unlike is not None:
+                wrong |= {step.number for step in tape.steps} if unlike.step is None else {unlike.step}
+        return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
+
+    def _proposed(
+        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> tuple[bool, ...]:
+        """Which collectives this rank would repeat, in this call and in the ones that are held for."""
+        proposed = (True,) * len(shared.numbers)
+        for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.apart.union(wrong))
+            repeated = shared.repeated_by(cut.replayed)
+            proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
+        return proposed
+
+    def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
+        """A plan that other ranks have no part in, tried out; or why there is none."""
+        wrong = set(shared.never)
         reason = None
         for _ in range(MOST_TRIALS):
             cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong)
@@ -313,34 +401,43 @@ class Tapes:
             if form in self._shown:
                 return plan
             try:
-                self.trials_run += 1
-                began = now_s(self._engine.backend.device)
-                try_out(recorded.replay(plan, self._engine))
-                self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
-                self._shown[form] = True
-                return plan
-            except Unlike as unlike:
-                reason = str(unlike)
-                if unlike.step is None:
-                    return _Refused(reason)
-                wrong.add(unlike.step)
+                unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
                 return _Refused("there was no device memory to try its replay out")
+            if unlike is None:
+                self._shown[form] = True
+                return plan
+            reason = str(unlike)
+            if unlike.step is None:
+                return _Refused(reason)
+            wrong.add(unlike.step)
         return _Refused(reason)
 
+    def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
+        """Tries a plan out; None if it gave what autograd saved."""
+        self.trials_run += 1
+        began = now_s(self._engine.backend.device)
+        try:
+            try_out(recorded.replay(plan, self._engine))
+        except Unlike as unlike:
+            return unlike
+        self._count(call, recorded, plan, now_s(self._engine.backend.device) - began)
+        return None
+
     def _next(
-        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting, found: Plan | _Refused
+        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, found: Plan | _Refused
     ) -> Plan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
-        if self._ranks.talks(call.layer.name):
-            return found
-        tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
-        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, ())
+        try:
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, shared.always)
+        except ValueError:
+            return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
-    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, cut: Cut, seconds: float) -> None:
+    def _count(self, call: _Open, recorded: _Recorded, plan: Plan, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
+        tape = plan.tape
         costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
         hidden = call.recorder.tensors[0]
         tokens = hidden.size(-2) if hidden.ndim > 1 else 1
@@ -370,7 +467,7 @@ class Tapes:
             beside_per_token={Level.SAVE_MATMULS: beside / tokens},
         )
         for level, other in at.items():
-            costs.ran(level, tokens, seconds * other.replay_cost / max(1, cut.replay_cost))
+            costs.ran(level, tokens, seconds * other.replay_cost / max(1, plan.cost))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
         key = (recorded.key, opaque)
@@ -494,23 +591,30 @@ def choose(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    always: Iterable[int] = (),
 ) -> Cut:
-    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
+    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
+
+    Steps of `wrong` are never replayed, those of `always` are in any case.
+
+    Raises:
+        ValueError: a step of `always` cannot be replayed.
+    """
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong)
+        return _at(tape, named, sources, wanted, stuck, wrong, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, always)
     matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong))
+    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, always))
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
         return attention
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong)
+    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong, always)
 
 
 def _filled(
@@ -521,6 +625,7 @@ def _filled(
     wanted: tuple[int, ...],
     stuck: tuple[int, ...],
     wrong: Iterable[int],
+    always: Iterable[int],
 ) -> Cut:
     """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
 
@@ -534,7 +639,9 @@ def _filled(
             room = target - cut.keep_cost
             if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
                 continue
-            other = cheapest(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong), 1, 0)
+            other = cheapest(
+                _problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong, always), 1, 0
+            )
             more = other.keep_cost - cut.keep_cost
             if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
                 gain = (cut.replay_cost - other.replay_cost) / max(1, more)
@@ -555,15 +662,27 @@ def _only(levels: TokenLevels | None) -> Level | None:
 
 
 def _at(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    always: Iterable[int] = (),
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, always), 1, 0)
 
 
 def _problem(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    always: Iterable[int] = (),
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs)
+    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs, always)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
