@@ -108,6 +108,7 @@ def problem_of(
     wanted: Iterable[int],
     stuck: Iterable[int],
     costs: Sequence[int],
+    always: Iterable[int] = (),
 ) -> Problem:
     """The cut of a tape.
 
@@ -118,6 +119,10 @@ def problem_of(
         wanted: storages whose last content autograd saved, and which backward may replay.
         stuck: storages that autograd saved and that move in any case.
         costs: of repeating each step, in picoseconds.
+        always: numbers of steps that are replayed, needed or not.
+
+    Raises:
+        ValueError: by `cheapest`: a step of `always` cannot run again.
     """
     stay = {tape.last[storage] for storage in stuck}
     contents = [
@@ -131,9 +136,19 @@ def problem_of(
         cuts.Operation(cost=None if step.number in bans else costs[step.number], reads=step.reads)
         for step in tape.steps
     ]
-    return cuts.Problem(
-        contents=contents, operations=operations, wanted=[tape.last[storage] for storage in wanted] + sorted(stay)
-    )
+    asked = [tape.last[storage] for storage in wanted] + sorted(stay)
+    for step in _with_waits(tape, always):  # something that only this step can make
+        asked.append(len(contents))
+        contents.append(cuts.Content(keep=None, made_by=step))
+    return cuts.Problem(contents=contents, operations=operations, wanted=asked)
+
+
+def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
+    """These steps, and those that wait for what they give."""
+    found = list(steps)
+    made = {content for number in found for content in tape.steps[number].makes}
+    waits = (step for step in tape.steps if getattr(step.operator, "awaits", False)) if made else ()
+    return found + [step.number for step in waits if not made.isdisjoint(step.reads)]
 
 
 def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:

@@ -14,13 +14,13 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
-from memo.errors import UsageError
+from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
@@ -29,6 +29,7 @@ from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
+from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
@@ -73,6 +74,7 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
+    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,6 +143,7 @@ class Tapes:
         self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
+        self._agreements = Agreements(self._ranks)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -148,6 +151,8 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                local_part(tensor)  # that it waits for a collective is an operator of the layer
             with Aside(now.recorder):  # type: ignore[arg-type]
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
@@ -266,6 +271,7 @@ class Tapes:
             holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
             here=self._engine.backend.current_stream,
+            all_bits=self._ranks.talks(layer.name),
         )
         self._open = _Open(layer, group, recorder, setting, kind)
         group.held = True
@@ -339,22 +345,26 @@ class Tapes:
             return {}
         name = call.layer.name
         opaque = self._opaque_in(call, recorded)
+        kind = (setting, call.recorder.values[0][2])
+        shared = self._agreements.shared(name, kind, call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         self._last[name] = key
         found = self._plans.get(key)
-        if found is None:
+        if found is None or not shared.allow(found.steps):
             trials = self.trials_run
-            found = self._plans[key] = self._made(call, recorded, opaque, setting)
+            tape = self._tape(recorded, opaque)
+            found, shared = self._made(call, recorded, tape, setting, shared)
+            self._plans[key] = found
             if call.kind not in self._expected or self.trials_run > trials:
-                self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
+                self._expected[call.kind] = self._next(call, recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
         self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        together = self._ranks.talks(name) and bool(found.collectives)
+        together = any(shared.repeated_by(found.steps))
         if isinstance(found, RangedPlan):
             return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
         replay = recorded.replay(found, self._engine, together=together)
@@ -373,14 +383,101 @@ class Tapes:
         return opaque
 
     def _made(
-        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting
-    ) -> Plan | RangedPlan | _Refused:
-        """The plan of a new log, tried out; or why there is none."""
-        tape, bans = self._tape(recorded, opaque), self._bans.get(call.layer.name, NO_BANS)
-        ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
-        if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
-            return shown
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | RangedPlan | _Refused, Shared]:
+        """The plan of a new log, or why there is none, and what was agreed with other ranks.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        if shared.numbers and shared.agreed is None:
+            plan, shared = self._settled(call, recorded, tape, setting, shared)
+            if plan is not None:
+                return plan, shared
+        if not shared.numbers:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+            if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
+                return shown, shared
+        if not shared.always:
+            return self._tried(call, recorded, tape, setting, shared), shared
+        assert shared.agreed is not None
+        wrong, opaque = shared.agreed.known_of(tape)
+        tape = self._tape(recorded, opaque)
+        plan = self._plan(call, recorded, tape, setting, shared, wrong)
+        if plan is None:
+            raise SwapError(
+                f"{call.layer.name} was to be recomputed together with other ranks, and now must not be: a collective"
+                " that they repeat cannot be repeated here; exclude it with alpha=1"
+            )
+        return plan, shared
+
+    def _plan(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> Plan | None:
+        """A plan that repeats the collectives that were agreed on; None if there is none."""
+        bans, wanted = shared.never.union(wrong), recorded.wanted
+        try:
+            chosen = self._bans.get(call.layer.name, NO_BANS)
+            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, chosen, shared.always)
+        except ValueError:
+            return None
+        plan = plan_of(tape, cut, recorded.sources, wanted)
+        return plan if plan.wanted else None
+
+    def _settled(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | None, Shared]:
+        """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
+
+        All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
+        left to this rank alone.
+        """
+        name, ranks = call.layer.name, self._ranks
         wrong: set[int] = set()
+        for _ in range(MOST_TRIALS):
+            settled = self._agreements.settle(
+                name, shared, self._proposed(call, recorded, tape, setting, shared, wrong)
+            )
+            plan = self._plan(call, recorded, tape, setting, settled, wrong) if settled.always else None
+            if not ranks.all_have(name, plan is not None):
+                break
+            assert plan is not None
+            unlike = self._unlike(call, recorded, plan)
+            if ranks.all_have(name, unlike is None):
+                assert settled.agreed is not None
+                agreed = Agreed(
+                    repeats=settled.agreed.repeats,
+                    operators=tuple(step.operator for step in tape.steps),
+                    wrong=frozenset(wrong),
+                    opaque=self._opaque_in(call, recorded),
+                )
+                return plan, self._agreements.add(name, shared, agreed)
+            if unlike is not None:
+                wrong |= {step.number for step in tape.steps} if unlike.step is None else {unlike.step}
+        return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
+
+    def _proposed(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> tuple[bool, ...]:
+        """Which collectives this rank would repeat, in this call and in the ones that are held for."""
+        proposed = (True,) * len(shared.numbers)
+        for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
+            cut = choose(
+                tape,
+                setting,
+                sources,
+                recorded.wanted,
+                recorded.stuck,
+                shared.apart.union(wrong),
+                self._bans.get(call.layer.name, NO_BANS),
+            )
+            repeated = shared.repeated_by(cut.replayed)
+            proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
+        return proposed
+
+    def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
+        """A plan that other ranks have no part in, tried out; or why there is none."""
+        wrong, bans = set(shared.never), self._bans.get(call.layer.name, NO_BANS)
         reason = None
         for _ in range(MOST_TRIALS):
             cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans)
@@ -392,19 +489,16 @@ class Tapes:
             if form in self._shown:
                 return plan
             try:
-                self.trials_run += 1
-                began = now_s(self._engine.backend.device)
-                try_out(recorded.replay(plan, self._engine))
-                self._count(call, recorded, tape, cut.replay_cost, now_s(self._engine.backend.device) - began)
-                self._shown[form] = True
-                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
-            except Unlike as unlike:
-                reason = str(unlike)
-                if unlike.step is None:
-                    return _Refused(reason, frozenset(wrong))
-                wrong.add(unlike.step)
+                unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
                 return _Refused("there was no device memory to try its replay out", frozenset(wrong))
+            if unlike is None:
+                self._shown[form] = True
+                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
+            reason = str(unlike)
+            if unlike.step is None:
+                return _Refused(reason, frozenset(wrong))
+            wrong.add(unlike.step)
         return _Refused(reason, frozenset(wrong))
 
     def _in_ranges(
@@ -461,23 +555,35 @@ class Tapes:
         self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
         return dataclasses.replace(plan, deviation=worst)
 
+    def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
+        """Tries a plan out; None if it gave what autograd saved."""
+        self.trials_run += 1
+        began = now_s(self._engine.backend.device)
+        try:
+            try_out(recorded.replay(plan, self._engine))
+        except Unlike as unlike:
+            return unlike
+        self._count(call, recorded, plan.tape, plan.cost, now_s(self._engine.backend.device) - began)
+        return None
+
     def _next(
         self,
         call: _Open,
         recorded: _Recorded,
-        opaque: frozenset[int],
+        tape: Tape,
         setting: Setting,
+        shared: Shared,
         found: Plan | RangedPlan | _Refused,
     ) -> Plan | RangedPlan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
-        if self._ranks.talks(call.layer.name):
-            return found
-        tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
         bans = self._bans.get(call.layer.name, NO_BANS)
         if isinstance(found, RangedPlan):
             return self._in_ranges(call, recorded, tape, setting, sources) or found
-        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans)
+        try:
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, bans, shared.always)
+        except ValueError:
+            return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
     def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
@@ -637,7 +743,9 @@ class _Recorded:
                 part = slice_of(rows, span, item, is_whole=is_whole)
                 slices.append(part)
                 if item.bits_of >= 0:
-                    kept.append(self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens))
+                    kept.append(
+                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
+                    )
                 else:
                     kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
             wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
@@ -702,23 +810,30 @@ def choose(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans = NO_BANS,
+    always: Iterable[int] = (),
 ) -> Cut:
-    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
+    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
+
+    Steps of `wrong` are never replayed, those of `always` are in any case.
+
+    Raises:
+        ValueError: a step of `always` cannot be replayed.
+    """
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong, bans)
+        return _at(tape, named, sources, wanted, stuck, wrong, bans, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
     matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans))
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    points = curve(problem)
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
         return attention
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
     return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
 
 
@@ -773,8 +888,9 @@ def _at(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans,
+    always: Iterable[int] = (),
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans, always), 1, 0)
 
 
 def _problem(
@@ -785,8 +901,10 @@ def _problem(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans,
+    always: Iterable[int] = (),
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, chosen=bans, also=wrong), sources, wanted, stuck, tape.costs)
+    never = banned(tape, level, chosen=bans, also=wrong)
+    return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
