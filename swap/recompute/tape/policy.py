@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from memo.lru import LRU
-from memo.swap.engine.handles import Kept
+from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.checksums import Checksums
@@ -40,7 +40,7 @@ from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Handle, Sharded
+    from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
@@ -480,6 +480,9 @@ class _Recorded:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+        whole = recorder.sharded.get(ref(storage))
+        if whole is not None:
+            return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
         if number in self._lent:
             return Brought(Kept(tensor), storage.nbytes())
         home = recorder.streams.get(number)
