@@ -112,6 +112,8 @@ class Tapes:
         self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._written_unseen: set[str] = set()
+        """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
         self._costs: dict[str, Costs] = {}
@@ -196,7 +198,9 @@ class Tapes:
             local_part(hidden),
             tensors,
             holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
-            checksums=Checksums(self._engine.backend.device) if expected is None else None,
+            checksums=Checksums(self._engine.backend.device)
+            if expected is None or layer.name in self._written_unseen
+            else None,
             here=self._engine.backend.current_stream,
         )
         self._open = _Open(layer, group, recorder, setting, kind)
@@ -295,9 +299,9 @@ class Tapes:
     def _opaque_in(self, call: _Open, recorded: _Recorded) -> frozenset[int]:
         """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
         key = (call.layer.name, recorded.key)
-        opaque = self._opaque.get(key)
-        if opaque is None:
-            opaque = self._opaque[key] = call.recorder.changed_unseen()
+        opaque = self._opaque[key] = call.recorder.changed_unseen() | (self._opaque.get(key) or frozenset())
+        if opaque:
+            self._written_unseen.add(call.layer.name)
         return opaque
 
     def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
