@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from memo.errors import SwapError, UsageError
 from memo.lru import LRU
-from memo.swap.engine.handles import Kept
+from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.checksums import Checksums
@@ -47,7 +47,7 @@ from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, sett
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Handle, Sharded
+    from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
@@ -138,6 +138,8 @@ class Tapes:
         self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._written_unseen: set[str] = set()
+        """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
         self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
@@ -269,7 +271,9 @@ class Tapes:
             local_part(hidden),
             tensors,
             holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
-            checksums=Checksums(self._engine.backend.device) if expected is None else None,
+            checksums=Checksums(self._engine.backend.device)
+            if expected is None or layer.name in self._written_unseen
+            else None,
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
         )
@@ -377,9 +381,9 @@ class Tapes:
     def _opaque_in(self, call: _Open, recorded: _Recorded) -> frozenset[int]:
         """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
         key = (call.layer.name, recorded.key)
-        opaque = self._opaque.get(key)
-        if opaque is None:
-            opaque = self._opaque[key] = call.recorder.changed_unseen()
+        opaque = self._opaque[key] = call.recorder.changed_unseen() | (self._opaque.get(key) or frozenset())
+        if opaque:
+            self._written_unseen.add(call.layer.name)
         return opaque
 
     def _made(
@@ -784,6 +788,9 @@ class _Recorded:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+        whole = recorder.sharded.get(ref(storage))
+        if whole is not None:
+            return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
         if number in self._lent:
             return Brought(Kept(tensor), storage.nbytes())
         home = recorder.streams.get(number)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.kernels import pack_mask
 from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
 from memo.swap.recompute.record.dispatch_mode import Aside
-from memo.swap.tensor_kinds import has_storage, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
 if TYPE_CHECKING:
     from memo.swap.recompute.axis.token_axis import Axis
@@ -237,6 +237,8 @@ class Recorder(TorchDispatchMode):
         """Operator number -> the zeros and ones that it drew, one bit each."""
         self.streams: dict[int, int] = {}
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
+        self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
+        """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
         self.collectives: list[Collective] = []
@@ -276,6 +278,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
+                self._note_sharded(args)
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
         if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -299,6 +302,11 @@ class Recorder(TorchDispatchMode):
             return self._dropout(operator, args, out)
         self._results(operator, out)
         return out
+
+    def _note_sharded(self, args: Sequence[Any]) -> None:
+        for value in args:
+            if isinstance(value, Parameter) and is_sharded(value):
+                self.sharded[ref(local_part(value).untyped_storage())] = value
 
     def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
         """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_models import Block, Stack, assert_equal, gradients, ids, plain, stack, train
 from strange_layers import Layer, PutsAside
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -19,7 +22,7 @@ from memo.errors import ModifiedAfterSave, SwapError
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import memo
 
@@ -213,6 +216,41 @@ def test_the_error_names_what_to_do(offload: Callable[..., memo.Manager], change
     manager = offload(model, alpha=0.0)
     with pytest.raises(ModifiedAfterSave, match="changed in place after it was saved"):
         between(model, manager, change)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_parameter_must_not_change_before_backward(offload: Callable[..., memo.Manager]) -> None:
+    """Its local part, which the replay reads, does not count changes of the whole."""
+    model = stack(make=Split)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    manager = offload(model, alpha=0.0)
+    train(model, lambda step: model(ids(step)), manager)
+    assert manager.stats.bytes_recomputed > 0
+
+    def adds(layer: Any) -> None:
+        with torch.no_grad():
+            layer.up.bias.add_(1.0)
+
+    with pytest.raises(ModifiedAfterSave):
+        between(model, manager, adds)
 
 
 class Rotated(nn.Module):
