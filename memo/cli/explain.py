@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(f"\n{found}")
         if len(names) > 1:
             print(f"alike: {', '.join(names[1:])}")
-    for name, reason in untold.items():
-        print(f"\n{name}: {reason}")
+    for reason in untold.values():
+        print(f"\n{reason}")
     return ExitCode.OK
 
 

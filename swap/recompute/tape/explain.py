@@ -101,8 +101,11 @@ class _Rows:
         self._runs: list[bool] = []  # for each step, whether it could be repeated
         for step in tape.steps:
             self._runs.append(step.number not in reasons and all(self._can_have(read) for read in step.reads))
-        self._saved_values = {use.value for use in tape.saved}
-        self._saved_contents = {use.content for use in tape.saved}
+        self._saved_contents = {  # and whose graph is there: nothing is kept for one that has gone
+            use.content
+            for use in tape.saved
+            if use.content in self._wanted | self._stuck or tape.contents[use.content].storage in sources.free
+        }
         self._readers: dict[int, int] = {}  # content -> first step that reads it in the replay
         for number in sorted(used.replayed, reverse=True):
             self._readers.update(dict.fromkeys(tape.steps[number].reads, number))
@@ -170,15 +173,14 @@ class _Rows:
             return Fate.STAYS if storage in self._sources.free else Fate.MOVED
         if writer in self._used.replayed:
             return Fate.REPLAYED
-        is_small = content in self._saved_contents and content not in self._wanted | self._stuck
-        return Fate.STAYS if is_small else Fate.UNUSED
+        return Fate.STAYS if content in self._saved_contents else Fate.UNUSED
 
     def _why(self, step: Step, content: int, fate: Fate) -> str:
         number = step.number
         if fate is Fate.UNUSED:
             return ""
         if fate is Fate.STAYS:
-            return "too small to move, or saved by another layer too"
+            return "too small to move, or something else has it too"
         if fate is Fate.REPLAYED:
             wanted = self._wanted & set(step.makes)
             return "backward needs it" if wanted else f"step {self._readers[content]} reads it"

@@ -226,7 +226,7 @@ class Tapes:
             return f"it moves whole tensors: {self.refused[name]}"
         if _moves_all(self._chosen.get(name, self.default)) and not self._repeats_when_full:
             return "all that it saves is moved, so its forward is not recorded"
-        return "run a forward first"
+        return "no forward of it has run in the manager yet"
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
