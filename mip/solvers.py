@@ -59,8 +59,14 @@ class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
 
-def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float) -> Solved:
+def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float, gap: float = 0.0) -> Solved:
     """Solves a model, warm-started from the values set by `setInitialValue`.
+
+    Args:
+        model: the model.
+        backend: the solver.
+        time_limit_s: seconds after which it gives what it has.
+        gap: part of the objective by which a solution may miss the optimum and still counts as optimal, with integers.
 
     Returns:
         Whether a solution was found and proven; its values are in the model's variables.
@@ -70,9 +76,9 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float)
     """
     limit = max(time_limit_s, 0.1)
     if backend is Backend.CBC:
-        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True)
+        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
     else:
-        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=0.0)
+        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
     try:
         model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from memo.swap.token_levels import (
         LayerCosts as LayerCosts,
         Level as Level,
+        Mix as Mix,
+        PointCost as PointCost,
         Setting as Setting,
         TokenLevels as TokenLevels,
         comparing_nbytes as comparing_nbytes,
@@ -66,6 +68,6 @@ else:
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
             "tensor_kinds": "cast_of_parameter layer_input local_part",
-            "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
+            "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
         },
     )

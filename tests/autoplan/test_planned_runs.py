@@ -34,7 +34,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile, Profile, Role, Signature
 from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
@@ -45,7 +45,7 @@ from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import LayerCosts, Level as SwapLevel, TokenLevels
 
 ROOM = 1 << 28
-FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)
+FIXED = LayerPlan(points={ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, kept=0.5, host=0.5)
 
 
 def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, TokenWise]:
@@ -263,7 +263,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
         )
     assert manager.plan is not None, planning.outcome().reason_unsupported
     assert manager.plan.declined is None
-    assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
+    assert len(manager.plan.problem.profile.classes[0].points) == 3, "both levels of recompute were timed"
     assert engine.tiers[0].peak <= host * whole
     manager.close()
 
@@ -321,10 +321,10 @@ def given_plan(layers: int) -> ActivationPlan:
     known = LayerProfile(
         name="any",
         always_bytes=1000,
-        levels=(
-            LevelProfile(level=Level.SAVE_ALL, saved_bytes=4000),
-            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=2000, recompute_s=0.1),
-            LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=0.3),
+        points=(
+            PointProfile(name=ALL, saved_bytes=4000),
+            PointProfile(name=MATMULS, saved_bytes=2000, recompute_s=0.1),
+            PointProfile(name=ATTENTION, saved_bytes=0, recompute_s=0.3),
         ),
         forward_s=1.0,
         backward_s=2.0,

@@ -10,7 +10,7 @@ from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
 from memo.machine.link_bandwidth import LinkRates
-from memo.mip.inputs.profile import Level, Profile, Role, Signature
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, Profile, Role, Signature
 from memo.swap.token_levels import LayerCosts, Level as SwapLevel
 
 MS = 1_000_000
@@ -63,12 +63,12 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     assert known.forward_s == pytest.approx(0.011)
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
     assert known.always_bytes == 1000
-    assert [(one.level, one.saved_bytes, one.beside_bytes) for one in known.levels] == [
-        (Level.SAVE_ALL, 3000, 0),
-        (Level.SAVE_MATMULS, 1200, 500),
-        (Level.SAVE_ATTENTION, 0, 0),
+    assert [(one.name, one.saved_bytes, one.beside_bytes) for one in known.points] == [
+        (ALL, 3000, 0),
+        (MATMULS, 1200, 500),
+        (ATTENTION, 0, 0),
     ]
-    assert [one.recompute_s for one in known.levels] == pytest.approx([0, 1e-3, 4e-3])
+    assert [one.recompute_s for one in known.points] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
     assert profile.head.forward_s == pytest.approx(0.007)
 
@@ -82,7 +82,7 @@ def test_layers_that_save_other_bytes_are_other_classes() -> None:
 def test_a_layer_without_token_levels_moves_whole() -> None:
     profile = measured_profile(times({"a": layer(20, 40, calls=2)}), {}, SIGNATURE)
     (known,) = profile.classes
-    assert [one.level for one in known.levels] == [Level.SAVE_ALL]
+    assert [one.name for one in known.points] == [ALL]
     assert known.full_bytes == 4000
     assert known.forward_s == pytest.approx(0.010), "of one call"
 
@@ -99,11 +99,11 @@ def profile() -> Profile:
 def test_another_length_takes_attention_by_the_square() -> None:
     longer = scaled_profile(profile(), Signature(model="m", batch=2, tokens=200, dtype="float32"))
     known = longer.classes[0]
-    assert (longer.role, known.always_bytes, known.levels[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
-    assert (known.levels[1].saved_bytes, known.levels[1].beside_bytes) == (2400, 1000)
+    assert (longer.role, known.always_bytes, known.points[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
+    assert (known.points[1].saved_bytes, known.points[1].beside_bytes) == (2400, 1000)
     # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
     assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
-    assert known.levels[2].recompute_s == pytest.approx(0.008)
+    assert known.points[2].recompute_s == pytest.approx(0.008)
 
 
 def test_another_batch_takes_everything_in_proportion() -> None:

@@ -10,7 +10,17 @@ from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs.profile import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 
 MIB = 1 << 20
 
@@ -53,19 +63,17 @@ def layer(
     beside: int = 0,
     **rest: float,
 ) -> LayerProfile:
-    """`matmuls`: bytes and recompute time of that level; `attention`: recompute time of that one. None: not possible.
+    """`matmuls`: bytes and recompute time of that point; `attention`: recompute time of that one. None: not possible.
 
     `beside`: of the bytes of `matmuls`, what autograd does not save.
     """
-    levels = [LevelProfile(level=Level.SAVE_ALL, saved_bytes=all)]
+    points = [PointProfile(name=ALL, saved_bytes=all)]
     if matmuls is not None:
-        levels.append(
-            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1])
-        )
+        points.append(PointProfile(name=MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1]))
     if attention is not None:
-        levels.append(LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=attention))
+        points.append(PointProfile(name=ATTENTION, saved_bytes=0, recompute_s=attention))
     times = {"forward_s": 10.0, "backward_s": 20.0}
-    return LayerProfile(name=name, always_bytes=always, levels=tuple(levels), **(times | rest))
+    return LayerProfile(name=name, always_bytes=always, points=tuple(points), **(times | rest))
 
 
 def profile_of(*layers: LayerProfile, tokens: int = 1000, **rest: object) -> Profile:

@@ -12,12 +12,12 @@ from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile
 from memo.mip.simulate.simulator import simulate
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
 ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
-HALF = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.5, disk=0.3)
+HALF = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
 LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 
 # By hand, for four layers of which the first two save 20 + 70 bytes and keep 18: parameters and the embedding's bytes are
@@ -75,7 +75,7 @@ def test_stalls_are_counted_by_cause_as_on_paper(rate: dict[str, float], late_s:
 
 
 def test_the_disks_bytes_wait_for_the_hosts_on_a_link_that_is_little_faster_than_the_disk() -> None:
-    mostly_disk = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.1, disk=0.7)
+    mostly_disk = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.1, disk=0.7)
     plan = plan_of(
         mostly_disk, LayerPlan(), LayerPlan(), budgets=ROOMY, d2h_bytes_per_s=5.0, disk_write_bytes_per_s=4.0
     )
@@ -98,10 +98,10 @@ def elsewhere(**rates: float) -> ActivationPlan:
     return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
 
 
-# Half of the tokens at SAVE_MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
+# Half of the tokens at point matmuls: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
 # layers whole are the peak, as the layers of the middle keep nothing.
 GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
-MIDDLE = LayerPlan(all_tokens=0.5, matmul_tokens=0.5, kept=0.0, host=1.0)
+MIDDLE = LayerPlan(points={ALL: 0.5, MATMULS: 0.5}, kept=0.0, host=1.0)
 GIVEN_PEAK = 2 * (160 + 10)
 
 
@@ -139,9 +139,9 @@ BROKEN = {
         plan_of(HALF, HALF, HALF, LayerPlan(), pipeline=Pipeline(stages=2)),
         Rule.LAST,
     ),
-    "a level that the layers do not have": (
-        plan_of(LayerPlan(all_tokens=0.5, matmul_tokens=0.5), *LAYERS[1:]),
-        Rule.LEVEL,
+    "a point that the layers do not have": (
+        plan_of(LayerPlan(points={ALL: 0.5, MATMULS: 0.5}), *LAYERS[1:]),
+        Rule.POINT,
     ),
     "a step faster than its rules allow": (claiming(compute_s=125.0), Rule.PREDICTION),
     "a smaller peak than there is": (claiming(peak_device_bytes=PEAK - 40), Rule.PREDICTION),
