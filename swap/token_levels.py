@@ -127,8 +127,8 @@ class Mix:
         return "points " + ", ".join(f"{share:g} {name}" for name, share in self.points.items())
 
 
-Setting = TokenLevels | Level
-"""Recompute setting of a layer: fractions of its tokens, or one level for all of them."""
+Setting = TokenLevels | Level | Mix
+"""Recompute setting of a layer: fractions of its tokens, one level for all of them, or a mix of points."""
 
 
 def setting_of(value: object, *, argument: str = "alpha") -> TokenLevels | Level:
