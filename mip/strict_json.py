@@ -181,7 +181,7 @@ def decode(kind: type[T], value: object, where: str, *, ignore: Collection[str] 
     """Converts a JSON object to a dataclass. Fields with a default may be missing.
 
     Args:
-        kind: the dataclass; fields are str, bool, int, float, enums, dataclasses, tuples, string-keyed mappings, or optional.
+        kind: the dataclass; fields are str, bool, int, float, enums, dataclasses, tuples, mappings by string, optional.
         value: the parsed JSON value.
         where: its place in the document, for messages.
         ignore: keys that are allowed besides the fields and not read.

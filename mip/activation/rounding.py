@@ -33,7 +33,7 @@ def tile_of(tokens: int) -> int:
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
     """Upper bound of the saved bytes that rounding takes from a layer: a tile per range, and the least last range."""
-    return sum(known.saved_bytes for known in layer.points) * _most_moved(tokens)
+    return sum(known.saved_bytes for known in layer.points) * _most_moved(layer, tokens)
 
 
 def most_gained_bytes(layer: LayerProfile, tokens: int) -> tuple[float, float]:
@@ -44,17 +44,26 @@ def most_gained_bytes(layer: LayerProfile, tokens: int) -> tuple[float, float]:
     pairs = list(itertools.pairwise(layer.points))
     held = sum(max(0, deeper.held_bytes - point.held_bytes) for point, deeper in pairs)
     beside = sum(max(0, deeper.beside_bytes - point.beside_bytes) for point, deeper in pairs) if _grows(layer) else 0
-    return beside * _most_moved(tokens), held * _most_moved(tokens)
+    most = _most_moved(layer, tokens)
+    return beside * most, held * most
 
 
 def _grows(layer: LayerProfile) -> bool:
     """Whether a range always gets what the one before it loses."""
-    return bool(layer.points[-1].beside_bytes) or not _LEVELS.issuperset(point.name for point in layer.points)
+    return bool(layer.points[-1].beside_bytes) or _has_further_points(layer)
 
 
-def _most_moved(tokens: int) -> float:
-    """Upper bound of the fraction of the tokens by which rounding moves the end of a range."""
-    return (tile_of(tokens) + LEAST_TOKENS) / tokens
+def _has_further_points(layer: LayerProfile) -> bool:
+    return not _LEVELS.issuperset(point.name for point in layer.points)
+
+
+def _most_moved(layer: LayerProfile, tokens: int) -> float:
+    """Upper bound of the fraction of the tokens by which rounding moves the end of a range.
+
+    Where another range than the last can be too short, it may be given up to a last one that was made longer.
+    """
+    lengthened = 2 if _has_further_points(layer) else 1
+    return (tile_of(tokens) + lengthened * LEAST_TOKENS) / tokens
 
 
 def in_tiles(
@@ -139,16 +148,23 @@ def _without_short_ranges(ends: Sequence[int], names: Sequence[str], tile: int) 
 
     Point `all` recomputes nothing and `matmuls` no product: their ranges may be of any length.
     """
-    tokens, begin, kept = ends[-1], 0, list(ends)
-    for number, name in enumerate(names[:-1]):
-        if name not in (ALL, MATMULS) and kept[number] < min(begin + LEAST_TOKENS, tokens):
-            kept[number] = begin
-        begin = kept[number]
-    last = next(number for number, end in enumerate(kept) if end == tokens)
-    begin = kept[last - 1] if last else 0
-    if last and names[last] != MATMULS and tokens - begin < LEAST_TOKENS:
+    tokens, kept = ends[-1], list(ends)
+
+    def short(number: int) -> bool:
+        begin = kept[number - 1] if number else 0
+        return names[number] not in (ALL, MATMULS) and begin < kept[number] < begin + LEAST_TOKENS
+
+    for number in range(1, len(kept)):
+        if kept[number] < tokens and short(number):
+            kept[number] = kept[number - 1]
+    last = kept.index(tokens)
+    if short(last):
         begin = max(0, tokens - LEAST_TOKENS) // tile * tile
-    return [end if end == tokens else min(end, begin) for end in kept]
+        kept[:last] = [min(end, begin) for end in kept[:last]]
+        cut = kept.index(begin) if begin in kept else last  # the range before it, which is now shorter
+        if short(cut):
+            kept[cut:last] = [kept[cut - 1]] * (last - cut)
+    return kept
 
 
 def _down(count: float, tile: int, tokens: int) -> int:

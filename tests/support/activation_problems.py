@@ -76,6 +76,42 @@ def layer(
     return LayerProfile(name=name, always_bytes=always, points=tuple(points), **(times | rest))
 
 
+def with_curves(
+    problem: ActivationProblem, points: int, *, seed: int, divisible: bool = True, held: bool = False, room: float = 0.5
+) -> ActivationProblem:
+    """The same problem with so many points of a random convex curve for each class, and device bytes that fit them.
+
+    `room`: of what the points' recomputes hold at most, the part that the device gets in addition.
+    """
+    draw = random.Random(seed)
+    classes = tuple(
+        dataclasses.replace(
+            known,
+            points=_curve(draw, points, known.points[0].saved_bytes, held=held),
+            divisible=divisible,
+        )
+        for known in problem.profile.classes
+    )
+    most = max(point.held_bytes for known in classes for point in known.points)
+    budgets = dataclasses.replace(problem.budgets, device_bytes=problem.budgets.device_bytes + int(room * most))
+    return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=classes), budgets=budgets)
+
+
+def _curve(draw: random.Random, count: int, nbytes: int, *, held: bool) -> tuple[PointProfile, ...]:
+    """Points p1, p2, ... after `all`, each dearer by the byte than the one before it; the last saves nothing."""
+    shares = sorted((draw.uniform(0.02, 0.98) for _ in range(count - 2)), reverse=True)
+    prices = sorted(draw.uniform(0.5, 12.0) for _ in range(count - 1))
+    points, before, seconds = [PointProfile(name=ALL, saved_bytes=nbytes)], 1.0, 0.0
+    for number, (share, price) in enumerate(zip([*shares, 0.0], prices, strict=True), start=1):
+        seconds += price * (before - share)
+        before = share
+        held_bytes = int(draw.uniform(0.0, 0.5) * nbytes) if held else 0
+        points.append(
+            PointProfile(name=f"p{number}", saved_bytes=int(share * nbytes), recompute_s=seconds, held_bytes=held_bytes)
+        )
+    return tuple(points)
+
+
 def profile_of(*layers: LayerProfile, tokens: int = 1000, **rest: object) -> Profile:
     """A profile of these layers in this order; equal names mean the same class."""
     classes = {known.name: known for known in layers}
