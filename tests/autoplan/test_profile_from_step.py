@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.profile_from_step import beside_layers, measured_hardware, measured_profile, scaled_profile
+from memo.autoplan.step_evidence import StepEvidence, worst
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
 from memo.machine.link_bandwidth import LinkRates
-from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, Profile, Role, Signature
-from memo.swap.token_levels import LayerCosts, Level as SwapLevel
+from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, PointCost
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")
@@ -71,6 +74,63 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     assert [one.recompute_s for one in known.points] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
     assert profile.head.forward_s == pytest.approx(0.007)
+
+
+def curved(name: str, *, held: int = 7) -> LayerCosts:
+    """A layer with a curve; what its levels say is not read."""
+    points = (
+        PointCost(name=ALL, saved_bytes=4000),
+        PointCost(name="p1", saved_bytes=3000, held_bytes=held, recompute_s=0.001, beside_bytes=20),
+        PointCost(name="p2", saved_bytes=3000, held_bytes=0, recompute_s=0.002),
+        PointCost(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+    )
+    return dataclasses.replace(costs(name), points=points, divisible=False)
+
+
+def test_a_curve_is_the_profiles_and_says_all_that_is_saved() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    profile = measured_profile(times(layers), {name: curved(name) for name in layers}, SIGNATURE)
+    (known,) = profile.classes
+    assert (known.fixed_bytes, known.full_bytes, known.divisible) == (0, 4000, False)
+    assert known.points == (
+        PointProfile(name=ALL, saved_bytes=4000),
+        PointProfile(name="p1", saved_bytes=3000, held_bytes=7, recompute_s=0.001, beside_bytes=20),
+        PointProfile(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+    ), "p2 saves no less than p1"
+    shorter = scaled_profile(profile, Signature(model="m", batch=1, tokens=100, dtype="float32")).classes[0]
+    assert (shorter.points[1].saved_bytes, shorter.points[1].held_bytes) == (1500, 4)
+    assert shorter.points[2].recompute_flops == 2.5
+    few = scaled_profile(profile, Signature(model="m", batch=1, tokens=1, dtype="float32")).classes[0]
+    assert [one.name for one in few.points] == [ALL, "p1", INPUT]
+
+
+def test_layers_of_other_curves_are_other_classes() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    profile = measured_profile(times(layers), {"a": curved("a"), "b": curved("b", held=8)}, SIGNATURE)
+    assert profile.layers == ("layer", "layer#2")
+
+
+def test_ranks_agree_on_the_points_that_all_have_with_the_most_bytes_and_seconds() -> None:
+    def evidence(*points: PointCost, divisible: bool = True) -> StepEvidence:
+        own = dataclasses.replace(costs("a"), points=points, divisible=divisible)
+        return StepEvidence(profile=measured_profile(times({"a": layer(10, 30)}), {"a": own}, SIGNATURE))
+
+    whole = PointCost(name=ALL, saved_bytes=100)
+    merged = worst(
+        [
+            evidence(whole, PointCost(name="p1", saved_bytes=50, held_bytes=3, recompute_s=1.0)),
+            evidence(
+                whole,
+                PointCost(name="p1", saved_bytes=40, held_bytes=9, recompute_s=2.0),
+                PointCost(name="p2", saved_bytes=0, recompute_s=3.0),
+                divisible=False,
+            ),
+        ]
+    )
+    assert merged.profile is not None
+    (known,) = merged.profile.classes
+    assert known.points[1:] == (PointProfile(name="p1", saved_bytes=50, held_bytes=9, recompute_s=2.0),)
+    assert not known.divisible
 
 
 def test_layers_that_save_other_bytes_are_other_classes() -> None:

@@ -202,6 +202,21 @@ def test_where_no_layer_fits_at_any_point_the_budget_that_is_named_fits() -> Non
     assert {name for part in solve_problem(enough).layers[:4] for name in part.points} == {MATMULS}
 
 
+def test_a_budget_that_only_fractions_fit_is_infeasible_by_what_whole_layers_lack() -> None:
+    """Four layers move. Half of each at p1, which holds 600 bytes, would fit; layer 0 alone has room for that."""
+    points = (
+        PointProfile(name=ALL, saved_bytes=1000),
+        PointProfile(name="p1", saved_bytes=500, recompute_s=0.5, held_bytes=600),
+    )
+    block = dataclasses.replace(layer(always=0, all=1000), points=points, divisible=False)
+    budgets = Budgets(device_bytes=2 * block.full_bytes + 300, host_bytes=4 * 760)
+    problem = ActivationProblem(profile=profile_of(*[block] * 6), hardware=machine(), budgets=budgets)
+    assert Model(problem).solve()
+    # 500 + 3 x 1000 bytes less 300 that stay must move; with a device of 160 bytes more, 460 stay.
+    with pytest.raises(Infeasible, match=r"the device lacks 1[56]\d bytes .*; or a host budget of 320\d bytes"):
+        solve_problem(problem)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_rounded_ranges_save_no_more_than_asked_and_are_long_enough(seed: int) -> None:
     draw = random.Random(seed)

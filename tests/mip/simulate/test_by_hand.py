@@ -12,6 +12,7 @@ from memo.errors import PlanInvalid
 from memo.events import Lane, StallCause, Tier, UseKind
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
+from memo.mip.inputs.pipeline_schedules import Kind, Turn
 from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
@@ -189,6 +190,17 @@ def test_a_last_layer_leaves_once_another_microbatch_begins() -> None:
 def test_bytes_for_a_link_that_is_not_there_are_refused() -> None:
     with pytest.raises(PlanInvalid, match=r"layers\.0 moves 10 bytes to disk, where the hardware has no bandwidth"):
         step([layer(0, disk=10), layer(1)], rates(write=0))
+
+
+def test_what_a_recompute_holds_is_there_in_the_first_half_of_a_split_backward_alone() -> None:
+    work = layer(0, kept=100, recompute_s=1, transient=(0, 10), recompute_held=50)
+    turns = [Turn(chunk=0, kind=kind, microbatch=0) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)]
+    stage = Stage([work], rates=rates(), turns=turns)
+    stage.forward()
+    for most in (100 + 10 + 50, 100 + 10):
+        begin = len(stage.result().occupancies)
+        stage.backward()
+        assert max(one.nbytes for one in stage.result().occupancies[begin:]) == most
 
 
 def test_a_plan_becomes_whole_bytes_and_nothing_is_lost() -> None:
