@@ -28,6 +28,9 @@ def _imported_alone(name: str) -> Any:
 
 pulp: Any = _imported_alone("pulp")
 
+PRIMAL_SIMPLEX = 4
+"""Value of HiGHS's option simplex_strategy."""
+
 OPTIMAL, FOUND = 1, 2
 """Values of PuLP's sol_status. With any other value the variables hold no solution."""
 
@@ -81,6 +84,10 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float,
         solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
     try:
         model.solve(solver)
+        if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
+            solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
+            model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through
         raise SolverFailed(f"{backend.value} failed: {type(error).__name__}: {str(error)[:200]}") from error
     if model.status == pulp.LpStatusUndefined:

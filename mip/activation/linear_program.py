@@ -53,7 +53,8 @@ from memo.mip.solvers import Backend, pulp, solve_model
 __all__ = ["DAY_S", "Model", "Sharing"]
 
 DAY_S = 86400.0
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
+"""Of programs without and with integers; of the latter, what was found by then is taken."""
 WHOLE_GAP = 0.01
 """Part of the objective by which a program with integers may miss its optimum."""
 
@@ -151,14 +152,16 @@ class Model:
         self._program += step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
-        """Solves the program; False if it is infeasible. The solution can be read afterwards.
+        """Solves the program; False if it is infeasible, or with integers if nothing was found in time.
+
+        The solution can be read afterwards.
 
         Raises:
-            SolverFailed: the solver crashed, or ran out of time.
+            SolverFailed: the solver crashed, or a program without integers ran out of time.
         """
-        gap = WHOLE_GAP if self._whole else 0.0
-        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=TIME_LIMIT_S, gap=gap)
-        if not solved.proven and not (self._whole and solved.found):
+        gap, limit_s = (WHOLE_GAP, WHOLE_TIME_LIMIT_S) if self._whole else (0.0, TIME_LIMIT_S)
+        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=limit_s, gap=gap)
+        if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         self.solved = solved.found
         return self.solved
@@ -167,6 +170,11 @@ class Model:
     def shares(self) -> bool:
         """Whether some layers share variables."""
         return any(len(group.members) > 1 for groups in self._stages for group in groups)
+
+    @property
+    def objective(self) -> float:
+        """What is minimised, but for prices that break ties: the step's time, or the excess over the relaxed tier."""
+        return self.step_s if self.relaxed is None else self.excess_bytes
 
     @property
     def step_s(self) -> float:

@@ -226,13 +226,15 @@ def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     variants = [problem]
     if _has_beside(problem.profile):
         variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
-    whole = not _divisible(problem)
-    models = [
-        Model(one, staying=staying, relaxed=tier, whole=whole)
-        for one in variants
-        for staying in _staying_options(problem, tier)
-    ]
-    solved = [model for model in models if model.solve()]
-    if whole:  # a program with integers has no dual values
-        solved = [again for model in solved if (again := at_points(model)).solve()]
+
+    def solved_programs(*, whole: bool = False) -> list[Model]:
+        options = _staying_options(problem, tier)
+        models = [Model(one, staying=staying, relaxed=tier, whole=whole) for one in variants for staying in options]
+        return [model for model in models if model.solve()]
+
+    solved = solved_programs()
+    if not _divisible(problem):  # solved with given points, since a program with integers has no dual values
+        given = [at_points(model) for model in solved_programs(whole=True)]
+        rounded = [round_points(model) for model in solved]
+        solved = [model for model in rounded if model is not None] + [model for model in given if model.solve()]
     return min(solved, key=lambda model: model.excess_bytes, default=None)

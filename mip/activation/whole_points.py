@@ -38,7 +38,7 @@ def round_points(model: Model) -> Model | None:
     choices: list[_Points] = [tuple(None if points is None else points[end].name for points in used) for end in (-1, 0)]
     choices += [_carried(layers, plans, used, nearest=nearest) for nearest in (False, True)]
     solved = [tried for choice in dict.fromkeys(choices) if (tried := _again(model, choice)).solve()]
-    return min(solved, key=lambda tried: tried.step_s, default=None)
+    return min(solved, key=lambda tried: tried.objective, default=None)
 
 
 def at_points(model: Model) -> Model:

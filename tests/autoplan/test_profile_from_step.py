@@ -83,8 +83,9 @@ def curved(name: str, *, held: int = 7) -> LayerCosts:
         PointCost(name="p1", saved_bytes=3000, held_bytes=held, recompute_s=0.001, beside_bytes=20),
         PointCost(name="p2", saved_bytes=3000, held_bytes=0, recompute_s=0.002),
         PointCost(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+        PointCost(name="p3", saved_bytes=390, recompute_s=0.02),
     )
-    return dataclasses.replace(costs(name), points=points, divisible=False)
+    return dataclasses.replace(costs(name), recompute_s_per_token={}, points=points, divisible=False)
 
 
 def test_a_curve_is_the_profiles_and_says_all_that_is_saved() -> None:
@@ -96,12 +97,13 @@ def test_a_curve_is_the_profiles_and_says_all_that_is_saved() -> None:
         PointProfile(name=ALL, saved_bytes=4000),
         PointProfile(name="p1", saved_bytes=3000, held_bytes=7, recompute_s=0.001, beside_bytes=20),
         PointProfile(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+        PointProfile(name="p3", saved_bytes=390, recompute_s=0.02),
     ), "p2 saves no less than p1"
     shorter = scaled_profile(profile, Signature(model="m", batch=1, tokens=100, dtype="float32")).classes[0]
     assert (shorter.points[1].saved_bytes, shorter.points[1].held_bytes) == (1500, 4)
     assert shorter.points[2].recompute_flops == 2.5
     few = scaled_profile(profile, Signature(model="m", batch=1, tokens=1, dtype="float32")).classes[0]
-    assert [one.name for one in few.points] == [ALL, "p1", INPUT]
+    assert [one.name for one in few.points] == [ALL, "p1", INPUT], "2 bytes at p3, as at input"
 
 
 def test_layers_of_other_curves_are_other_classes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -215,6 +216,23 @@ def test_a_budget_that_only_fractions_fit_is_infeasible_by_what_whole_layers_lac
     # 500 + 3 x 1000 bytes less 300 that stay must move; with a device of 160 bytes more, 460 stay.
     with pytest.raises(Infeasible, match=r"the device lacks 1[56]\d bytes .*; or a host budget of 320\d bytes"):
         solve_problem(problem)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_whole_layers_the_budget_that_is_named_fits_and_nothing_much_less_does(seed: int) -> None:
+    problem = random_problem(seed, layers=4 + seed, classes=1 + seed % 2)
+    problem = with_curves(problem, 4, seed=seed, divisible=False, held=True)
+    budgets = dataclasses.replace(
+        problem.budgets, device_bytes=problem.budgets.device_bytes // 4, host_bytes=problem.budgets.host_bytes // 4
+    )
+    with pytest.raises(Infeasible) as raised:
+        solve_problem(dataclasses.replace(problem, budgets=budgets))
+    least = int(re.findall(r"device budget that fits is (\d+) bytes", str(raised.value))[0])
+    enough = dataclasses.replace(budgets, device_bytes=least)
+    assert check_plan(solve_problem(dataclasses.replace(problem, budgets=enough))) is None
+    less = dataclasses.replace(budgets, device_bytes=least - (least - budgets.device_bytes) // 50 - 2000)
+    with pytest.raises(Infeasible):
+        solve_problem(dataclasses.replace(problem, budgets=less))
 
 
 @pytest.mark.parametrize("seed", range(8))
