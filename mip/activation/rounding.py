@@ -50,7 +50,8 @@ def most_gained_bytes(layer: LayerProfile, tokens: int) -> tuple[float, float]:
 
 def _grows(layer: LayerProfile) -> bool:
     """Whether a range always gets what the one before it loses."""
-    return bool(layer.points[-1].beside_bytes) or _has_further_points(layer)
+    held = any(point.held_bytes for point in layer.points)
+    return held or bool(layer.points[-1].beside_bytes) or _has_further_points(layer)
 
 
 def _has_further_points(layer: LayerProfile) -> bool:
