@@ -31,6 +31,7 @@ from memo.autoplan.device_budget import DeviceBudget
 from memo.machine.link_bandwidth import LinkRates
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
+from memo.mip.activation.plan import LayerPlan
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.token_wise import TokenWise
@@ -241,8 +242,12 @@ def run(case: Case, rounds: int) -> Row:
         measured_s=medians.pop("plan"),
         fixed_s=medians,
         peak_bytes=peak,
-        levels=f"{first.all_tokens:.2f}/{first.matmul_tokens:.2f}/{first.attention_tokens:.2f}, kept {first.kept:.2f}",
+        levels=f"{_points(first)}, kept {first.kept:.2f}",
     )
+
+
+def _points(part: LayerPlan) -> str:
+    return "/".join(f"{part.fraction(name):.2f}" for name in ("all", "matmuls", "attention"))
 
 
 def _link(case: Case) -> LinkRates:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from memo.swap.token_levels import (
         LayerCosts as LayerCosts,
         Level as Level,
+        Mix as Mix,
+        PointCost as PointCost,
         Setting as Setting,
         TokenLevels as TokenLevels,
         comparing_nbytes as comparing_nbytes,
@@ -74,6 +76,6 @@ else:
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
             "tensor_kinds": "cast_of_parameter has_storage layer_input local_part parameter_behind",
-            "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
+            "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
         },
     )

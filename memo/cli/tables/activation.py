@@ -9,6 +9,7 @@ from typing import Any
 
 from memo.cli.tables.address import printable, table
 from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, free_swap_tokens
+from memo.mip.inputs import ALL, ATTENTION, MATMULS
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = ["activation_summary", "activation_table", "utilisation"]
@@ -59,7 +60,7 @@ def utilisation(plan: ActivationPlan) -> dict[str, float]:
     ranks = signature.tp * signature.cp * problem.pipeline.stages
     peak = ranks * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
-    repeated = sum(known.recompute_flops * own.fraction(known.level) for layer, own in layers for known in layer.levels)
+    repeated = sum(known.recompute_flops * own.fraction(known.name) for layer, own in layers for known in layer.points)
     repeated *= signature.tp * signature.cp * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
@@ -145,13 +146,20 @@ def _times(plan: ActivationPlan) -> str:
 def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         return f"nothing to move: {plan.declined}; every layer keeps everything"
-    rows = []
+    rows, points = [], _points(plan)
     for first, last, layer in _runs(plan):
         name = f"{first}" if first == last else f"{first} to {last}"
-        figures = (*layer.token_fractions, layer.kept, layer.host, layer.disk)
+        figures = (*map(layer.fraction, points), layer.kept, layer.host, layer.disk)
         rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures)))
-    header = ("layers", "tokens: all", "matmuls", "attention", "bytes: kept", "host", "disk")
+    header = ("layers", f"points: {points[0]}", *points[1:], "bytes: kept", "host", "disk")
     return table(header, rows)
+
+
+def _points(plan: ActivationPlan) -> list[str]:
+    """Names of the points that some layer is at, in the order of the classes; the three levels also where none is."""
+    used = {ALL, *(name for layer in plan.layers for name in layer.points)}
+    known = [point.name for layer in plan.problem.profile.classes for point in layer.points]
+    return [name for name in dict.fromkeys(known) if name in used or name in (MATMULS, ATTENTION)]
 
 
 def _reasons(plan: ActivationPlan) -> str:
