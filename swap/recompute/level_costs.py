@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memo.swap.token_levels import LayerCosts, Level
+from memo.swap.token_levels import LayerCosts, Level, PointCost
 
 __all__ = ["Costs", "now_s"]
 
@@ -30,6 +30,8 @@ class Costs:
         self._bytes_per_token: dict[Level, float] = {}
         self._beside_per_token: dict[Level, float] = {}
         self._seconds_per_token: dict[Level, float] = {Level.SAVE_ALL: 0.0}
+        self.points: tuple[PointCost, ...] = ()
+        """The layer's curve, where its tokens cannot be divided."""
 
     def counted(
         self,
@@ -86,4 +88,6 @@ class Costs:
             bytes_per_token=dict(self._bytes_per_token),
             beside_per_token=dict(self._beside_per_token),
             recompute_s_per_token=dict(self._seconds_per_token),
+            points=self.points,
+            divisible=not self.points,
         )

@@ -43,7 +43,7 @@ from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, setting_of
+from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -59,6 +59,8 @@ __all__ = ["Tapes"]
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
 MOST_KINDS = 512
+MOST_POINTS = 12
+"""Corners of a curve between its ends that a planner is told."""
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
@@ -501,7 +503,7 @@ class Tapes:
         self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
     ) -> RangedPlan | None:
         """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
-        if setting is Level.SAVE_INPUT:
+        if setting is Level.SAVE_INPUT or isinstance(setting, Mix):
             return None
         levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
         assert isinstance(levels, TokenLevels)
@@ -596,12 +598,7 @@ class Tapes:
         least = at[Level.SAVE_ATTENTION].keep_cost // 8
         every = sum(tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
         saved = set(recorded.saved)
-        beside = sum(
-            tape.storage(content)[1]
-            for content in at[Level.SAVE_MATMULS].kept
-            if tape.contents[content].storage not in saved | recorded.sources.free
-            and tape.storage(content)[0] is Birth.MADE
-        )
+        beside = _beside(tape, at[Level.SAVE_MATMULS], saved | recorded.sources.free)
         costs.counted(
             tokens=tokens,
             input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
@@ -620,6 +617,17 @@ class Tapes:
                 half.rows, lambda level: banned(tape, level), sources, recorded.wanted, recorded.stuck
             )
             costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
+        else:
+            known = points_of(tape, sources, recorded.wanted, recorded.stuck, (), bans)
+            costs.points = tuple(
+                PointCost(
+                    name=point,
+                    saved_bytes=cut.keep_cost // 8,
+                    recompute_s=seconds * cut.replay_cost / max(1, replayed),
+                    beside_bytes=_beside(tape, cut, saved | recorded.sources.free),
+                )
+                for point, cut in known.items()
+            )
         for level, other in at.items():
             costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
@@ -818,6 +826,10 @@ def choose(
     Raises:
         ValueError: a step of `always` cannot be replayed.
     """
+    if isinstance(setting, Mix):
+        known = points_of(tape, sources, wanted, stuck, wrong, bans, always)
+        target = sum(share * known[name].keep_cost for name, share in setting.points.items() if name in known)
+        return min(known.values(), key=lambda cut: (cut.keep_cost > target, abs(target - cut.keep_cost)))
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
@@ -869,6 +881,39 @@ def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
     for content in contents:
         changed[content] = dataclasses.replace(changed[content], made_by=None)
     return dataclasses.replace(problem, contents=changed)
+
+
+def points_of(
+    tape: Tape,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    bans: Bans,
+    always: Iterable[int] = (),
+) -> dict[str, Cut]:
+    """The corners of the curve at which attention is never repeated, by name: `all`, `p1` and so on, `attention`.
+
+    Of many corners some are left out, which a planner would not tell apart.
+    """
+    corners = curve(
+        _problem(tape, Level.SAVE_ATTENTION, sources, tuple(wanted), tuple(stuck), tuple(wrong), bans, always)
+    )
+    inner = corners[1:-1]
+    inner = inner[:: -(-len(inner) // MOST_POINTS) or 1]
+    found = {"all": corners[0], **{f"p{number}": cut for number, cut in enumerate(inner, 1)}}
+    if len(corners) > 1:
+        found["attention"] = corners[-1]
+    return found
+
+
+def _beside(tape: Tape, cut: Cut, saved: Collection[int]) -> int:
+    """Bytes that a cut keeps and autograd does not save."""
+    return sum(
+        tape.storage(content)[1]
+        for content in cut.kept
+        if tape.contents[content].storage not in saved and tape.storage(content)[0] is Birth.MADE
+    )
 
 
 def _only(levels: TokenLevels | None) -> Level | None:
