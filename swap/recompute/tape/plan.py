@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "Plan", "Sources", "Writer", "mask_of", "plan_of", "problem_of"]
 
-_MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
-"""Random operators of zeros and ones, and which of their results those are."""
+_MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
+"""Random operators of zeros and ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ class Plan:
     """Collectives that run again."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
+    wrong: frozenset[int] = frozenset()
+    """Steps that a trial found to give something else, and that are not repeated."""
 
     @property
     def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
@@ -106,6 +108,7 @@ def problem_of(
     wanted: Iterable[int],
     stuck: Iterable[int],
     costs: Sequence[int],
+    always: Iterable[int] = (),
 ) -> Problem:
     """The cut of a tape.
 
@@ -116,6 +119,10 @@ def problem_of(
         wanted: storages whose last content autograd saved, and which backward may replay.
         stuck: storages that autograd saved and that move in any case.
         costs: of repeating each step, in picoseconds.
+        always: numbers of steps that are replayed, needed or not.
+
+    Raises:
+        ValueError: by `cheapest`: a step of `always` cannot run again.
     """
     stay = {tape.last[storage] for storage in stuck}
     contents = [
@@ -129,9 +136,19 @@ def problem_of(
         cuts.Operation(cost=None if step.number in bans else costs[step.number], reads=step.reads)
         for step in tape.steps
     ]
-    return cuts.Problem(
-        contents=contents, operations=operations, wanted=[tape.last[storage] for storage in wanted] + sorted(stay)
-    )
+    asked = [tape.last[storage] for storage in wanted] + sorted(stay)
+    for step in _with_waits(tape, always):  # something that only this step can make
+        asked.append(len(contents))
+        contents.append(cuts.Content(keep=None, made_by=step))
+    return cuts.Problem(contents=contents, operations=operations, wanted=asked)
+
+
+def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
+    """These steps, and those that wait for what they give."""
+    found = list(steps)
+    made = {content for number in found for content in tape.steps[number].makes}
+    waits = (step for step in tape.steps if getattr(step.operator, "awaits", False)) if made else ()
+    return found + [step.number for step in waits if not made.isdisjoint(step.reads)]
 
 
 def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
@@ -162,13 +179,12 @@ def mask_of(tape: Tape, number: int) -> Use | None:
     step = tape.steps[content.writer]
     if isinstance(step.operator, Function) or not step.operator.is_overload:
         return None
-    position = _MASKS.get(step.operator.func.overloadpacket.__name__)
     uses = uses_in(step.out)
-    if position is None or position >= len(uses) or uses[position].content != number:
+    if step.operator.func.overloadpacket.__name__ not in _MASKS or len(uses) != 1 or uses[0].content != number:
         return None
-    _, _, size, stride, dtype = tape.geometry(uses[position].value)
+    _, _, size, stride, dtype = tape.geometry(uses[0].value)
     covers = size.numel() * dtype.itemsize == tape.storages[content.storage][1] and 0 not in stride
-    return uses[position] if covers else None
+    return uses[0] if covers else None
 
 
 def plan_of(tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> Plan:
@@ -186,7 +202,12 @@ class Writer:
         self._tape = tape
         self._cut = cut
         self._sources = sources
-        self._wanted = [storage for storage in wanted if tape.last[storage] not in cut.kept]
+        self._wanted = [
+            storage
+            for storage in wanted
+            if tape.last[storage] not in cut.kept or _is_mask(tape, tape.last[storage], sources)
+        ]
+        self._finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         self._steps = [step for step in tape.steps if step.number in cut.replayed]
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # content -> its variable
@@ -198,12 +219,12 @@ class Writer:
         self._peak = 0
 
     def plan(self) -> Plan:
+        """Writes the replay."""
         tape = self._tape
         last_use: dict[int, int] = {}
         for step in self._steps:
             for content in self._touched(step):
                 last_use[content] = step.number
-        finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         line_steps: dict[int, int] = {}
         for step in self._steps:
             first = len(self._lines) + 2
@@ -211,8 +232,8 @@ class Writer:
             line_steps.update(dict.fromkeys(range(first, len(self._lines) + 2), step.number))
             self._peak = max(self._peak, sum(self._held.values()))
             for content, name in made.items():
-                if content in finals:
-                    self._give(finals[content], name)
+                if content in self._finals:
+                    self._give(self._finals.pop(content), name)
                     if self.gives_memory:
                         self._held.pop(name, None)
             for content in sorted({*self._touched(step), *made}):
@@ -220,6 +241,8 @@ class Writer:
                     name = self._names.pop(content)
                     self._held.pop(name, None)
                     self._line(f"del {name}")
+        for content in list(self._finals):  # zeros and ones that no step reads
+            self._line(f"del {self._variable(content)}")
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
         exec(compile(code, "<replay>", "exec"), self.env)
@@ -345,7 +368,11 @@ class Writer:
             _, offset, size, stride, dtype = self._geometry(use.value, content)
             self._line(f"{name} = mask(kept({at}), {tuple(size)}, {stride}, {self._object(dtype)}, device)")
             self._shown[name] = (offset, size, stride, dtype)
-            self._held[name] = self._nbytes(content)
+            is_final = content in self._finals
+            if is_final:  # autograd saved it, and it moves as bits alone
+                self._give(self._finals.pop(content), name)
+            if not (is_final and self.gives_memory):
+                self._held[name] = self._nbytes(content)
         return name
 
     def _object(self, value: Any) -> str:

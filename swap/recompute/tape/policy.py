@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
+from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
@@ -28,8 +29,10 @@ from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
-from memo.swap.recompute.tape.bans import banned
+from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
+from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
 from memo.swap.recompute.tape.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
+    from memo.swap.recompute.tape.explanation import LayerExplanation
+    from memo.swap.recompute.tape.recorder import Key
 
 __all__ = ["Tapes"]
 
@@ -68,6 +73,8 @@ class _Refused:
     """A log whose call moves whole."""
 
     reason: str | None
+    wrong: frozenset[int] = frozenset()
+    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,6 +96,7 @@ class Tapes:
         engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
         default: setting of layers that `choose` has not named.
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
+        bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
         piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
         most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
@@ -103,6 +111,7 @@ class Tapes:
         fallback: Level = Level.SAVE_ALL,
         repeats_when_full: bool = False,
         exact: bool = False,
+        bans: Mapping[str, Bans] | None = None,
         piece: int | None = None,
         most_held: int | None = None,
     ) -> None:
@@ -118,6 +127,7 @@ class Tapes:
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
+        self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
         self._exact = exact
         self._piece = piece
@@ -130,8 +140,10 @@ class Tapes:
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
+        self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
+        self._agreements = Agreements(self._ranks)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -139,6 +151,8 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                local_part(tensor)  # that it waits for a collective is an operator of the layer
             with Aside(now.recorder):  # type: ignore[arg-type]
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
@@ -168,6 +182,49 @@ class Tapes:
     def costs(self) -> list[LayerCosts]:
         """Bytes and seconds of each level, for layers that have been recorded."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+
+    def explain(self, layer: Layer) -> LayerExplanation:
+        """Explains what the last recorded call of a layer keeps and replays, and what it could.
+
+        Raises:
+            UsageError: no call was recorded.
+        """
+        name, key = layer.name, self._last.get(layer.name)
+        if key is None:
+            raise UsageError(f"{name} has no tape: {self._why_no_tape(name)}")
+        _, log, opaque, sources, wanted, stuck, setting = key
+        tape, found = self._tape_of(log, opaque), self._plans.get(key)
+        wrong, bans = frozenset() if found is None else found.wrong, self._bans.get(name, NO_BANS)
+        level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
+        problem = _problem(tape, level, sources, wanted, stuck, wrong, bans)
+        moves = isinstance(found, _Refused)  # all of it
+        free = dataclasses.replace(sources, everything=True)  # as a call that was recorded for a plan
+        at_attention = _problem(tape, Level.SAVE_ATTENTION, free, wanted, stuck, wrong, bans)
+        points = {
+            "all": cheapest(at_attention, 0, 1),
+            **{called: _at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
+        }
+        settings = [setting.name if isinstance(setting, Level) else str(setting), str(bans)]
+        return explain(
+            layer,
+            setting="; ".join(filter(None, settings)),
+            refused=self.refused.get(name),
+            tape=tape,
+            reasons=banned(tape, level, chosen=bans, also=wrong),
+            sources=sources,
+            wanted=wanted,
+            stuck=stuck,
+            used=cheapest(problem, 0, 1) if moves else choose(tape, setting, sources, wanted, stuck, wrong, bans),
+            named=points,
+            curve=curve(at_attention),
+        )
+
+    def _why_no_tape(self, name: str) -> str:
+        if name in self.refused:
+            return f"it moves whole tensors: {self.refused[name]}"
+        if _moves_all(self._chosen.get(name, self.default)) and not self._repeats_when_full:
+            return "all that it saves is moved, so its forward is not recorded"
+        return "run a forward first"
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
@@ -214,6 +271,7 @@ class Tapes:
             holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
             here=self._engine.backend.current_stream,
+            all_bits=self._ranks.talks(layer.name),
         )
         self._open = _Open(layer, group, recorder, setting, kind)
         group.held = True
@@ -287,19 +345,26 @@ class Tapes:
             return {}
         name = call.layer.name
         opaque = self._opaque_in(call, recorded)
+        kind = (setting, call.recorder.values[0][2])
+        shared = self._agreements.shared(name, kind, call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        self._last[name] = key
         found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = self._made(call, recorded, opaque, setting)
-            self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
+        if found is None or not shared.allow(found.steps):
+            trials = self.trials_run
+            tape = self._tape(recorded, opaque)
+            found, shared = self._made(call, recorded, tape, setting, shared)
+            self._plans[key] = found
+            if call.kind not in self._expected or self.trials_run > trials:
+                self._expected[call.kind] = self._next(call, recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
         self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        together = self._ranks.talks(name) and bool(found.collectives)
+        together = any(shared.repeated_by(found.steps))
         if isinstance(found, RangedPlan):
             return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
         replay = recorded.replay(found, self._engine, together=together)
@@ -318,39 +383,115 @@ class Tapes:
         return opaque
 
     def _made(
-        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting
-    ) -> Plan | RangedPlan | _Refused:
-        """The plan of a new log, tried out; or why there is none."""
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | RangedPlan | _Refused, Shared]:
+        """The plan of a new log, or why there is none, and what was agreed with other ranks.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        if shared.numbers and shared.agreed is None:
+            plan, shared = self._settled(call, recorded, tape, setting, shared)
+            if plan is not None:
+                return plan, shared
+        if not shared.numbers:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+            if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
+                return shown, shared
+        if not shared.always:
+            return self._tried(call, recorded, tape, setting, shared), shared
+        assert shared.agreed is not None
+        wrong, opaque = shared.agreed.known_of(tape)
         tape = self._tape(recorded, opaque)
-        ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
-        if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
-            return shown
+        plan = self._plan(call, recorded, tape, setting, shared, wrong)
+        if plan is None:
+            raise SwapError(
+                f"{call.layer.name} was to be recomputed together with other ranks, and now must not be: a collective"
+                " that they repeat cannot be repeated here; exclude it with alpha=1"
+            )
+        return plan, shared
+
+    def _plan(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> Plan | None:
+        """A plan that repeats the collectives that were agreed on; None if there is none."""
+        bans, wanted = shared.never.union(wrong), recorded.wanted
+        try:
+            chosen = self._bans.get(call.layer.name, NO_BANS)
+            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, chosen, shared.always)
+        except ValueError:
+            return None
+        plan = plan_of(tape, cut, recorded.sources, wanted)
+        return plan if plan.wanted else None
+
+    def _settled(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | None, Shared]:
+        """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
+
+        All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
+        left to this rank alone.
+        """
+        name, ranks = call.layer.name, self._ranks
         wrong: set[int] = set()
+        for _ in range(MOST_TRIALS):
+            settled = self._agreements.settle(
+                name, shared, self._proposed(call, recorded, tape, setting, shared, wrong)
+            )
+            plan = self._plan(call, recorded, tape, setting, settled, wrong) if settled.always else None
+            if not ranks.all_have(name, plan is not None):
+                break
+            assert plan is not None
+            unlike = self._unlike(call, recorded, plan)
+            if ranks.all_have(name, unlike is None):
+                assert settled.agreed is not None
+                agreed = Agreed(
+                    repeats=settled.agreed.repeats,
+                    operators=tuple(step.operator for step in tape.steps),
+                    wrong=frozenset(wrong),
+                    opaque=self._opaque_in(call, recorded),
+                )
+                return plan, self._agreements.add(name, shared, agreed)
+            if unlike is not None:
+                wrong |= {step.number for step in tape.steps} if unlike.step is None else {unlike.step}
+        return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
+
+    def _proposed(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> tuple[bool, ...]:
+        """Which collectives this rank would repeat, in this call and in the ones that are held for."""
+        proposed, bans = (True,) * len(shared.numbers), self._bans.get(call.layer.name, NO_BANS)
+        for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.apart.union(wrong), bans)
+            repeated = shared.repeated_by(cut.replayed)
+            proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
+        return proposed
+
+    def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
+        """A plan that other ranks have no part in, tried out; or why there is none."""
+        wrong, bans = set(shared.never), self._bans.get(call.layer.name, NO_BANS)
         reason = None
         for _ in range(MOST_TRIALS):
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans)
             if not cut.replayed:
-                return _Refused(reason)
+                return _Refused(reason, frozenset(wrong))
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
             form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
             if form in self._shown:
                 return plan
             try:
-                self.trials_run += 1
-                began = now_s(self._engine.backend.device)
-                try_out(recorded.replay(plan, self._engine))
-                self._count(call, recorded, tape, cut.replay_cost, now_s(self._engine.backend.device) - began)
-                self._shown[form] = True
-                return plan
-            except Unlike as unlike:
-                reason = str(unlike)
-                if unlike.step is None:
-                    return _Refused(reason)
-                wrong.add(unlike.step)
+                unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
-                return _Refused("there was no device memory to try its replay out")
-        return _Refused(reason)
+                return _Refused("there was no device memory to try its replay out", frozenset(wrong))
+            if unlike is None:
+                self._shown[form] = True
+                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
+            reason = str(unlike)
+            if unlike.step is None:
+                return _Refused(reason, frozenset(wrong))
+            wrong.add(unlike.step)
+        return _Refused(reason, frozenset(wrong))
 
     def _in_ranges(
         self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
@@ -362,7 +503,8 @@ class Tapes:
         assert isinstance(levels, TokenLevels)
         if tape.readings is None:
             tape.readings = list(readings_of(tape, call.recorder.carried))
-        bans = {level: banned(tape, level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        chosen = self._bans.get(call.layer.name, NO_BANS)
+        bans = {level: banned(tape, level, chosen=chosen) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
         least = {
             level: cheapest(problem_of(tape, bans[level], sources, recorded.wanted, recorded.stuck, tape.costs), 1, 0)
             for level in bans
@@ -405,22 +547,35 @@ class Tapes:
         self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
         return dataclasses.replace(plan, deviation=worst)
 
+    def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
+        """Tries a plan out; None if it gave what autograd saved."""
+        self.trials_run += 1
+        began = now_s(self._engine.backend.device)
+        try:
+            try_out(recorded.replay(plan, self._engine))
+        except Unlike as unlike:
+            return unlike
+        self._count(call, recorded, plan.tape, plan.cost, now_s(self._engine.backend.device) - began)
+        return None
+
     def _next(
         self,
         call: _Open,
         recorded: _Recorded,
-        opaque: frozenset[int],
+        tape: Tape,
         setting: Setting,
+        shared: Shared,
         found: Plan | RangedPlan | _Refused,
     ) -> Plan | RangedPlan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
-        if self._ranks.talks(call.layer.name):
-            return found
-        tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
+        bans = self._bans.get(call.layer.name, NO_BANS)
         if isinstance(found, RangedPlan):
             return self._in_ranges(call, recorded, tape, setting, sources) or found
-        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, ())
+        try:
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, bans, shared.always)
+        except ValueError:
+            return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
     def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
@@ -429,8 +584,9 @@ class Tapes:
         hidden = call.recorder.tensors[0]
         tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         sources = dataclasses.replace(recorded.sources, everything=True)
+        bans = self._bans.get(call.layer.name, NO_BANS)
         at = {
-            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, ())
+            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, (), bans)
             for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)
         }
         least = at[Level.SAVE_ATTENTION].keep_cost // 8
@@ -464,17 +620,21 @@ class Tapes:
             costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
-        key = (recorded.key, opaque)
+        return self._tape_of(recorded.key, opaque)
+
+    def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
+        key = (log, opaque)
         tape = self._tapes.get(key)
         if tape is None:
-            tape = self._tapes[key] = Tape(recorded.key, opaque)
+            tape = self._tapes[key] = Tape(log, opaque)
             tape.costs = step_costs(tape, self._engine.backend.device.type)
         return tape
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""
         besides = ["to recompute when full"] if self._repeats_when_full else []
-        return ", ".join([str(self._chosen.get(name, self.default)), *besides])
+        bans = [str(self._bans[name])] if name in self._bans else []
+        return ", ".join([str(self._chosen.get(name, self.default)), *bans, *besides])
 
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
@@ -575,7 +735,9 @@ class _Recorded:
                 part = slice_of(rows, span, item, is_whole=is_whole)
                 slices.append(part)
                 if item.bits_of >= 0:
-                    kept.append(self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens))
+                    kept.append(
+                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
+                    )
                 else:
                     kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
             wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
@@ -639,33 +801,36 @@ def choose(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    bans: Bans = NO_BANS,
+    always: Iterable[int] = (),
 ) -> Cut:
-    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
+    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
+
+    Steps of `wrong` are never replayed, those of `always` are in any case.
+
+    Raises:
+        ValueError: a step of `always` cannot be replayed.
+    """
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong)
+        return _at(tape, named, sources, wanted, stuck, wrong, bans, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
-    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong))
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    points = curve(problem)
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
         return attention
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong)
+    return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
 
 
 def _filled(
-    tape: Tape,
-    cut: Cut,
-    target: float,
-    sources: Sources,
-    wanted: tuple[int, ...],
-    stuck: tuple[int, ...],
-    wrong: Iterable[int],
+    tape: Tape, problem: Problem, cut: Cut, target: float, wanted: tuple[int, ...], stuck: tuple[int, ...]
 ) -> Cut:
     """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
 
@@ -679,7 +844,7 @@ def _filled(
             room = target - cut.keep_cost
             if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
                 continue
-            other = cheapest(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong), 1, 0)
+            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
             more = other.keep_cost - cut.keep_cost
             if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
                 gain = (cut.replay_cost - other.replay_cost) / max(1, more)
@@ -691,6 +856,14 @@ def _filled(
         cut = best[2]
 
 
+def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+    """The problem with some contents kept in any case."""
+    changed = list(problem.contents)
+    for content in contents:
+        changed[content] = dataclasses.replace(changed[content], made_by=None)
+    return dataclasses.replace(problem, contents=changed)
+
+
 def _only(levels: TokenLevels | None) -> Level | None:
     if levels is None:
         return None
@@ -700,15 +873,30 @@ def _only(levels: TokenLevels | None) -> Level | None:
 
 
 def _at(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    bans: Bans,
+    always: Iterable[int] = (),
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans, always), 1, 0)
 
 
 def _problem(
-    tape: Tape, level: Level, sources: Sources, wanted: Iterable[int], stuck: Iterable[int], wrong: Iterable[int]
+    tape: Tape,
+    level: Level,
+    sources: Sources,
+    wanted: Iterable[int],
+    stuck: Iterable[int],
+    wrong: Iterable[int],
+    bans: Bans,
+    always: Iterable[int] = (),
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs)
+    never = banned(tape, level, chosen=bans, also=wrong)
+    return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.kernels import pack_mask
-from memo.swap.recompute.axis.operators import Operator, operator_of
+from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.tensor_kinds import has_storage, local_part
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
-__all__ = ["Birth", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
+__all__ = ["Birth", "Collective", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
 
 Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Number of the storage; offset, sizes and strides in elements; type."""
@@ -118,23 +118,34 @@ class Function:
     Args:
         function: takes and returns tensors.
         repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        talks: it ran collectives.
         axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("axis_after", "function", "repeats")
+    __slots__ = ("axis_after", "function", "repeats", "talks")
 
     def __init__(
-        self, function: Callable[..., Any], *, repeats: bool, axis_after: Callable[..., Axis | None] | None = None
+        self,
+        function: Callable[..., Any],
+        *,
+        repeats: bool,
+        talks: bool = False,
+        axis_after: Callable[..., Axis | None] | None = None,
     ) -> None:
         self.function = function
         self.repeats = repeats
+        self.talks = talks
         self.axis_after = axis_after
 
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.repeats, self.talks
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and (self.function, self.repeats) == (other.function, other.repeats)
+        return isinstance(other, Function) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.function, self.repeats))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", "a function")
@@ -144,8 +155,18 @@ _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 _ATEN = torch.ops.aten
-_DRAWS_BITS = {_ATEN.bernoulli_.float: 0, _ATEN.bernoulli.default: 0, _ATEN.native_dropout.default: 1}
-"""Random operators that give zeros and ones, and which of their results those are."""
+_DROPOUT = _ATEN.native_dropout.default
+_DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
+"""Random operators that give zeros and ones; of dropout's results the log has the mask alone."""
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout makes of its mask, in the kernel of its backward, which computes the same."""
+    out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
+    return out
+
+
+_DROPPED = Function(_dropped, repeats=True)
 
 
 def is_recordable(tensor: torch.Tensor) -> bool:
@@ -156,6 +177,16 @@ def is_recordable(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
         and not tensor._is_zerotensor()
     )
+
+
+class Collective(NamedTuple):
+    """A collective of the call, or a function of the program that ran some."""
+
+    number: int
+    """Of the operator."""
+    name: str
+    groups: tuple[str, ...]
+    """Names of the process groups of several ranks that it was given."""
 
 
 class Recorder(TorchDispatchMode):
@@ -169,6 +200,7 @@ class Recorder(TorchDispatchMode):
             are held of every random 0/1 mask.
         checksums: checks that memory changes by recorded operators alone; None: no check.
         here: the caller's compute stream.
+        all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
     """
 
     supports_higher_order_operators = True
@@ -191,6 +223,7 @@ class Recorder(TorchDispatchMode):
         holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
         checksums: Checksums | None = None,
         here: Callable[[], int] = lambda: 0,
+        all_bits: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -206,11 +239,15 @@ class Recorder(TorchDispatchMode):
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        self.collectives: list[Collective] = []
+        """In order; a call with other numbers in the same log may have other groups."""
+        self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
         self._here = here
+        self._all_bits = all_bits
         self._checksums = checksums
         self._count = 0
         self._exact = False
@@ -235,12 +272,18 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs) if kwargs else func(*args)
         operator = operator_of(func)
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and operator.group_at is not None:
+                self._within += _groups_of(operator, args)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if operator.group_at is not None and (groups := _groups_of(operator, args)):
+            self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)
         try:
             if self._checksums is not None:
@@ -249,8 +292,23 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
+            if self.collectives and self.collectives[-1].number == self._count:
+                self.collectives.pop()
             raise
+        if func is _DROPOUT:
+            return self._dropout(operator, args, out)
         self._results(operator, out)
+        return out
+
+    def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
+        result, mask = out
+        if result.untyped_storage() is args[0].untyped_storage():  # not training
+            self._results(operator, out)
+            return out
+        self._results(operator, (None, mask))
+        self._arguments(_DROPPED, (args[0], mask, args[1]), None)
+        self._results(_DROPPED, result)
         return out
 
     def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +321,10 @@ class Recorder(TorchDispatchMode):
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
-        self._results(operator, out)
+        if operator.func is _DROPOUT:
+            self._dropout(operator, args, out)
+        else:
+            self._results(operator, out)
         if not operator.is_collective and not operator.allocates:  # whose results are not there yet
             made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
             checksums.note([*made, *given] if operator.writes else made)
@@ -359,13 +420,14 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            position = _DRAWS_BITS.get(getattr(operator, "func", None))
-            if position is not None:
-                self._hold(out, (position,), as_bits=True)
+            if getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
+            elif self._all_bits and (position := _DRAWS_BITS.get(getattr(operator, "func", None))) is not None:
+                self._hold(out, (position,), as_bits=True)
         self._count += 1
 
     def _result(self, out: Any) -> None:
@@ -455,8 +517,15 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if self.asleep:
             return function(*args, **kwargs)
-        with Aside(self):  # type: ignore[arg-type]
+        self._within, self.asleep = [], True
+        try:
             out = function(*args, **kwargs)
+        finally:
+            groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
+        with Aside(self):  # type: ignore[arg-type]
+            if groups:
+                operator = Function(function, repeats=operator.repeats, talks=True)
+                self.collectives.append(Collective(self._count, repr(operator), groups))
             self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
             if self._checksums is not None:
@@ -483,6 +552,12 @@ def _dispatches(kind: type) -> bool:
     """True for a subclass of tensors that handles operators itself."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _groups_of(operator: Operator, args: Sequence[Any]) -> tuple[str, ...]:
+    """Name of the process group of a collective; nothing for one rank alone."""
+    group = group_of(operator.func, args)
+    return () if group is None or group.size() < 2 else (group.group_name,)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

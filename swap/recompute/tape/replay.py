@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
+    from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
 
 __all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
@@ -43,8 +44,6 @@ class Wanted:
     hold: weakref.ref[Hold]
     """Dead when backward is through with it."""
     nbytes: int
-    adoptable: bool = True
-    """Nothing else writes into the memory that is given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,9 +83,6 @@ class Precision(NamedTuple):
         """Puts them in force."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.set_default_dtype(self.default)
-
-
-Take = Callable[[Whole, Wanted, torch.Tensor], None]
 
 
 class Replay:
@@ -160,7 +156,7 @@ class Replay:
             storage = made.untyped_storage()
             if storage.nbytes() != want.nbytes:
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
-            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
 
         self._run(self.plan, self._bring, give)
 

@@ -217,7 +217,9 @@ class _Reader:
         yield from (Axis(dim=dim) for dim in dims)
         if self._others > 1:
             count = {"inner" if self._is_first else "outer": self._others}
-            yield from (Axis(dim=dim, **count) for dim, length in enumerate(size) if length == self.tokens * self._others)
+            yield from (
+                Axis(dim=dim, **count) for dim, length in enumerate(size) if length == self.tokens * self._others
+            )
 
     def guess(self, value: int, like: Sequence[Axis]) -> Axis | None:
         """An axis for something that is kept; any is right."""
