@@ -83,9 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, alpha: Any, batch: int = 2, **pieces: A
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, (0.25, 0.5, 0.25), (0, 1, 0)])
-def test_a_smaller_piece_holds_less_and_gives_the_same(
-    alpha: Any, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_smaller_piece_holds_less_and_gives_the_same(alpha: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(monkeypatch, alpha, batch, piece=SEQ)
     small = run(monkeypatch, alpha, batch, piece=16)
     assert len(small.pieces) > len(whole.pieces) or alpha == (0.25, 0.5, 0.25)

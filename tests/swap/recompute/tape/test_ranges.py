@@ -97,9 +97,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_odd_alphas_are_equal_bit_for_bit(
-    name: str, dtype: torch.dtype, tmp_path: Path, ranges: list[float]
-) -> None:
+def test_odd_alphas_are_equal_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path, ranges: list[float]) -> None:
     """Each alpha in a step of its own; the ranges end at multiples of eight tokens whatever it is."""
     model, forward = fresh(name, dtype), MODELS[name][1]
     want = forward(model, 0)
