@@ -148,6 +148,7 @@ class RangedPlan:
         whole: replay of what is the same for all tokens; None if there is nothing of the kind.
         nbytes: that move or stay for backward, of all that this call saved.
         deviation: largest difference that its trial found, in units of its bound.
+        wrong: as a Plan's; a plan of ranges of which a trial finds a step wrong is not used.
     """
 
     rows: TokenRows
@@ -156,6 +157,7 @@ class RangedPlan:
     whole: Plan | None
     nbytes: int
     deviation: float = 0.0
+    wrong: frozenset[int] = frozenset()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -260,7 +262,7 @@ def ranged_costs_of(
     always = last.nbytes - slices
     each = sum(part.nbytes(1) for part in divided.values())
     gathered = sum(part.nbytes(1) for part in divided.values() if part.rows > 1)
-    kept, held = each, 0.0
+    kept, held = float(each), 0.0
     if middle is not None:
         kept = (middle.nbytes - always) / tokens
         besides = sum(nbytes for content, nbytes in middle.spans[0].kept_nbytes() if content in rows.rows)

@@ -112,7 +112,7 @@ class RangedReplay(Replay):
         self.before = before
         self._slices = slices
 
-    def recompute(self, take: TakePart) -> None:  # type: ignore[override]
+    def recompute(self, take: TakePart) -> None:
         """Runs the pieces that are not in place; `take` gets the bytes of each wanted storage.
 
         Raises:
@@ -130,7 +130,7 @@ class RangedReplay(Replay):
                 except ReplayFailed as failure:
                     raise SwapError(f"{self.name} could not be recomputed: {failure}") from failure.__cause__
 
-    def run(self, take: TakePart) -> None:  # type: ignore[override]
+    def run(self, take: TakePart) -> None:
         """Runs all pieces, even where they are in place already; see `Replay.run`."""
         for piece in self.span.pieces:
             self._run_piece(piece, take)

@@ -254,21 +254,19 @@ class _Reader:
             self._content[self._tape.contents[content].storage] = content
         for use in uses_in(step.out):
             if use.content in fresh:
-                self._make(step, use, meaning, like)
+                self._make(use, meaning, like)
             elif isinstance(meaning, Axis):
                 self._put(use.value, use.content, meaning)
             self._is_known(use)
 
-    def _make(self, step: Step, use: Use, meaning: Meaning, like: Sequence[Axis]) -> None:
+    def _make(self, use: Use, meaning: Meaning, like: Sequence[Axis]) -> None:
         """A result in new memory."""
         if meaning is SAME:
             self._same.add(use.content)
-        elif isinstance(meaning, Axis):
-            self._put(use.value, use.content, meaning)
-        else:
-            axis = self.guess(use.value, like)
-            if axis is not None:
-                self._put(use.value, use.content, axis)
+            return
+        axis = meaning if isinstance(meaning, Axis) else self.guess(use.value, like)
+        if axis is not None:
+            self._put(use.value, use.content, axis)
 
     def _change(self, step: Step, content: int, meaning: Meaning, uses: Sequence[Use], like: Sequence[Axis]) -> None:
         """A storage that the step writes into: divided as before, or anew."""
@@ -287,8 +285,8 @@ class _Reader:
             return
         self._mixes.setdefault(step.number, f"{step.name} writes tokens where others were")
         for use in targets:
-            axis = self.guess(use.value, like)
-            if axis is not None and self._put(use.value, content, axis):
+            guessed = self.guess(use.value, like)
+            if guessed is not None and self._put(use.value, content, guessed):
                 return
 
     def _rule(self, step: Step) -> Meaning:
@@ -305,11 +303,11 @@ class _Reader:
         position = _SIZES_AT.get(operator.func.overloadpacket.__name__)
         made = uses_in(step.out)
         if position is not None and len(made) == 1 and position < len(step.args):
-            axis = self.guess(made[0].value, ()) if isinstance(step.args[position], list) else None
-            if axis is None:
+            guessed = self.guess(made[0].value, ()) if isinstance(step.args[position], list) else None
+            if guessed is None:
                 return SAME
-            self._sized[step.number] = position, axis
-            return axis
+            self._sized[step.number] = position, guessed
+            return guessed
         if not given and any(self.guess(use.value, ()) is not None for use in made):
             raise Unproven(f"{step.name} may count tokens")
         out = self._real(step.out)
