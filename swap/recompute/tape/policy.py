@@ -338,12 +338,11 @@ class Tapes:
         self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
-        bans, wanted = shared.never.union(wrong), recorded.wanted
         try:
-            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, shared.always)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, shared)
         except ValueError:
             return None
-        plan = plan_of(tape, cut, recorded.sources, wanted)
+        plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
         return plan if plan.wanted else None
 
     def _settled(
@@ -389,10 +388,10 @@ class Tapes:
 
     def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
-        wrong = set(shared.never)
+        wrong: set[int] = set()
         reason = None
         for _ in range(MOST_TRIALS):
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, shared)
             if not cut.replayed:
                 return _Refused(reason)
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
@@ -430,7 +429,7 @@ class Tapes:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
         sources = dataclasses.replace(recorded.sources, everything=True)
         try:
-            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, shared.always)
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), shared)
         except ValueError:
             return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
@@ -591,30 +590,31 @@ def choose(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
-    always: Iterable[int] = (),
+    agreed: Shared | None = None,
 ) -> Cut:
     """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
 
-    Steps of `wrong` are never replayed, those of `always` are in any case.
+    Steps of `wrong` are never replayed. What was agreed with other ranks decides on their collectives.
 
     Raises:
-        ValueError: a step of `always` cannot be replayed.
+        ValueError: a collective that others repeat cannot be replayed.
     """
+    never, always = (wrong, ()) if agreed is None else (agreed.never.union(wrong), agreed.always)
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong, always)
+        return _at(tape, named, sources, wanted, stuck, never, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, always)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
     matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, always))
+    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, always))
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
-        return attention
+        return _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, always)
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), wrong, always)
+    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), never, always)
 
 
 def _filled(

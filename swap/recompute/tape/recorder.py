@@ -282,13 +282,19 @@ class Recorder(TorchDispatchMode):
         assert checksums is not None
         self._arguments(operator, args, kwargs)
         given = [tensor for tensor in _tensors_in((args, kwargs)) if is_recordable(tensor)]
-        if not operator.reads_shapes:
+        # These may be given what a collective is still writing.
+        is_view = getattr(operator.func, "is_view", False) or (
+            operator.awaits and operator.func._schema.name.endswith("_wrap_tensor_autograd")
+        )
+        if not operator.reads_shapes and not operator.awaits and not is_view:
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
         self._results(operator, out)
-        if not operator.is_collective and not operator.allocates:  # whose results are not there yet
-            made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+        made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+        if operator.group_at is not None:
+            checksums.forget([*made, *given] if operator.func.namespace == "c10d" else made)
+        elif not operator.allocates and not is_view:
             checksums.note([*made, *given] if operator.writes else made)
         return out
 
