@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
-from memo.errors import SwapError
+from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
@@ -29,16 +30,20 @@ from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
-from memo.swap.recompute.tape.bans import banned
+from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
+from memo.swap.recompute.tape.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
+from memo.swap.recompute.tape.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
+from memo.swap.recompute.tape.rows import readings_of
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.tape.trial import Unlike, try_out
+from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, setting_of
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
+    from memo.swap.recompute.tape.explanation import LayerExplanation
+    from memo.swap.recompute.tape.recorder import Key
 
 __all__ = ["Tapes"]
 
@@ -55,6 +62,8 @@ MOST_KINDS = 512
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
+MOST_OVER = 9 / 8
+"""Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
 
 _Parts = dict["SavedStorage", "TokenPrefix"]
 
@@ -64,6 +73,7 @@ class _Refused:
     """A log whose call moves whole."""
 
     reason: str | None
+    wrong: frozenset[int] = frozenset()
     steps: ClassVar[tuple[int, ...]] = ()
 
 
@@ -86,6 +96,11 @@ class Tapes:
         engine: packs what moves; its `pack` is replaced by this object's while a forward runs.
         default: setting of layers that `choose` has not named.
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
+        bans: layer -> operators that the user keeps or repeats by name.
+        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
+        most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
+            prove a token axis; None: no bound.
     """
 
     def __init__(
@@ -96,6 +111,9 @@ class Tapes:
         fallback: Level = Level.SAVE_ALL,
         repeats_when_full: bool = False,
         exact: bool = False,
+        bans: Mapping[str, Bans] | None = None,
+        piece: int | None = None,
+        most_held: int | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -103,20 +121,26 @@ class Tapes:
         self.repeated: dict[str, str] = {}
         """Layer -> reason, for layers of which all is repeated for lack of room."""
         self.deviation: dict[str, float] = {}
-        """Divided layers; 0: equal bit for bit."""
+        """Divided layer -> largest difference found by its trial, in units of its bound; 0: equal bit for bit."""
         self.worst_deviation = 0.0
+        """Largest difference of all passed trials, also of earlier lengths and settings."""
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
+        self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
+        self._exact = exact
+        self._piece = piece
+        self._most_held = most_held
         self._open: _Open | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
-        self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
+        self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
-        self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
+        self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
+        self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
         self._agreements = Agreements(self._ranks)
@@ -158,6 +182,49 @@ class Tapes:
     def costs(self) -> list[LayerCosts]:
         """Bytes and seconds of each level, for layers that have been recorded."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+
+    def explain(self, layer: Layer) -> LayerExplanation:
+        """Explains what the last recorded call of a layer keeps and replays, and what it could.
+
+        Raises:
+            UsageError: no call was recorded.
+        """
+        name, key = layer.name, self._last.get(layer.name)
+        if key is None:
+            raise UsageError(f"{name} has no tape: {self._why_no_tape(name)}")
+        _, log, opaque, sources, wanted, stuck, setting = key
+        tape, found = self._tape_of(log, opaque), self._plans.get(key)
+        wrong, bans = frozenset() if found is None else found.wrong, self._bans.get(name, NO_BANS)
+        level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
+        problem = _problem(tape, level, sources, wanted, stuck, wrong, bans)
+        moves = isinstance(found, _Refused)  # all of it
+        free = dataclasses.replace(sources, everything=True)  # as a call that was recorded for a plan
+        at_attention = _problem(tape, Level.SAVE_ATTENTION, free, wanted, stuck, wrong, bans)
+        points = {
+            "all": cheapest(at_attention, 0, 1),
+            **{called: _at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
+        }
+        settings = [setting.name if isinstance(setting, Level) else str(setting), str(bans)]
+        return explain(
+            layer,
+            setting="; ".join(filter(None, settings)),
+            refused=self.refused.get(name),
+            tape=tape,
+            reasons=banned(tape, level, chosen=bans, also=wrong),
+            sources=sources,
+            wanted=wanted,
+            stuck=stuck,
+            used=cheapest(problem, 0, 1) if moves else choose(tape, setting, sources, wanted, stuck, wrong, bans),
+            named=points,
+            curve=curve(at_attention),
+        )
+
+    def _why_no_tape(self, name: str) -> str:
+        if name in self.refused:
+            return f"it moves whole tensors: {self.refused[name]}"
+        if _moves_all(self._chosen.get(name, self.default)) and not self._repeats_when_full:
+            return "all that it saves is moved, so its forward is not recorded"
+        return "run a forward first"
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
@@ -201,7 +268,7 @@ class Tapes:
         recorder = Recorder(
             local_part(hidden),
             tensors,
-            holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
+            holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
@@ -282,19 +349,25 @@ class Tapes:
         shared = self._agreements.shared(name, kind, call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        self._last[name] = key
         found = self._plans.get(key)
         if found is None or not shared.allow(found.steps):
+            trials = self.trials_run
             tape = self._tape(recorded, opaque)
             found, shared = self._made(call, recorded, tape, setting, shared)
             self._plans[key] = found
-            self._expected[call.kind] = self._next(recorded, tape, setting, shared, found)
+            if call.kind not in self._expected or self.trials_run > trials:
+                self._expected[call.kind] = self._next(call, recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
-        self.deviation[name] = 0.0
+        self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        replay = recorded.replay(found, self._engine, together=any(shared.repeated_by(found.steps)))
+        together = any(shared.repeated_by(found.steps))
+        if isinstance(found, RangedPlan):
+            return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
+        replay = recorded.replay(found, self._engine, together=together)
         return {
             saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
             for storage in found.wanted
@@ -311,7 +384,7 @@ class Tapes:
 
     def _made(
         self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
-    ) -> tuple[Plan | _Refused, Shared]:
+    ) -> tuple[Plan | RangedPlan | _Refused, Shared]:
         """The plan of a new log, or why there is none, and what was agreed with other ranks.
 
         Raises:
@@ -321,12 +394,16 @@ class Tapes:
             plan, shared = self._settled(call, recorded, tape, setting, shared)
             if plan is not None:
                 return plan, shared
+        if not shared.numbers and not shared.apart:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+            if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
+                return shown, shared
         if not shared.always:
             return self._tried(call, recorded, tape, setting, shared), shared
         assert shared.agreed is not None
         wrong, opaque = shared.agreed.known_of(tape)
         tape = self._tape(recorded, opaque)
-        plan = self._plan(recorded, tape, setting, shared, wrong)
+        plan = self._plan(call, recorded, tape, setting, shared, wrong)
         if plan is None:
             raise SwapError(
                 f"{call.layer.name} was to be recomputed together with other ranks, and now must not be: a collective"
@@ -335,11 +412,12 @@ class Tapes:
         return plan, shared
 
     def _plan(
-        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
         try:
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, shared)
+            chosen = self._bans.get(call.layer.name, NO_BANS)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, chosen, shared)
         except ValueError:
             return None
         plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
@@ -356,8 +434,10 @@ class Tapes:
         name, ranks = call.layer.name, self._ranks
         wrong: set[int] = set()
         for _ in range(MOST_TRIALS):
-            settled = self._agreements.settle(name, shared, self._proposed(recorded, tape, setting, shared, wrong))
-            plan = self._plan(recorded, tape, setting, settled, wrong) if settled.always else None
+            settled = self._agreements.settle(
+                name, shared, self._proposed(call, recorded, tape, setting, shared, wrong)
+            )
+            plan = self._plan(call, recorded, tape, setting, settled, wrong) if settled.always else None
             if not ranks.all_have(name, plan is not None):
                 break
             assert plan is not None
@@ -376,24 +456,33 @@ class Tapes:
         return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
 
     def _proposed(
-        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> tuple[bool, ...]:
         """Which collectives this rank would repeat, in this call and in the ones that are held for."""
         proposed = (True,) * len(shared.numbers)
         for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
-            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.apart.union(wrong))
+            cut = choose(
+                tape,
+                setting,
+                sources,
+                recorded.wanted,
+                recorded.stuck,
+                shared.apart.union(wrong),
+                self._bans.get(call.layer.name, NO_BANS),
+            )
             repeated = shared.repeated_by(cut.replayed)
             proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
         return proposed
 
     def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
+        bans = self._bans.get(call.layer.name, NO_BANS)
         wrong: set[int] = set()
         reason = None
         for _ in range(MOST_TRIALS):
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, shared)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans, shared)
             if not cut.replayed:
-                return _Refused(reason)
+                return _Refused(reason, frozenset(wrong))
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
             form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
@@ -402,15 +491,69 @@ class Tapes:
             try:
                 unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
-                return _Refused("there was no device memory to try its replay out")
+                return _Refused("there was no device memory to try its replay out", frozenset(wrong))
             if unlike is None:
                 self._shown[form] = True
-                return plan
+                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
             reason = str(unlike)
             if unlike.step is None:
-                return _Refused(reason)
+                return _Refused(reason, frozenset(wrong))
             wrong.add(unlike.step)
-        return _Refused(reason)
+        return _Refused(reason, frozenset(wrong))
+
+    def _in_ranges(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
+    ) -> RangedPlan | None:
+        """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
+        if setting is Level.SAVE_INPUT:
+            return None
+        levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
+        assert isinstance(levels, TokenLevels)
+        if tape.readings is None:
+            tape.readings = list(readings_of(tape, call.recorder.carried))
+        chosen = self._bans.get(call.layer.name, NO_BANS)
+        bans = {level: banned(tape, level, chosen=chosen) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        least = {
+            level: cheapest(problem_of(tape, bans[level], sources, recorded.wanted, recorded.stuck, tape.costs), 1, 0)
+            for level in bans
+        }
+        every = sum(8 * tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
+        for rows in tape.readings:
+            first, second = ends = levels.ends(rows.tokens)
+            is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+            if first == rows.tokens or not (is_mixed or self._piece or self._most_held):
+                continue
+            plan = ranged_plan_of(
+                rows,
+                ends,
+                bans.__getitem__,
+                sources,
+                recorded.wanted,
+                recorded.stuck,
+                piece=self._piece,
+                most_held=self._most_held,
+            )
+            bits = first * every + (second - first) * least[Level.SAVE_MATMULS].keep_cost
+            bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION].keep_cost
+            if plan is not None and 8 * plan.nbytes * rows.tokens <= MOST_OVER * bits:
+                return plan
+        return None
+
+    def _shown_ranges(self, call: _Open, recorded: _Recorded, plan: RangedPlan) -> RangedPlan | None:
+        """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
+        device = self._engine.backend.device
+        try:
+            self.trials_run += 1
+            began = now_s(device)
+            worst = try_out_ranges(recorded.ranges(plan, self._engine), exact=self._exact)
+            seconds = now_s(device) - began
+            if plan.whole is not None:
+                try_out(recorded.replay(plan.whole, self._engine))
+        except (Unlike, torch.OutOfMemoryError):
+            return None
+        self.worst_deviation = max(self.worst_deviation, worst)
+        self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
+        return dataclasses.replace(plan, deviation=worst)
 
     def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
         """Tries a plan out; None if it gave what autograd saved."""
@@ -420,29 +563,38 @@ class Tapes:
             try_out(recorded.replay(plan, self._engine))
         except Unlike as unlike:
             return unlike
-        self._count(call, recorded, plan, now_s(self._engine.backend.device) - began)
+        self._count(call, recorded, plan.tape, plan.cost, now_s(self._engine.backend.device) - began)
         return None
 
     def _next(
-        self, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, found: Plan | _Refused
-    ) -> Plan | _Refused:
+        self,
+        call: _Open,
+        recorded: _Recorded,
+        tape: Tape,
+        setting: Setting,
+        shared: Shared,
+        found: Plan | RangedPlan | _Refused,
+    ) -> Plan | RangedPlan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
         sources = dataclasses.replace(recorded.sources, everything=True)
+        bans = self._bans.get(call.layer.name, NO_BANS)
+        if isinstance(found, RangedPlan):
+            return self._in_ranges(call, recorded, tape, setting, sources) or found
         try:
-            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), shared)
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans, shared)
         except ValueError:
             return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
-    def _count(self, call: _Open, recorded: _Recorded, plan: Plan, seconds: float) -> None:
+    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
-        tape = plan.tape
         costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
         hidden = call.recorder.tensors[0]
         tokens = hidden.size(-2) if hidden.ndim > 1 else 1
         sources = dataclasses.replace(recorded.sources, everything=True)
+        bans = self._bans.get(call.layer.name, NO_BANS)
         at = {
-            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, ())
+            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, (), bans)
             for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)
         }
         least = at[Level.SAVE_ATTENTION].keep_cost // 8
@@ -465,21 +617,32 @@ class Tapes:
             },
             beside_per_token={Level.SAVE_MATMULS: beside / tokens},
         )
+        half = self._in_ranges(call, recorded, tape, TokenLevels.of_alpha(0.5), sources)
+        if half is not None:
+            tokens = half.rows.tokens
+            counts = ranged_costs_of(
+                half.rows, lambda level: banned(tape, level), sources, recorded.wanted, recorded.stuck
+            )
+            costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
         for level, other in at.items():
-            costs.ran(level, tokens, seconds * other.replay_cost / max(1, plan.cost))
+            costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
-        key = (recorded.key, opaque)
+        return self._tape_of(recorded.key, opaque)
+
+    def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
+        key = (log, opaque)
         tape = self._tapes.get(key)
         if tape is None:
-            tape = self._tapes[key] = Tape(recorded.key, opaque)
+            tape = self._tapes[key] = Tape(log, opaque)
             tape.costs = step_costs(tape, self._engine.backend.device.type)
         return tape
 
     def _told(self, name: str) -> str:
         """Text of all settings of a layer on this rank, compared between ranks."""
         besides = ["to recompute when full"] if self._repeats_when_full else []
-        return ", ".join([str(self._chosen.get(name, self.default)), *besides])
+        bans = [str(self._bans[name])] if name in self._bans else []
+        return ", ".join([str(self._chosen.get(name, self.default)), *bans, *besides])
 
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
@@ -569,18 +732,74 @@ class _Recorded:
             together=together,
         )
 
-    def _brought(self, tensor: torch.Tensor, number: int, engine: Engine) -> Brought:
-        """Packs what a plan keeps, on the stream on which it was held."""
+    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
+        """The replays of this call by a plan of token ranges, in the order in which they run."""
+        recorder, rows = self._call.recorder, plan.rows
+        found: list[RangedReplay] = []
+        for span in plan.spans:
+            slices, kept = [], []
+            for item in span.plan.kept:
+                is_whole = item.storage in self.saved or item.storage in self.sources.free
+                part = slice_of(rows, span, item, is_whole=is_whole)
+                slices.append(part)
+                if item.bits_of >= 0:
+                    kept.append(
+                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
+                    )
+                else:
+                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
+            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
+            found.append(
+                RangedReplay(
+                    engine,
+                    self._call.layer.name,
+                    span,
+                    kept,
+                    slices,
+                    carried=recorder.carried,
+                    wanted=wanted,
+                    before=found[-1] if found else None,
+                    together=together,
+                )
+            )
+        return found
+
+    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> _Parts:
+        """The storages of which a plan of token ranges moves a part."""
+        rows = plan.rows
+        found = {
+            self.saved[storage]: TokenPrefix(
+                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
+            )
+            for storage, (at, first) in plan.heads.items()
+        }
+        if plan.whole is not None:
+            replay = self.replay(plan.whole, engine)
+            for storage in plan.whole.wanted:
+                saved = self.saved[storage]
+                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+        return found
+
+    def _brought(
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        engine: Engine,
+        part: Slice | None = None,
+        tokens: int = 0,
+    ) -> Brought:
+        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             return Brought(Kept(tensor), storage.nbytes(), ref(storage))
         if number in self._lent:
             return Brought(Kept(tensor), storage.nbytes())
         home = recorder.streams.get(number)
-        if home is None or home == engine.backend.current_stream():
-            return Brought(engine.pack(tensor), storage.nbytes())
-        with engine.backend.stream_context(home):
-            return Brought(engine.pack(tensor), storage.nbytes())
+        here = home is None or home == engine.backend.current_stream()
+        with nullcontext() if here or home is None else engine.backend.stream_context(home):
+            if part is not None:
+                tensor = part_to_keep(tensor, part, tokens)
+            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
 
 
 def choose(
@@ -590,6 +809,7 @@ def choose(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    bans: Bans = NO_BANS,
     agreed: Shared | None = None,
 ) -> Cut:
     """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
@@ -603,29 +823,23 @@ def choose(
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, never, always)
+        return _at(tape, named, sources, wanted, stuck, never, bans, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong)
-    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
+    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, always))
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
+    points = curve(problem)
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
-        return _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, always)
+        return _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, best, target, sources, tuple(wanted), tuple(stuck), never, always)
+    return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
 
 
 def _filled(
-    tape: Tape,
-    cut: Cut,
-    target: float,
-    sources: Sources,
-    wanted: tuple[int, ...],
-    stuck: tuple[int, ...],
-    wrong: Iterable[int],
-    always: Iterable[int],
+    tape: Tape, problem: Problem, cut: Cut, target: float, wanted: tuple[int, ...], stuck: tuple[int, ...]
 ) -> Cut:
     """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
 
@@ -639,9 +853,7 @@ def _filled(
             room = target - cut.keep_cost
             if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
                 continue
-            other = cheapest(
-                _problem(tape, Level.SAVE_ATTENTION, sources, wanted, (*kept, storage), wrong, always), 1, 0
-            )
+            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
             more = other.keep_cost - cut.keep_cost
             if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
                 gain = (cut.replay_cost - other.replay_cost) / max(1, more)
@@ -651,6 +863,14 @@ def _filled(
             return cut
         kept.append(best[1])
         cut = best[2]
+
+
+def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+    """The problem with some contents kept in any case."""
+    changed = list(problem.contents)
+    for content in contents:
+        changed[content] = dataclasses.replace(changed[content], made_by=None)
+    return dataclasses.replace(problem, contents=changed)
 
 
 def _only(levels: TokenLevels | None) -> Level | None:
@@ -668,9 +888,10 @@ def _at(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    bans: Bans,
     always: Iterable[int] = (),
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, always), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans, always), 1, 0)
 
 
 def _problem(
@@ -680,9 +901,11 @@ def _problem(
     wanted: Iterable[int],
     stuck: Iterable[int],
     wrong: Iterable[int],
+    bans: Bans,
     always: Iterable[int] = (),
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, also=wrong), sources, wanted, stuck, tape.costs, always)
+    never = banned(tape, level, chosen=bans, also=wrong)
+    return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -28,6 +28,7 @@ from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.tensor_kinds import has_storage, local_part
 
 if TYPE_CHECKING:
+    from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
@@ -118,14 +119,23 @@ class Function:
         function: takes and returns tensors.
         repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
         talks: it ran collectives.
+        axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("function", "repeats", "talks")
+    __slots__ = ("axis_after", "function", "repeats", "talks")
 
-    def __init__(self, function: Callable[..., Any], *, repeats: bool, talks: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        repeats: bool,
+        talks: bool = False,
+        axis_after: Callable[..., Axis | None] | None = None,
+    ) -> None:
         self.function = function
         self.repeats = repeats
         self.talks = talks
+        self.axis_after = axis_after
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -145,8 +155,18 @@ _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 _ATEN = torch.ops.aten
-_DRAWS_BITS = {_ATEN.bernoulli_.float: 0, _ATEN.bernoulli.default: 0, _ATEN.native_dropout.default: 1}
-"""Random operators that give zeros and ones, and which of their results those are."""
+_DROPOUT = _ATEN.native_dropout.default
+_DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
+"""Random operators that give zeros and ones; of dropout's results the log has the mask alone."""
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout makes of its mask, in the kernel of its backward, which computes the same."""
+    out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
+    return out
+
+
+_DROPPED = Function(_dropped, repeats=True)
 
 
 def is_recordable(tensor: torch.Tensor) -> bool:
@@ -252,6 +272,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
@@ -273,7 +295,20 @@ class Recorder(TorchDispatchMode):
             if self.collectives and self.collectives[-1].number == self._count:
                 self.collectives.pop()
             raise
+        if func is _DROPOUT:
+            return self._dropout(operator, args, out)
         self._results(operator, out)
+        return out
+
+    def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
+        result, mask = out
+        if result.untyped_storage() is args[0].untyped_storage():  # not training
+            self._results(operator, out)
+            return out
+        self._results(operator, (None, mask))
+        self._arguments(_DROPPED, (args[0], mask, args[1]), None)
+        self._results(_DROPPED, result)
         return out
 
     def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,7 +325,10 @@ class Recorder(TorchDispatchMode):
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
-        self._results(operator, out)
+        if operator.func is _DROPOUT:
+            self._dropout(operator, args, out)
+        else:
+            self._results(operator, out)
         made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
         if operator.group_at is not None:
             checksums.forget([*made, *given] if operator.func.namespace == "c10d" else made)
@@ -388,9 +426,8 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            position = _DRAWS_BITS.get(getattr(operator, "func", None))
-            if position is not None:
-                self._hold(out, (position,), as_bits=True)
+            if getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
@@ -474,7 +511,10 @@ class Recorder(TorchDispatchMode):
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.swap.token_local)."""
         result: torch.Tensor = self._run(
-            Function(call.function, repeats=True), call.function, (call.x, *call.others), {}
+            Function(call.function, repeats=True, axis_after=call.axis_after),
+            call.function,
+            (call.x, *call.others),
+            {},
         )
         return result
 

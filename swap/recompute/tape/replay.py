@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
+    from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
 
 __all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
@@ -43,8 +44,6 @@ class Wanted:
     hold: weakref.ref[Hold]
     """Dead when backward is through with it."""
     nbytes: int
-    adoptable: bool = True
-    """Nothing else writes into the memory that is given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,9 +83,6 @@ class Precision(NamedTuple):
         """Puts them in force."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.set_default_dtype(self.default)
-
-
-Take = Callable[[Whole, Wanted, torch.Tensor], None]
 
 
 class Replay:
@@ -154,22 +150,26 @@ class Replay:
             ReplayFailed: a step raised an error, or gave memory of another size.
             torch.OutOfMemoryError: there was no room.
         """
-        device = self._engine.backend.device
 
         def give(position: int, made: torch.Tensor) -> None:
             want = self.wanted[position]
             storage = made.untyped_storage()
             if storage.nbytes() != want.nbytes:
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
-            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
 
+        self._run(self.plan, self._bring, give)
+
+    def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
+        """Runs the code of a plan."""
+        device = self._engine.backend.device
         with _as_recorded(device, self._precision):
             try:
-                self.plan.replay(self._bring, self._carried, give, device)
+                plan.replay(bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise ReplayFailed(self._failed_step(error), _first_line(error)) from error
+                raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
         """What the plan keeps at `position`, back on the device."""
@@ -187,9 +187,10 @@ class Replay:
             )
         return tensor.detach()
 
-    def _failed_step(self, error: BaseException) -> int | None:
+    @staticmethod
+    def _failed_step(plan: Plan, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
-        return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+        return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
 
 
 def _first_line(error: BaseException) -> str:
