@@ -432,8 +432,8 @@ class Recorder(TorchDispatchMode):
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
-            elif self._all_bits and (position := _DRAWS_BITS.get(getattr(operator, "func", None))) is not None:
-                self._hold(out, (position,), as_bits=True)
+            elif self._all_bits and getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
         self._count += 1
 
     def _result(self, out: Any) -> None:
