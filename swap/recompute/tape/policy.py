@@ -14,7 +14,7 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -74,7 +74,6 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
-    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -351,7 +350,7 @@ class Tapes:
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         self._last[name] = key
         found = self._plans.get(key)
-        if found is None or not shared.allow(found.steps):
+        if found is None or not shared.allow(_steps_of(found)):
             trials = self.trials_run
             tape = self._tape(recorded, opaque)
             found, shared = self._made(call, recorded, tape, setting, shared)
@@ -364,7 +363,7 @@ class Tapes:
             return {}
         self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        together = any(shared.repeated_by(found.steps))
+        together = any(shared.repeated_by(_steps_of(found)))
         if isinstance(found, RangedPlan):
             return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
         replay = recorded.replay(found, self._engine, together=together)
@@ -906,6 +905,11 @@ def _problem(
 ) -> Problem:
     never = banned(tape, level, chosen=bans, also=wrong)
     return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
+
+
+def _steps_of(found: Plan | RangedPlan | _Refused) -> tuple[int, ...]:
+    """Steps that it repeats; none for ranges, which layers without collectives alone are given."""
+    return found.steps if isinstance(found, Plan) else ()
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
