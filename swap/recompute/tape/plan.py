@@ -219,6 +219,7 @@ class Writer:
         self._peak = 0
 
     def plan(self) -> Plan:
+        """Writes the replay."""
         tape = self._tape
         last_use: dict[int, int] = {}
         for step in self._steps:

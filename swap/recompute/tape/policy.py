@@ -458,17 +458,9 @@ class Tapes:
         self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> tuple[bool, ...]:
         """Which collectives this rank would repeat, in this call and in the ones that are held for."""
-        proposed = (True,) * len(shared.numbers)
+        proposed, bans = (True,) * len(shared.numbers), self._bans.get(call.layer.name, NO_BANS)
         for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
-            cut = choose(
-                tape,
-                setting,
-                sources,
-                recorded.wanted,
-                recorded.stuck,
-                shared.apart.union(wrong),
-                self._bans.get(call.layer.name, NO_BANS),
-            )
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.apart.union(wrong), bans)
             repeated = shared.repeated_by(cut.replayed)
             proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
         return proposed

@@ -173,6 +173,11 @@ class RangedPlan:
         return found
 
     @property
+    def steps(self) -> frozenset[int]:
+        """Numbers of the steps that run again."""
+        return frozenset(number for plan in self.plans for number in plan.steps)
+
+    @property
     def collectives(self) -> tuple[str, ...]:
         """Collectives that run again."""
         return tuple(name for plan in self.plans for name in plan.collectives)
