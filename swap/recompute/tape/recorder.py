@@ -273,15 +273,13 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and (operator := operator_of(func)).group_at is not None:
+                self._within += _groups_of(operator, args)
             return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            if self._within is not None and operator.group_at is not None:
-                self._within += _groups_of(operator, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
         if operator.group_at is not None and (groups := _groups_of(operator, args)):
             self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)
@@ -530,7 +528,7 @@ class Recorder(TorchDispatchMode):
             groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
         with Aside(self):  # type: ignore[arg-type]
             if groups:
-                operator = Function(function, repeats=operator.repeats, talks=True)
+                operator.talks = True
                 self.collectives.append(Collective(self._count, repr(operator), groups))
             self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
