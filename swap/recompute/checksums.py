@@ -31,6 +31,12 @@ class Checksums:
             if has_storage(tensor):
                 self._sums[tensor.untyped_storage()] = _sum(tensor)
 
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the sums of tensors that a collective is still writing."""
+        for tensor in tensors:
+            if has_storage(tensor):
+                self._sums[tensor.untyped_storage()] = None
+
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Compares the sums of tensors that an operator is about to read; sums those that it has not seen."""
         for tensor in tensors:

@@ -4,7 +4,8 @@
                   results whose size depends on numbers
     attention     besides: attention, scans, sums in no fixed order, sorting, and products of two activations that are not
                   larger than both: such a product costs more operations per byte than any other step
-    matmuls       besides: every matrix product and every collective
+    matmuls       besides: every matrix product, and every sum over ranks, which completes one. What was gathered or
+                  exchanged is moved again between ranks, where that spares bytes
 
 The user may ban or allow operators by name in addition (`Bans`): `aten.mm`, `mm`, or one of the groups `attention`,
 `matmul`, `collective`, `scan`, `sort`, `scatter`. What is always banned stays so.
@@ -67,6 +68,10 @@ _SCATTERS = frozenset(
         "put_",
     )
 )  # fmt: skip
+_SUMS = frozenset(
+    ("all_reduce", "all_reduce_", "all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+)
+"""Over ranks."""
 _SIZED_BY_INDICES = frozenset({"index", "_unsafe_index"})
 """Tagged as operators whose results have sizes that depend on numbers, which is so for boolean indices alone."""
 
@@ -185,7 +190,10 @@ def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
         if group in groups:
             return f"{reason} is kept"
     if level is Level.SAVE_MATMULS:
-        return "matrix products are kept" if "matmul" in groups else "results of other ranks are kept"
+        if "matmul" in groups:
+            return "matrix products are kept"
+        sums = not isinstance(step.operator, Function) and step.operator.func.overloadpacket.__name__ in _SUMS
+        return "sums over ranks are kept" if sums else None
     if "matmul" in groups and not _cheap(step, tape):
         return "a product of two activations is kept"
     return None

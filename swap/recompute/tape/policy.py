@@ -14,7 +14,7 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -76,7 +76,6 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
-    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -357,7 +356,7 @@ class Tapes:
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         self._last[name] = key
         found = self._plans.get(key)
-        if found is None or not shared.allow(found.steps):
+        if found is None or not shared.allow(_steps_of(found)):
             trials = self.trials_run
             tape = self._tape(recorded, opaque)
             found, shared = self._made(call, recorded, tape, setting, shared)
@@ -370,7 +369,7 @@ class Tapes:
             return {}
         self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        together = any(shared.repeated_by(found.steps))
+        together = any(shared.repeated_by(_steps_of(found)))
         if isinstance(found, RangedPlan):
             return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
         replay = recorded.replay(found, self._engine, together=together)
@@ -400,7 +399,7 @@ class Tapes:
             plan, shared = self._settled(call, recorded, tape, setting, shared)
             if plan is not None:
                 return plan, shared
-        if not shared.numbers:
+        if not shared.numbers and not shared.apart:
             ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
             if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
                 return shown, shared
@@ -421,13 +420,12 @@ class Tapes:
         self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
-        bans, wanted = shared.never.union(wrong), recorded.wanted
         try:
             chosen = self._bans.get(call.layer.name, NO_BANS)
-            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, chosen, shared.always)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, chosen, shared)
         except ValueError:
             return None
-        plan = plan_of(tape, cut, recorded.sources, wanted)
+        plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
         return plan if plan.wanted else None
 
     def _settled(
@@ -475,10 +473,11 @@ class Tapes:
 
     def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
-        wrong, bans = set(shared.never), self._bans.get(call.layer.name, NO_BANS)
+        bans = self._bans.get(call.layer.name, NO_BANS)
+        wrong: set[int] = set()
         reason = None
         for _ in range(MOST_TRIALS):
-            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans)
+            cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans, shared)
             if not cut.replayed:
                 return _Refused(reason, frozenset(wrong))
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
@@ -579,7 +578,7 @@ class Tapes:
         if isinstance(found, RangedPlan):
             return self._in_ranges(call, recorded, tape, setting, sources) or found
         try:
-            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, bans, shared.always)
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans, shared)
         except ValueError:
             return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
@@ -817,33 +816,34 @@ def choose(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans = NO_BANS,
-    always: Iterable[int] = (),
+    agreed: Shared | None = None,
 ) -> Cut:
     """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
 
-    Steps of `wrong` are never replayed, those of `always` are in any case.
+    Steps of `wrong` are never replayed. What was agreed with other ranks decides on their collectives.
 
     Raises:
-        ValueError: a step of `always` cannot be replayed.
+        ValueError: a collective that others repeat cannot be replayed.
     """
+    never, always = (wrong, ()) if agreed is None else (agreed.never.union(wrong), agreed.always)
     if isinstance(setting, Mix):
-        known = points_of(tape, sources, wanted, stuck, wrong, bans, always)
+        known = points_of(tape, sources, wanted, stuck, never, bans, always)
         target = sum(share * known[name].keep_cost for name, share in setting.points.items() if name in known)
         return min(known.values(), key=lambda cut: (cut.keep_cost > target, abs(target - cut.keep_cost)))
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong, bans, always)
+        return _at(tape, named, sources, wanted, stuck, never, bans, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
     matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
     points = curve(problem)
     below = [cut for cut in points if cut.keep_cost <= target]
     if not below:
-        return attention
+        return _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
     best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
     return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
 
@@ -949,6 +949,11 @@ def _problem(
 ) -> Problem:
     never = banned(tape, level, chosen=bans, also=wrong)
     return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
+
+
+def _steps_of(found: Plan | RangedPlan | _Refused) -> tuple[int, ...]:
+    """Steps that it repeats; none for ranges, which layers without collectives alone are given."""
+    return found.steps if isinstance(found, Plan) else ()
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

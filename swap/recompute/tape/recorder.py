@@ -275,16 +275,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and (operator := operator_of(func)).group_at is not None:
+                self._within += _groups_of(operator, args)
             return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 self._note_sharded(args)
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            if self._within is not None and operator.group_at is not None:
-                self._within += _groups_of(operator, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
         if operator.group_at is not None and (groups := _groups_of(operator, args)):
             self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)
@@ -325,7 +323,11 @@ class Recorder(TorchDispatchMode):
         assert checksums is not None
         self._arguments(operator, args, kwargs)
         given = [tensor for tensor in _tensors_in((args, kwargs)) if is_recordable(tensor)]
-        if not operator.reads_shapes:
+        # These may be given what a collective is still writing.
+        is_view = getattr(operator.func, "is_view", False) or (
+            operator.awaits and operator.func._schema.name.endswith("_wrap_tensor_autograd")
+        )
+        if not operator.reads_shapes and not operator.awaits and not is_view:
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
@@ -333,8 +335,10 @@ class Recorder(TorchDispatchMode):
             self._dropout(operator, args, out)
         else:
             self._results(operator, out)
-        if not operator.is_collective and not operator.allocates:  # whose results are not there yet
-            made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+        made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+        if operator.group_at is not None:
+            checksums.forget([*made, *given] if operator.func.namespace == "c10d" else made)
+        elif not operator.allocates and not is_view:
             checksums.note([*made, *given] if operator.writes else made)
         return out
 
@@ -532,7 +536,7 @@ class Recorder(TorchDispatchMode):
             groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
         with Aside(self):  # type: ignore[arg-type]
             if groups:
-                operator = Function(function, repeats=operator.repeats, talks=True)
+                operator.talks = True
                 self.collectives.append(Collective(self._count, repr(operator), groups))
             self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
