@@ -53,6 +53,8 @@ MOST_KINDS = 512
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
+MOST_SHORT = 3
+"""Trials of one layer that find no memory until its call moves whole for good."""
 
 _Parts = dict["SavedStorage", "TokenPrefix"]
 
@@ -62,6 +64,8 @@ class _Refused:
     """A log whose call moves whole."""
 
     reason: str | None
+    for_now: bool = False
+    """The next call is tried out again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,6 +116,8 @@ class Tapes:
         self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._short: dict[str, int] = {}
+        """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
@@ -280,7 +286,9 @@ class Tapes:
         found = self._plans.get(key)
         if found is None:
             trials = self.trials_run
-            found = self._plans[key] = self._made(call, recorded, opaque, setting)
+            found = self._made(call, recorded, opaque, setting)
+            if not (isinstance(found, _Refused) and found.for_now):
+                self._plans[key] = found
             if call.kind not in self._expected or self.trials_run > trials:
                 self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
         if isinstance(found, _Refused):
@@ -331,7 +339,8 @@ class Tapes:
                     return _Refused(reason)
                 wrong.add(unlike.step)
             except torch.OutOfMemoryError:
-                return _Refused("there was no device memory to try its replay out")
+                self._short[call.layer.name] = short = self._short.get(call.layer.name, 0) + 1
+                return _Refused("there was no device memory to try its replay out", for_now=short < MOST_SHORT)
         return _Refused(reason)
 
     def _next(
