@@ -78,7 +78,8 @@ class Run:
     """Losses, gradients and buffers by name; None for a parameter without a gradient."""
     moved_bytes: int = 0
     recomputed_bytes: int = 0
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    refused: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Layers that were refused, by reason."""
 
 
 def _seed(number: int) -> None:
@@ -121,7 +122,7 @@ def _train(model: nn.Module, buffers: dict[str, torch.Tensor], manager: Manager 
         run.results[f"buffer {name}"] = buffer.clone()
     if manager is not None:
         run.recomputed_bytes = manager.stats.bytes_recomputed
-        run.refused = dict(getattr(manager.report().tokenwise, "refused", {}))
+        run.refused = dict(collections.Counter(getattr(manager.report().tokenwise, "refused", {}).values()))
     return run
 
 
@@ -146,7 +147,7 @@ def examine(name: str, options: Options) -> dict[str, Any]:
     """Everything about one architecture, as it goes into the result file.
 
     `failed` says why it was not built or not compared; `settings` has, for each one, whether it is equal, what differs, an
-    error, the bytes moved and their share, the bytes recomputed and the layers that were refused with their reasons.
+    error, the bytes moved and their share, the bytes recomputed, and how many layers were refused for which reason.
     """
     begun = time.monotonic()
     found: dict[str, Any] = {"name": name, "settings": {}}
@@ -180,8 +181,8 @@ def examine(name: str, options: Options) -> dict[str, Any]:
     whole = found["settings"].get(WHOLE, {}).get("moved_bytes", 0)
     for setting, row in found["settings"].items():
         if setting != "bfloat16" and whole and "moved_bytes" in row:
-            row["share"] = row["moved_bytes"] / whole
-    found["seconds"] = time.monotonic() - begun
+            row["share"] = round(row["moved_bytes"] / whole, 4)
+    found["seconds"] = round(time.monotonic() - begun, 1)
     return found
 
 
@@ -203,13 +204,8 @@ def _compared(
     finally:
         manager.close()
     unlike = differing(run, want)
-    return {
-        "equal": not unlike,
-        "differs": unlike[:5],
-        "moved_bytes": run.moved_bytes,
-        "recomputed_bytes": run.recomputed_bytes,
-        "refused": run.refused,
-    }
+    row = {"equal": not unlike, "moved_bytes": run.moved_bytes, "recomputed_bytes": run.recomputed_bytes}
+    return {**row, **({"differs": unlike[:5]} if unlike else {}), **({"refused": run.refused} if run.refused else {})}
 
 
 def _told(error: BaseException) -> str:
@@ -269,9 +265,7 @@ def line_of(found: dict[str, Any], options: Options) -> str:
     if "failed" in found:
         return f"{found['name'][:44]:44} {found['failed'][:140]}"
     cells = [_cell(found["settings"].get(setting, {})).rjust(12) for setting in options.settings]
-    reasons = collections.Counter(
-        reason for row in found["settings"].values() for reason in row.get("refused", {}).values()
-    )
+    reasons = collections.Counter(reason for row in found["settings"].values() for reason in row.get("refused", {}))
     why = f"  {reasons.most_common(1)[0][0][:90]}" if reasons else ""
     return f"{found['name'][:44]:44} {' '.join(cells)} {found['seconds']:5.1f} s{why}"
 
@@ -307,7 +301,7 @@ def summary(rows: list[dict[str, Any]], options: Options) -> dict[str, Any]:
             "at_most_a_fifth": sum(share <= 0.2 for share in shares),
             "shares": len(shares),
             "median_share": statistics.median(shares) if shares else None,
-            "with_refused_layers": sum(bool(cell["refused"]) for cell in run.values() if "refused" in cell),
+            "with_refused_layers": sum("refused" in cell for cell in run.values()),
         }
     return found
 
@@ -328,9 +322,7 @@ def _tell(totals: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             print(f"           {name}: {cell.get('error') or 'differs: ' + ', '.join(cell['differs'])}")
     if totals["nothing_moves"]:
         print(f"nothing moves: {', '.join(totals['nothing_moves'])}")
-    reasons = collections.Counter(
-        reason for row in rows for reason in set(row["settings"].get("0", {}).get("refused", {}).values())
-    )
+    reasons = collections.Counter(reason for row in rows for reason in row["settings"].get("0", {}).get("refused", {}))
     for reason, count in reasons.most_common(15):
         print(f"{count:4} refused at alpha 0: {reason[:150]}")
 

@@ -128,7 +128,7 @@ class _Totals:
             print(f"  {count:5} layers refused at alpha 0: {reason[:120]}")
 
 
-def examine(seeds: range, work: Work, workers: int, timeout_s: float = 60.0) -> _Totals:
+def examine(seeds: range, work: Work, workers: int, timeout_s: float = 240.0) -> _Totals:
     """Compares the programs of these seeds, in processes that each do a few."""
     context = multiprocessing.get_context("fork")
     waiting = [list(seeds[at : at + _CHUNK]) for at in range(0, len(seeds), _CHUNK)][::-1]

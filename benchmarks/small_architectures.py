@@ -81,19 +81,14 @@ OWN: dict[str, dict[str, Any]] = {
     "Gemma4AssistantConfig": {"hidden_size_per_layer_input": 0},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"num_heads": 4, "head_dim": 32},
+    "Inkling2TextConfig": {"num_hidden_layers": 4},
+    "OlmoHybridConfig": {"num_hidden_layers": 4},
     "PerceiverForMaskedLM": {"max_position_embeddings": SEQ, "d_model": 64},
-    "Qwen4ExpTextConfig": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": _HEAD, "indexer_budget": 64, "indexer_compress_ratio": 4,
-    },
     "ReformerConfig": {"axial_pos_shape": [10, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 1, "num_buckets": 4},
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
+    "ZambaConfig": {"num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32},
     "Zamba2Config": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": _HEADS,
-        "attention_hidden_size": 128, "attention_head_dim": 32,
+        "num_hidden_layers": 4, "num_key_value_heads": _HEADS, "attention_hidden_size": 128, "attention_head_dim": 32,
     },
     "ZayaConfig": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -163,7 +158,7 @@ def small(kind: Any, own: dict[str, Any] | None = None, *, dropout: float = 0.0)
         elif field == "use_cache":
             made[field] = False
         elif isinstance(value, list) and len(value) == _depth(fields) and len(value) > _DEPTH:
-            made[field] = _shortened(value)
+            made[field] = _shortened(value, given.get("num_hidden_layers", _DEPTH))
     if "kv_lora_rank" in fields:
         made["num_key_value_heads"] = _HEADS
         if fields.get("head_dim") == fields.get("qk_rope_head_dim"):
@@ -177,10 +172,10 @@ def _depth(fields: dict[str, Any]) -> int:
     )
 
 
-def _shortened(value: list[Any]) -> list[Any]:
-    """As many entries as there are layers; different ones, where there are different ones."""
-    kinds = [value[0], *(entry for entry in value[1:] if entry != value[0])]
-    return [value[0], kinds[1] if len(kinds) > 1 else value[1]]
+def _shortened(value: list[Any], depth: int) -> list[Any]:
+    """As many entries as there are layers; different ones in turn, where there are different ones."""
+    other = next((entry for entry in value if entry != value[0]), value[0])
+    return [value[0], other] * (depth // 2)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 
 import torch
 
-from memo.cli.activation_tables import activation_table
+from memo.cli.tables.activation import activation_table
 from memo.cli.main import main as memo
 from memo.errors import MemoError
 from memo.gpt import Precision, preset

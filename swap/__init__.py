@@ -31,13 +31,17 @@ if TYPE_CHECKING:
     )
     from memo.swap.recompute.record.memoized import memoize as memoize
     from memo.swap.recompute.record.token_local_functions import token_local as token_local
+    from memo.swap.recompute.tape.bans import Bans as Bans
+    from memo.swap.recompute.tape.explanation import LayerExplanation as LayerExplanation
     from memo.swap.recompute.tape.policy import Tapes as Tapes
     from memo.swap.recompute.token_wise import TokenWise as TokenWise
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         cast_of_parameter as cast_of_parameter,
+        has_storage as has_storage,
         layer_input as layer_input,
         local_part as local_part,
+        parameter_behind as parameter_behind,
     )
     from memo.swap.token_levels import (
         LayerCosts as LayerCosts,
@@ -64,10 +68,12 @@ else:
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.record.memoized": "memoize",
             "recompute.record.token_local_functions": "token_local",
+            "recompute.tape.bans": "Bans",
+            "recompute.tape.explanation": "LayerExplanation",
             "recompute.tape.policy": "Tapes",
             "recompute.token_wise": "TokenWise",
             "stats": "Stats",
-            "tensor_kinds": "cast_of_parameter layer_input local_part",
+            "tensor_kinds": "cast_of_parameter has_storage layer_input local_part parameter_behind",
             "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
         },
     )

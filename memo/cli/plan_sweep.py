@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.cli.activation_tables import utilisation
-from memo.cli.address_tables import table
 from memo.cli.output_files import atomic_write, print_written
+from memo.cli.tables.activation import utilisation
+from memo.cli.tables.address import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import ActivationPlan, LayerPlan, device_peak_candidates, free_swap_tokens, predict_stages
 from memo.mip.simulate import prove

@@ -23,6 +23,8 @@ from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
+from memo.manager.direct_calls import DirectCalls
+from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
@@ -34,6 +36,7 @@ from memo.swap import (
     Group,
     Layer,
     LayerCosts,
+    LayerExplanation,
     LayerHook,
     Level,
     Setting,
@@ -80,6 +83,8 @@ def offload(
     levels: Mapping[int | str, _LayerLevels] | None = None,
     fallback: Fallback = "swap",
     exact: bool = False,
+    keep: Names | None = None,
+    repeat: Names | None = None,
     device: int | str | None = None,
     host: int | str = "auto",
     disk: _Path | Sequence[_Path] | None = None,
@@ -118,6 +123,11 @@ def offload(
         exact: True moves whole tensors for a layer whose recompute is not bit-identical to what it saved. Default False
             accepts differences within a few roundings, as matrix kernels make for another number of tokens; the report
             shows the largest one.
+        keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
+            "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
+            name, to lists. Default None: the level decides.
+        repeat: Names, as for `keep`, of operators that may be recomputed although the level keeps their results. Random
+            operators, and what memo cannot see, are kept all the same. Default None.
         device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
             keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
             the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
@@ -186,6 +196,7 @@ def offload(
     where = device_of(model)
     budget = device_budget_of(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
+    bans = bans_by_layer(found, keep, repeat)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
     fixed = None if fixed is None else own_part(fixed, order)
     room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, order))
@@ -207,6 +218,7 @@ def offload(
         fallback=Level.SAVE_INPUT if fallback == "recompute" else Level.SAVE_ALL,
         repeats_when_full=on_full == "recompute",
         exact=exact,
+        bans=bans,
     )
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     with contextlib.ExitStack() as undo:
@@ -288,6 +300,7 @@ class Manager:
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
         self._in_step = False
+        self._direct_calls = DirectCalls(layers)
 
     @property
     def stats(self) -> Stats:
@@ -333,6 +346,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack = self._engine.pack if idle else self._tokenwise.pack
+        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -340,7 +354,10 @@ class Manager:
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
         if self._depth == 0:
+            seen = [self._layers[position].name for position in self._running]
             self._end_forwards()
+            if exception[:1] in ((), (None,)):
+                self._direct_calls.end(seen)
 
     def _end_forwards(self) -> None:
         if self._saving is not None:
@@ -394,14 +411,10 @@ class Manager:
         """
         if self._depth > 0:
             raise UsageError("levels: choose them between forwards, not inside `with manager:`")
-        names = [layer.name for layer in self._layers]
         chosen: dict[str, Setting] = {}
         for key, value in levels.items():
-            if isinstance(key, int) and not 0 <= key < len(names):
-                raise UsageError(f"levels: no layer {key}; there are {len(names)}")
-            if isinstance(key, str) and key not in names:
-                raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
-            chosen[names[key] if isinstance(key, int) else key] = setting_of(value, argument=f"levels[{key!r}]")
+            layer = layer_at(self._layers, key, argument="levels")
+            chosen[layer.name] = setting_of(value, argument=f"levels[{key!r}]")
         if self._plan_source is not None:
             self._plan_source = None
             self._engine.place({})
@@ -418,6 +431,20 @@ class Manager:
             One LayerCosts for each layer that has run so, in bytes and seconds per token of one sequence.
         """
         return self._tokenwise.costs()
+
+    def explain(self, layer: int | str) -> LayerExplanation:
+        """Explains what the last forward of a layer did, what of it is kept and what is replayed in backward.
+
+        Args:
+            layer: Position or name.
+
+        Returns:
+            A snapshot, in bytes and microseconds; `print` shows it as tables.
+
+        Raises:
+            UsageError: No such layer, or no forward of it was recorded: none has run yet, or all that it saves moves.
+        """
+        return self._tokenwise.explain(layer_at(self._layers, layer, argument="explain"))
 
     def plan_with(self, source: PlanSource) -> None:
         """Sets the plan source that is asked at each forward from now on.

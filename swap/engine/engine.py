@@ -242,6 +242,7 @@ class Engine:
             group.held = False
             for saved in group.living():
                 saved.prefix = prefixes.get(saved)
+            group.together = any(prefix.call.together for prefix in prefixes.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
 
@@ -352,6 +353,8 @@ class Engine:
             raise handle.modified()
         saved, reload = handle.hold.saved, self._reload
         try:
+            if by_backward and saved.group.together and saved.group is not self._layer_calls.reading:
+                self._reload.recompute_together(saved.group)
             while True:
                 with self._lock:
                     prefix = saved.prefix

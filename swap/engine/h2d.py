@@ -139,6 +139,21 @@ class Reload:
         if not prefix.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
 
+    def recompute_together(self, group: Group) -> None:
+        """Runs a recompute that has collectives as soon as backward reaches its layer.
+
+        So all ranks run it at the same place among the collectives of backward itself, whichever of the recomputed
+        tensors each asks for first.
+
+        Raises:
+            SwapError: the engine is closed.
+        """
+        for saved in group.living():
+            prefix = saved.prefix
+            if prefix is not None and prefix.call.together and not prefix.filled and saved.source is None:
+                self.recompute(saved, prefix)
+                return
+
     def reach(self, group: Group) -> None:
         """Records that backward has reached `group`; reloads it and prefetches the groups expected after it (R7)."""
         self._telemetry.at_layer_boundary(group.module)

@@ -11,7 +11,7 @@ import dataclasses
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -210,12 +210,11 @@ class _Writer:
         self.declared: list[str] = []
         self.statements: list[str] = []
 
-    def block(self, start: str, statements: int, depth: int) -> list[str]:
+    def block(self, start: str, statements: int, depth: int, names: Sequence[str] | None = None) -> list[str]:
         """Statements on the variable `start` of shape (b, s, h) that end with a `return` of that shape."""
         pool = [(start, "bsh")]
         lines: list[str] = []
-        for _ in range(statements):
-            name = self._draw(depth)
+        for name in names or [self._draw(depth) for _ in range(statements)]:
             self.statements.append(name)
             lines += self._statement(STATEMENTS[name], pool, depth)
         recent = pool[-self._draws.choice((1, 2, 3)) :]
@@ -305,11 +304,12 @@ class _Writer:
         return f"self.{name}"
 
 
-def program(seed: int, *, statements: int = 10) -> Program:
-    """The program of this seed, of up to so many statements."""
+def program(seed: int, *, statements: int = 10, only: str | None = None) -> Program:
+    """The program of this seed, of up to so many statements; of the one called `only` after a product, if it is given."""
     draws = random.Random(seed)
     writer = _Writer(draws)
-    body = writer.block("x", draws.randint(3, statements), 0)
+    names = None if only is None else ["linear", only, "tanh"]
+    body = writer.block("x", draws.randint(3, statements), 0, names)
     lines = [
         "class Layer(nn.Module):",
         "    def __init__(self):",
@@ -439,10 +439,3 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, list) and isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     return not isinstance(ours, torch.Tensor) and not isinstance(theirs, torch.Tensor) and bool(ours == theirs)
-
-
-def outcomes(seeds: range, **options: Any) -> Iterator[tuple[Program, Outcome]]:
-    """Compares the programs of these seeds."""
-    for seed in seeds:
-        made = program(seed)
-        yield made, compare(made, **options)

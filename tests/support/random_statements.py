@@ -474,7 +474,8 @@ noise of a shape | 1 | bsh
     {o} = {bsh} * torch.rand((B, S, 1)).to(x.dtype)
 bernoulli | 1 | bsh
     {o} = {bsh/a} * torch.bernoulli(torch.full_like({bsh/a}, 0.7))
-rrelu | 1 | bsh
+# Autograd saves its noise before the kernel has filled it, so what copies at once copies too soon; not drawn.
+rrelu | 0 | bsh
     {o} = F.rrelu({bsh}, training=True)
 multinomial | 1 | bsh
     {o} = {bsh/a} * torch.multinomial({bsh/a}.detach().float().softmax(-1).view(-1, H), 1).view(B, S, 1) / H
@@ -628,11 +629,10 @@ opaque, then seen | 1 | bsh
     fill({t:a}, {bsh/a})
     {t:a}.mul_(2)
     {o} = {bsh/a} * {t:a}.cos()
-opaque, what autograd saves | 1 | bsh
+opaque, over a result | 1 | bsh
     {t:a} = {bsh} * {c}
-    {o} = {t:a}.sin()
     fill({t:a}, {bsh/a})
-    {o} = {o} + {t:a}
+    {o} = {t:a}.sin() + {t:a}
 
 # regions
 checkpoint | 1 | bsh

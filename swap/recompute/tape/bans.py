@@ -6,18 +6,20 @@
                   larger than both: such a product costs more operations per byte than any other step
     matmuls       besides: every matrix product and every collective
 
-The user may ban or allow operators by name in addition: `aten.mm`, `mm`, or one of the groups `attention`, `matmul`,
-`collective`, `scan`, `sort`, `scatter`.
+The user may ban or allow operators by name in addition (`Bans`): `aten.mm`, `mm`, or one of the groups `attention`,
+`matmul`, `collective`, `scan`, `sort`, `scatter`. What is always banned stays so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memo.errors import UsageError
 from memo.swap.recompute.tape.recorder import Birth, Function
 from memo.swap.recompute.tape.tape import Use
 from memo.swap.token_levels import Level
@@ -25,7 +27,10 @@ from memo.swap.token_levels import Level
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["banned", "groups_of"]
+__all__ = ["GROUPS", "NO_BANS", "Bans", "banned", "groups_of"]
+
+GROUPS = ("attention", "matmul", "collective", "scan", "sort", "scatter")
+"""Names that stand for several operators."""
 
 _PRODUCTS = frozenset(
     (
@@ -66,11 +71,56 @@ _SIZED_BY_INDICES = frozenset({"index", "_unsafe_index"})
 """Tagged as operators whose results have sizes that depend on numbers, which is so for boolean indices alone."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bans:
+    """The user's own bans: names of operators (`aten.mm`, `mm`) or of groups.
+
+    Raises:
+        UsageError: a name is unknown, or is in both.
+    """
+
+    keep: frozenset[str] = frozenset()
+    """Their results are kept, at every level."""
+    repeat: frozenset[str] = frozenset()
+    """They may be repeated, though the level says no."""
+
+    def __post_init__(self) -> None:
+        for argument, names in (("keep", self.keep), ("repeat", self.repeat)):
+            for name in sorted(names):
+                if name not in GROUPS and not _is_operator(name):
+                    raise UsageError(
+                        f"{argument}: no operator {name!r}; give names such as 'aten.mm' or 'mm', or one of the groups "
+                        f"{', '.join(GROUPS)}"
+                    )
+        both = self.keep & self.repeat
+        if both:
+            raise UsageError(f"keep and repeat: {min(both)!r} is in both")
+
+    def __str__(self) -> str:
+        parts = (
+            f"{word} {', '.join(sorted(names))}"
+            for word, names in (("keep", self.keep), ("repeat", self.repeat))
+            if names
+        )
+        return "; ".join(parts)
+
+
+NO_BANS = Bans()
+
+
+def _is_operator(name: str) -> bool:
+    """True for an operator of torch, or a registered one with its namespace."""
+    namespace, _, plain = name.rpartition(".")
+    if not plain.isidentifier() or (namespace and not namespace.isidentifier()):
+        return False
+    return isinstance(getattr(getattr(torch.ops, namespace or "aten"), plain, None), torch._ops.OpOverloadPacket)
+
+
 @functools.cache
 def groups_of(operator: Any) -> frozenset[str]:
     """Names of the groups that an operator belongs to."""
     if isinstance(operator, Function):
-        return frozenset()
+        return frozenset({"collective"} if operator.talks else ())
     found = set()
     name = operator.func.overloadpacket.__name__ if operator.is_overload else ""
     for group, names in (("matmul", _PRODUCTS), ("scan", _SCANS), ("sort", _SORTS), ("scatter", _SCATTERS)):
@@ -83,16 +133,13 @@ def groups_of(operator: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def banned(
-    tape: Tape, level: Level, *, keep: Collection[str] = (), allow: Collection[str] = (), also: Iterable[int] = ()
-) -> dict[int, str]:
+def banned(tape: Tape, level: Level, *, chosen: Bans = NO_BANS, also: Iterable[int] = ()) -> dict[int, str]:
     """Steps that are never repeated, with the reason.
 
     Args:
         tape: of the call.
         level: SAVE_MATMULS, SAVE_ATTENTION or SAVE_INPUT; SAVE_ALL repeats nothing anyway.
-        keep: names of operators or groups whose results are kept besides.
-        allow: names of operators or groups that may be repeated although the level says no.
+        chosen: what the user keeps and repeats by name.
         also: numbers of steps that a trial has found to give something else.
     """
     found: dict[int, str] = dict.fromkeys(also, "repeating it gave something else")
@@ -102,9 +149,9 @@ def banned(
         reason = step.opaque or _always(step, tape)
         if reason is None:
             names = {*groups_of(step.operator), step.name, step.name.rpartition(".")[2]}
-            if names & set(keep):
+            if names & chosen.keep:
                 reason = "kept, as chosen"
-            elif not names & set(allow):
+            elif not names & chosen.repeat:
                 reason = _by_level(step, tape, level)
         if reason is not None:
             found[step.number] = reason

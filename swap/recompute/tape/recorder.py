@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -23,15 +23,16 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.kernels import pack_mask
-from memo.swap.recompute.axis.operators import Operator, operator_of
+from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
 if TYPE_CHECKING:
+    from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
-__all__ = ["Birth", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
+__all__ = ["Birth", "Collective", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
 
 Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Number of the storage; offset, sizes and strides in elements; type."""
@@ -117,19 +118,34 @@ class Function:
     Args:
         function: takes and returns tensors.
         repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        talks: it ran collectives.
+        axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("function", "repeats")
+    __slots__ = ("axis_after", "function", "repeats", "talks")
 
-    def __init__(self, function: Callable[..., Any], *, repeats: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        repeats: bool,
+        talks: bool = False,
+        axis_after: Callable[..., Axis | None] | None = None,
+    ) -> None:
         self.function = function
         self.repeats = repeats
+        self.talks = talks
+        self.axis_after = axis_after
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.repeats, self.talks
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and (self.function, self.repeats) == (other.function, other.repeats)
+        return isinstance(other, Function) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.function, self.repeats))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", "a function")
@@ -163,6 +179,16 @@ def is_recordable(tensor: torch.Tensor) -> bool:
     )
 
 
+class Collective(NamedTuple):
+    """A collective of the call, or a function of the program that ran some."""
+
+    number: int
+    """Of the operator."""
+    name: str
+    groups: tuple[str, ...]
+    """Names of the process groups of several ranks that it was given."""
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode around one forward of a layer.
 
@@ -174,6 +200,7 @@ class Recorder(TorchDispatchMode):
             are held of every random 0/1 mask.
         checksums: checks that memory changes by recorded operators alone; None: no check.
         here: the caller's compute stream.
+        all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
     """
 
     supports_higher_order_operators = True
@@ -196,6 +223,7 @@ class Recorder(TorchDispatchMode):
         holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
         checksums: Checksums | None = None,
         here: Callable[[], int] = lambda: 0,
+        all_bits: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -213,11 +241,15 @@ class Recorder(TorchDispatchMode):
         """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        self.collectives: list[Collective] = []
+        """In order; a call with other numbers in the same log may have other groups."""
+        self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
         self._here = here
+        self._all_bits = all_bits
         self._checksums = checksums
         self._count = 0
         self._exact = False
@@ -249,6 +281,12 @@ class Recorder(TorchDispatchMode):
                 self._note_sharded(args)
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
         operator = operator_of(func)
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and operator.group_at is not None:
+                self._within += _groups_of(operator, args)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if operator.group_at is not None and (groups := _groups_of(operator, args)):
+            self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
         words, carried = len(self.log), len(self.carried)
         try:
             if self._checksums is not None:
@@ -257,6 +295,8 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs) if kwargs else func(*args)
         except BaseException:  # the layer may go on in another way
             del self.log[words:], self.carried[carried:]
+            if self.collectives and self.collectives[-1].number == self._count:
+                self.collectives.pop()
             raise
         if func is _DROPOUT:
             return self._dropout(operator, args, out)
@@ -394,6 +434,8 @@ class Recorder(TorchDispatchMode):
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
+            elif self._all_bits and (position := _DRAWS_BITS.get(getattr(operator, "func", None))) is not None:
+                self._hold(out, (position,), as_bits=True)
         self._count += 1
 
     def _result(self, out: Any) -> None:
@@ -471,7 +513,10 @@ class Recorder(TorchDispatchMode):
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.swap.token_local)."""
         result: torch.Tensor = self._run(
-            Function(call.function, repeats=True), call.function, (call.x, *call.others), {}
+            Function(call.function, repeats=True, axis_after=call.axis_after),
+            call.function,
+            (call.x, *call.others),
+            {},
         )
         return result
 
@@ -480,8 +525,15 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if self.asleep:
             return function(*args, **kwargs)
-        with Aside(self):  # type: ignore[arg-type]
+        self._within, self.asleep = [], True
+        try:
             out = function(*args, **kwargs)
+        finally:
+            groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
+        with Aside(self):  # type: ignore[arg-type]
+            if groups:
+                operator = Function(function, repeats=operator.repeats, talks=True)
+                self.collectives.append(Collective(self._count, repr(operator), groups))
             self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
             if self._checksums is not None:
@@ -508,6 +560,12 @@ def _dispatches(kind: type) -> bool:
     """True for a subclass of tensors that handles operators itself."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _groups_of(operator: Operator, args: Sequence[Any]) -> tuple[str, ...]:
+    """Name of the process group of a collective; nothing for one rank alone."""
+    group = group_of(operator.func, args)
+    return () if group is None or group.size() < 2 else (group.group_name,)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

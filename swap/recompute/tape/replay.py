@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,7 +150,6 @@ class Replay:
             ReplayFailed: a step raised an error, or gave memory of another size.
             torch.OutOfMemoryError: there was no room.
         """
-        device = self._engine.backend.device
 
         def give(position: int, made: torch.Tensor) -> None:
             want = self.wanted[position]
@@ -159,13 +158,18 @@ class Replay:
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
             take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
 
+        self._run(self.plan, self._bring, give)
+
+    def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
+        """Runs the code of a plan."""
+        device = self._engine.backend.device
         with _as_recorded(device, self._precision):
             try:
-                self.plan.replay(self._bring, self._carried, give, device)
+                plan.replay(bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise ReplayFailed(self._failed_step(error), _first_line(error)) from error
+                raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
         """What the plan keeps at `position`, back on the device."""
@@ -183,9 +187,10 @@ class Replay:
             )
         return tensor.detach()
 
-    def _failed_step(self, error: BaseException) -> int | None:
+    @staticmethod
+    def _failed_step(plan: Plan, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
-        return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+        return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memo.cli.address_tables import printable, table
+from memo.cli.tables.address import printable, table
 from memo.events import Lane, StallCause, Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
 from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait

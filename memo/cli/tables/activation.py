@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from memo.cli.address_tables import printable, table
+from memo.cli.tables.address import printable, table
 from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, free_swap_tokens
 from memo.units import format_bytes, format_duration, format_tokens
 
