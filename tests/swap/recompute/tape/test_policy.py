@@ -74,7 +74,7 @@ def equal_over(
     return manager
 
 
-@pytest.mark.parametrize("options", [{}, {"alpha": (0.25, 0.5, 0.25)}, {"levels": {0: Level.SAVE_INPUT}}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"alpha": Level.SAVE_MATMULS}, {"levels": {0: Level.SAVE_INPUT}}], ids=str)
 def test_each_layer_is_tried_once_and_not_again_at_another_length(
     options: dict[str, Any], tried: list[str], tmp_path: Path
 ) -> None:
