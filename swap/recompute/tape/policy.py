@@ -340,7 +340,8 @@ class Tapes:
             if not self._ranks.all_have(name, room):
                 least = self._planned(call, recorded, Level.SAVE_INPUT)
                 if least:
-                    self.repeated[name] = "no tier has room for it"
+                    self.repeated[name] = reason = "no tier has room for it"
+                    self._warn(reason, f"{name} runs again whole in backward, attention too: {reason}")
                 parts = least or parts
         return parts
 
@@ -653,9 +654,13 @@ class Tapes:
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
         self.deviation.pop(name, None)
+        self._warn(reason, f"{name} moves whole tensors: {reason}")
+
+    def _warn(self, reason: str, message: str) -> None:
+        """Warns once of each reason."""
         if reason not in self._warned:
             self._warned[reason] = True
-            warnings.warn(f"{name} moves whole tensors: {reason}", RuntimeWarning, stacklevel=2)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class _Recorded:
