@@ -53,7 +53,8 @@ class Checksums:
         if known is None:
             self.note([tensor])
             return None
-        return known != _sum(tensor)
+        differs: torch.Tensor = known != _sum(tensor)
+        return differs
 
     def differ(self) -> bool:
         """True if a tensor was read whose sum had changed since it was written. Waits for the device."""

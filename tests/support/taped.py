@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.record.dispatch_mode import Aside
-from memo.swap.recompute.tape.bans import banned
+from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import cheapest
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder
@@ -51,11 +51,9 @@ class Taped:
             bits=frozenset(self.recorder.bits),
         )
 
-    def plan(
-        self, level: Level = Level.SAVE_INPUT, *, bans: Iterable[int] = (), keep: Any = (), allow: Any = ()
-    ) -> Plan:
+    def plan(self, level: Level = Level.SAVE_INPUT, *, bans: Iterable[int] = (), chosen: Bans = NO_BANS) -> Plan:
         """The plan that keeps least at a level."""
-        sources, stays = self.there(), banned(self.tape, level, keep=keep, allow=allow, also=bans)
+        sources, stays = self.there(), banned(self.tape, level, chosen=chosen, also=bans)
         cut = cheapest(problem_of(self.tape, stays, sources, self.wanted, (), self.tape.costs), 1, 0)
         return plan_of(self.tape, cut, sources, self.wanted)
 

@@ -158,7 +158,9 @@ def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
     if storage in sources.free:
         return 0 if is_last and storage not in tape.opaque else None
     if _is_mask(tape, number, sources):
-        return -(-tape.geometry(mask_of(tape, number).value)[2].numel() // 8) * 8
+        mask = mask_of(tape, number)
+        assert mask is not None
+        return -(-tape.geometry(mask.value)[2].numel() // 8) * 8
     if not is_last or (storage in tape.opaque and storage not in sources.saved):
         return None
     there = sources.everything or storage in sources.saved or storage in sources.held

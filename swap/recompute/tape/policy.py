@@ -64,6 +64,8 @@ MOST_POINTS = 12
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
+MOST_SHORT = 3
+"""Trials of one layer that find no memory until its call moves whole for good."""
 MOST_OVER = 9 / 8
 """Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
 
@@ -76,6 +78,12 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
+<<<<<<< HEAD
+=======
+    for_now: bool = False
+    """The next call is tried out again."""
+    steps: ClassVar[tuple[int, ...]] = ()
+>>>>>>> heirs
 
 
 @dataclasses.dataclass(slots=True)
@@ -139,6 +147,8 @@ class Tapes:
         self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._short: dict[str, int] = {}
+        """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
         """Layers in which something unseen has written: each of their calls is recorded with checksums."""
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
@@ -335,7 +345,8 @@ class Tapes:
             if not self._ranks.all_have(name, room):
                 least = self._planned(call, recorded, Level.SAVE_INPUT)
                 if least:
-                    self.repeated[name] = "no tier has room for it"
+                    self.repeated[name] = reason = "no tier has room for it"
+                    self._warn(reason, f"{name} runs again whole in backward, attention too: {reason}")
                 parts = least or parts
         return parts
 
@@ -360,7 +371,8 @@ class Tapes:
             trials = self.trials_run
             tape = self._tape(recorded, opaque)
             found, shared = self._made(call, recorded, tape, setting, shared)
-            self._plans[key] = found
+            if not (isinstance(found, _Refused) and found.for_now):
+                self._plans[key] = found
             if call.kind not in self._expected or self.trials_run > trials:
                 self._expected[call.kind] = self._next(call, recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
@@ -488,7 +500,10 @@ class Tapes:
             try:
                 unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
-                return _Refused("there was no device memory to try its replay out", frozenset(wrong))
+                self._short[call.layer.name] = short = self._short.get(call.layer.name, 0) + 1
+                return _Refused(
+                    "there was no device memory to try its replay out", frozenset(wrong), for_now=short < MOST_SHORT
+                )
             if unlike is None:
                 self._shown[form] = True
                 return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
@@ -650,9 +665,13 @@ class Tapes:
     def _refuse(self, name: str, reason: str) -> None:
         self.refused[name] = reason
         self.deviation.pop(name, None)
+        self._warn(reason, f"{name} moves whole tensors: {reason}")
+
+    def _warn(self, reason: str, message: str) -> None:
+        """Warns once of each reason."""
         if reason not in self._warned:
             self._warned[reason] = True
-            warnings.warn(f"{name} moves whole tensors: {reason}", RuntimeWarning, stacklevel=2)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 class _Recorded:

@@ -161,7 +161,9 @@ _DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPO
 
 
 def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
-    """What dropout makes of its mask, in the kernel of its backward, which computes the same."""
+    """What dropout makes of its mask, rounded as it does."""
+    if x.device.type == "cpu":  # the mask is divided in the tensor's own type
+        return x * (mask if p >= 1 else mask.to(x.dtype).div_(1 - p))
     out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
     return out
 
@@ -309,7 +311,7 @@ class Recorder(TorchDispatchMode):
     def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
         """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
         result, mask = out
-        if result.untyped_storage() is args[0].untyped_storage():  # not training
+        if args[2] is False:  # not training
             self._results(operator, out)
             return out
         self._results(operator, (None, mask))

@@ -150,7 +150,8 @@ class Tape:
             if word is SAVED:
                 saved = next(words)
                 if saved is not HIDDEN:
-                    self._reads_bytes(saved.value)
+                    if self._lacks_bytes(saved.value):
+                        self._uninitialised.add(self.values[saved.value][0])
                     self.saved.append(self._use(saved.value))
             else:
                 self._step(word, words)
@@ -165,11 +166,13 @@ class Tape:
         writes = _written_by(operator, args, kwargs)
         fills = [use for use in _overwritten_by(operator, args, kwargs) if isinstance(use, Use)]
         reads: list[int] = []
+        lacking: set[int] = set()
         if not getattr(operator, "reads_shapes", False):
             skipped = list(fills)
             for use in uses_in((args, kwargs)):
                 if use not in skipped:
-                    self._reads_bytes(use.value)
+                    if self._lacks_bytes(use.value):
+                        lacking.add(self.values[use.value][0])
                     reads.append(use.content)
                     continue
                 skipped.remove(use)
@@ -187,7 +190,8 @@ class Tape:
         if getattr(operator, "allocates", False):
             for content in makes:
                 self._written[self.contents[content].storage] = []
-        if makes:
+        if makes:  # a view reads nothing
+            self._uninitialised |= lacking
             step.opaque = self._why_opaque(step, changed)
         self.steps.append(step)
 
@@ -252,14 +256,13 @@ class Tape:
             if covers(regions, _WHOLE):
                 self._written[storage] = None
 
-    def _reads_bytes(self, value: int) -> None:
-        storage = self.values[value][0]
-        regions = self._written.get(storage)
+    def _lacks_bytes(self, value: int) -> bool:
+        """True if some byte of a value was not seen to be written."""
+        regions = self._written.get(self.values[value][0])
         if regions is None or 0 in self.values[value][2]:
-            return
+            return False
         region = self._region(value)
-        if region is None or not covers(regions, region):
-            self._uninitialised.add(storage)
+        return region is None or not covers(regions, region)
 
     # What is never repeated.
 

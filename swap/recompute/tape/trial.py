@@ -48,7 +48,7 @@ def try_out(replay: Replay) -> None:
     plan = replay.plan
     worst: int | None = None
 
-    def compare(span: Whole, want: Wanted, made: torch.Tensor, *, owned: bool) -> None:
+    def compare(span: Whole, want: Wanted, made: torch.Tensor, *, owned: bool = False) -> None:
         nonlocal worst
         hold = want.hold()
         if hold is None or hold.saved.source is None:
