@@ -124,7 +124,7 @@ def never_moves(tensor: torch.Tensor) -> bool:
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for autocast's low-precision copy of a parameter, for the local part of a sharded one, and for their views."""
+    """True for autocast's low-precision copy of a parameter, the local part of a sharded one, and views of either."""
     return parameter_behind(tensor) is not None
 
 

@@ -15,7 +15,9 @@ order the caller's.
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers.host_and_disk)
     E8  the streams of a recompute that ends in the middle of its layer wait for one another
 
-There are no others. Tests remove them one by one, and the race checker proves each necessary.
+A buffer that a recompute allocated and wrote on the home stream (`Reload._adopt`) is ordered there by the program, and
+elsewhere by E6; nothing copies it. There are no other orderings. Tests remove them one by one, and the race checker proves
+each necessary.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Aside:
     Taken off the stack the mode costs them nothing. Where another mode lies above, it is put to sleep: some 10 us each.
     """
 
-    __slots__ = ("_is_off", "_mode")
+    __slots__ = ("_is_off", "_mode", "_was_asleep")
 
     def __init__(self, mode: SleepingMode) -> None:
         self._mode = mode
@@ -65,10 +65,11 @@ class Aside:
         if self._is_off:
             _pop_mode()
         else:
+            self._was_asleep = self._mode.asleep
             self._mode.asleep = True
 
     def __exit__(self, *exception: object) -> None:
         if self._is_off:
             _push_mode(self._mode)
         else:
-            self._mode.asleep = False
+            self._mode.asleep = self._was_asleep

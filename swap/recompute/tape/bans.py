@@ -120,7 +120,7 @@ def _is_operator(name: str) -> bool:
 def groups_of(operator: Any) -> frozenset[str]:
     """Names of the groups that an operator belongs to."""
     if isinstance(operator, Function):
-        return frozenset()
+        return frozenset({"collective"} if operator.talks else ())
     found = set()
     name = operator.func.overloadpacket.__name__ if operator.is_overload else ""
     for group, names in (("matmul", _PRODUCTS), ("scan", _SCANS), ("sort", _SORTS), ("scatter", _SCATTERS)):

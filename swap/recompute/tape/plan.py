@@ -21,17 +21,17 @@ import torch
 from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
 from memo.swap.recompute.tape.bans import groups_of
-from memo.swap.recompute.tape.recorder import Function
+from memo.swap.recompute.tape.recorder import Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.cut import Cut, Problem
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["Kept", "Plan", "Sources", "plan_of", "problem_of"]
+__all__ = ["Kept", "Plan", "Sources", "Writer", "mask_of", "plan_of", "problem_of"]
 
-_MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
-"""Random operators of zeros and ones, and which of their results those are."""
+_MASKS = frozenset({"bernoulli_", "bernoulli", "native_dropout"})
+"""Random operators of zeros and ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,7 @@ def problem_of(
     wanted: Iterable[int],
     stuck: Iterable[int],
     costs: Sequence[int],
+    always: Iterable[int] = (),
 ) -> Problem:
     """The cut of a tape.
 
@@ -118,6 +119,10 @@ def problem_of(
         wanted: storages whose last content autograd saved, and which backward may replay.
         stuck: storages that autograd saved and that move in any case.
         costs: of repeating each step, in picoseconds.
+        always: numbers of steps that are replayed, needed or not.
+
+    Raises:
+        ValueError: by `cheapest`: a step of `always` cannot run again.
     """
     stay = {tape.last[storage] for storage in stuck}
     contents = [
@@ -131,9 +136,19 @@ def problem_of(
         cuts.Operation(cost=None if step.number in bans else costs[step.number], reads=step.reads)
         for step in tape.steps
     ]
-    return cuts.Problem(
-        contents=contents, operations=operations, wanted=[tape.last[storage] for storage in wanted] + sorted(stay)
-    )
+    asked = [tape.last[storage] for storage in wanted] + sorted(stay)
+    for step in _with_waits(tape, always):  # something that only this step can make
+        asked.append(len(contents))
+        contents.append(cuts.Content(keep=None, made_by=step))
+    return cuts.Problem(contents=contents, operations=operations, wanted=asked)
+
+
+def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
+    """These steps, and those that wait for what they give."""
+    found = list(steps)
+    made = {content for number in found for content in tape.steps[number].makes}
+    waits = (step for step in tape.steps if getattr(step.operator, "awaits", False)) if made else ()
+    return found + [step.number for step in waits if not made.isdisjoint(step.reads)]
 
 
 def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
@@ -143,7 +158,7 @@ def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
     if storage in sources.free:
         return 0 if is_last and storage not in tape.opaque else None
     if _is_mask(tape, number, sources):
-        return -(-tape.geometry(_mask_of(tape, number).value)[2].numel() // 8) * 8
+        return -(-tape.geometry(mask_of(tape, number).value)[2].numel() // 8) * 8
     if not is_last or (storage in tape.opaque and storage not in sources.saved):
         return None
     there = sources.everything or storage in sources.saved or storage in sources.held
@@ -153,10 +168,10 @@ def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
 def _is_mask(tape: Tape, number: int, sources: Sources) -> bool:
     """True for zeros and ones that are kept as bits."""
     writer = tape.contents[number].writer
-    return (sources.everything or writer in sources.bits) and _mask_of(tape, number) is not None
+    return (sources.everything or writer in sources.bits) and mask_of(tape, number) is not None
 
 
-def _mask_of(tape: Tape, number: int) -> Use | None:
+def mask_of(tape: Tape, number: int) -> Use | None:
     """The value of zeros and ones that is this content; None for any other content."""
     content = tape.contents[number]
     if content.writer < 0:
@@ -164,45 +179,52 @@ def _mask_of(tape: Tape, number: int) -> Use | None:
     step = tape.steps[content.writer]
     if isinstance(step.operator, Function) or not step.operator.is_overload:
         return None
-    position = _MASKS.get(step.operator.func.overloadpacket.__name__)
     uses = uses_in(step.out)
-    if position is None or position >= len(uses) or uses[position].content != number:
+    if step.operator.func.overloadpacket.__name__ not in _MASKS or len(uses) != 1 or uses[0].content != number:
         return None
-    _, _, size, stride, dtype = tape.geometry(uses[position].value)
+    _, _, size, stride, dtype = tape.geometry(uses[0].value)
     covers = size.numel() * dtype.itemsize == tape.storages[content.storage][1] and 0 not in stride
-    return uses[position] if covers else None
+    return uses[0] if covers else None
 
 
 def plan_of(tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> Plan:
     """The plan of a cut."""
-    return _Writer(tape, cut, sources, wanted).plan()
+    return Writer(tape, cut, sources, wanted).plan()
 
 
-class _Writer:
-    """Writes the replay of a cut."""
+class Writer:
+    """Writes the replay of a cut, of all tokens; a subclass writes that of a part of them."""
+
+    gives_memory = True
+    """What is given is not held besides: whoever takes it has it as it is."""
 
     def __init__(self, tape: Tape, cut: Cut, sources: Sources, wanted: Iterable[int]) -> None:
         self._tape = tape
         self._cut = cut
         self._sources = sources
-        self._wanted = [storage for storage in wanted if tape.last[storage] not in cut.kept]
+        self._wanted = [
+            storage
+            for storage in wanted
+            if tape.last[storage] not in cut.kept or _is_mask(tape, tape.last[storage], sources)
+        ]
+        self._finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         self._steps = [step for step in tape.steps if step.number in cut.replayed]
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # content -> its variable
         self._shown: dict[str, Any] = {}  # variable -> geometry of its tensor
-        self._env: dict[str, Any] = {"view": _view, "fresh": _fresh, "mask": _mask, "blank": _blank}
+        self.env: dict[str, Any] = {"view": _view, "within": _view, "fresh": _fresh, "mask": _mask, "blank": _blank}
         self._objects: dict[int, str] = {}
         self._kept: list[Kept] = []
         self._held: dict[str, int] = {}  # variable -> bytes that stand beside what is given and kept
         self._peak = 0
 
     def plan(self) -> Plan:
+        """Writes the replay."""
         tape = self._tape
         last_use: dict[int, int] = {}
         for step in self._steps:
             for content in self._touched(step):
                 last_use[content] = step.number
-        finals = {tape.last[storage]: at for at, storage in enumerate(self._wanted)}
         line_steps: dict[int, int] = {}
         for step in self._steps:
             first = len(self._lines) + 2
@@ -210,23 +232,26 @@ class _Writer:
             line_steps.update(dict.fromkeys(range(first, len(self._lines) + 2), step.number))
             self._peak = max(self._peak, sum(self._held.values()))
             for content, name in made.items():
-                if content in finals:
-                    self._line(f"give({finals[content]}, {name})")
-                    self._held.pop(name, None)
+                if content in self._finals:
+                    self._give(self._finals.pop(content), name)
+                    if self.gives_memory:
+                        self._held.pop(name, None)
             for content in sorted({*self._touched(step), *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
                     self._held.pop(name, None)
                     self._line(f"del {name}")
+        for content in list(self._finals):  # zeros and ones that no step reads
+            self._line(f"del {self._variable(content)}")
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
-        exec(compile(code, "<replay>", "exec"), self._env)
+        exec(compile(code, "<replay>", "exec"), self.env)
         return Plan(
             tape=tape,
             kept=tuple(self._kept),
             wanted=tuple(self._wanted),
             steps=tuple(step.number for step in self._steps),
-            replay=self._env["replay"],
+            replay=self.env["replay"],
             code=code,
             kept_bits=self._cut.keep_cost,
             cost=self._cut.replay_cost,
@@ -234,6 +259,25 @@ class _Writer:
             line_steps=line_steps,
             collectives=tuple(step.name for step in self._steps if "collective" in groups_of(step.operator)),
         )
+
+    def _geometry(self, value: int, content: int) -> Geometry:
+        """Geometry of a value over what its storage holds then."""
+        return self._tape.geometry(value)
+
+    def _nbytes(self, content: int) -> int:
+        """Bytes of a content's storage."""
+        return self._tape.storage(content)[1]
+
+    def _args(self, step: Step) -> Sequence[Any]:
+        """Arguments of a step."""
+        return step.args
+
+    def _give(self, at: int, name: str) -> None:
+        """Hands over a wanted storage."""
+        self._line(f"give({at}, {name})")
+
+    def _brings(self, content: int, name: str) -> None:
+        """Something kept is about to be read."""
 
     def _touched(self, step: Step) -> list[int]:
         """Contents of which the step needs the bytes."""
@@ -255,7 +299,7 @@ class _Writer:
                 made[content] = self._variable(before)
                 del self._names[before]
             else:  # all of it is overwritten
-                nbytes = tape.storages[storage][1]
+                nbytes = self._nbytes(content)
                 made[content] = f"c{content}"
                 self._line(f"c{content} = fresh({nbytes}, device)")
                 self._shown[f"c{content}"] = None
@@ -263,7 +307,7 @@ class _Writer:
         self._names.update(made)
         operator = step.operator
         function = self._object(operator.function if isinstance(operator, Function) else operator.func)
-        args = [self._argument(value, step, changes) for value in step.args]
+        args = [self._argument(value, step, changes) for value in self._args(step)]
         args += [f"{name}={self._argument(value, step, changes)}" for name, value in step.kwargs.items()]
         results = self._results(step.out, step, made)
         self._line(f"{results} = {function}({', '.join(args)})")
@@ -281,21 +325,22 @@ class _Writer:
         if not isinstance(out, Use) or out.content not in step.makes or out.content in made:
             return "_"
         name = made[out.content] = f"c{out.content}"
-        self._shown[name] = self._tape.geometry(out.value)[1:]
+        self._shown[name] = self._geometry(out.value, out.content)[1:]
         if out.content not in self._cut.kept:
-            self._held[name] = self._tape.storage(out.content)[1]
+            self._held[name] = self._nbytes(out.content)
         return name
 
     def _argument(self, value: Any, step: Step, changes: Mapping[int, int]) -> str:
         if isinstance(value, Use):
-            storage, offset, size, stride, dtype = self._tape.geometry(value.value)
-            content = changes.get(storage, value.content)
+            content = changes.get(self._tape.geometry(value.value)[0], value.content)
+            _, offset, size, stride, dtype = self._geometry(value.value, content)
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
                 return f"blank({tuple(size)}, {stride}, {self._object(dtype)}, device)"
             name = self._variable(content)
             if self._shown[name] == (offset, size, stride, dtype):
                 return name
-            return f"view({name}, {offset}, {tuple(size)}, {stride}, {self._object(dtype)})"
+            view = "within" if name.startswith("k") else "view"
+            return f"{view}({name}, {offset}, {tuple(size)}, {stride}, {self._object(dtype)})"
         if isinstance(value, list):
             return f"[{', '.join(self._argument(item, step, changes) for item in value)}]"
         if isinstance(value, Carried):
@@ -311,25 +356,30 @@ class _Writer:
         storage, writer = tape.contents[content].storage, tape.contents[content].writer
         assert content in self._cut.kept, f"content {content} is read before it is made"
         name = self._names[content] = f"k{content}"
-        use = _mask_of(tape, content) if _is_mask(tape, content, self._sources) else None
+        use = mask_of(tape, content) if _is_mask(tape, content, self._sources) else None
         at = len(self._kept)
         if use is None:
             self._kept.append(Kept(storage))
             self._line(f"{name} = kept({at})")
             self._shown[name] = None
+            self._brings(content, name)
         else:
             self._kept.append(Kept(storage, writer))
-            _, offset, size, stride, dtype = tape.geometry(use.value)
+            _, offset, size, stride, dtype = self._geometry(use.value, content)
             self._line(f"{name} = mask(kept({at}), {tuple(size)}, {stride}, {self._object(dtype)}, device)")
             self._shown[name] = (offset, size, stride, dtype)
-            self._held[name] = tape.storages[storage][1]
+            is_final = content in self._finals
+            if is_final:  # autograd saved it, and it moves as bits alone
+                self._give(self._finals.pop(content), name)
+            if not (is_final and self.gives_memory):
+                self._held[name] = self._nbytes(content)
         return name
 
     def _object(self, value: Any) -> str:
         name = self._objects.get(id(value))
         if name is None:
             name = self._objects[id(value)] = f"x{len(self._objects)}"
-            self._env[name] = value
+            self.env[name] = value
         return name
 
 

@@ -12,35 +12,42 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
 
-from memo.errors import UsageError
+from memo.errors import SwapError, UsageError
 from memo.lru import LRU
+from memo.swap.engine.handles import Kept
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.checksums import Checksums
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
 from memo.swap.recompute.record.dispatch_mode import Aside
+from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
 from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
+from memo.swap.recompute.tape.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
+from memo.swap.recompute.tape.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
-from memo.swap.recompute.tape.replay import Replay, Wanted
+from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
+from memo.swap.recompute.tape.rows import readings_of
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.tape.trial import Unlike, try_out
+from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
-from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
+from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels, setting_of
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.handles import Handle, Sharded
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
@@ -55,6 +62,8 @@ MOST_KINDS = 512
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
+MOST_OVER = 9 / 8
+"""Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
 
 _Parts = dict["SavedStorage", "TokenPrefix"]
 
@@ -65,6 +74,7 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
+    steps: ClassVar[tuple[int, ...]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +97,10 @@ class Tapes:
         default: setting of layers that `choose` has not named.
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
+        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
+        most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
+            prove a token axis; None: no bound.
     """
 
     def __init__(
@@ -98,6 +112,8 @@ class Tapes:
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
+        piece: int | None = None,
+        most_held: int | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -105,22 +121,29 @@ class Tapes:
         self.repeated: dict[str, str] = {}
         """Layer -> reason, for layers of which all is repeated for lack of room."""
         self.deviation: dict[str, float] = {}
-        """Divided layers; 0: equal bit for bit."""
+        """Divided layer -> largest difference found by its trial, in units of its bound; 0: equal bit for bit."""
         self.worst_deviation = 0.0
+        """Largest difference of all passed trials, also of earlier lengths and settings."""
         self.trials_run = 0
         self._engine = engine
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
+        self._exact = exact
+        self._piece = piece
+        self._most_held = most_held
         self._open: _Open | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
-        self._plans: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_PLANS)
+        self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
-        self._expected: LRU[tuple[Any, ...], Plan | _Refused] = LRU(MOST_KINDS)
+        self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
+        self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
         self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
+        self._agreements = Agreements(self._ranks)
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -128,6 +151,8 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                local_part(tensor)  # that it waits for a collective is an operator of the layer
             with Aside(now.recorder):  # type: ignore[arg-type]
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
@@ -243,8 +268,10 @@ class Tapes:
         recorder = Recorder(
             local_part(hidden),
             tensors,
-            holds=expected.holds if isinstance(expected, Plan) else None if expected is None else {},
+            holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
             checksums=Checksums(self._engine.backend.device) if expected is None else None,
+            here=self._engine.backend.current_stream,
+            all_bits=self._ranks.talks(layer.name),
         )
         self._open = _Open(layer, group, recorder, setting, kind)
         group.held = True
@@ -317,65 +344,241 @@ class Tapes:
         if _moves_all(setting):
             return {}
         name = call.layer.name
-        opaque = call.recorder.changed_unseen()
+        opaque = self._opaque_in(call, recorded)
+        kind = (setting, call.recorder.values[0][2])
+        shared = self._agreements.shared(name, kind, call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
         key = (name, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
         self._last[name] = key
         found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = self._made(call, recorded, opaque, setting)
-            self._expected[call.kind] = self._next(call, recorded, opaque, setting, found)
+        if found is None or not shared.allow(found.steps):
+            trials = self.trials_run
+            tape = self._tape(recorded, opaque)
+            found, shared = self._made(call, recorded, tape, setting, shared)
+            self._plans[key] = found
+            if call.kind not in self._expected or self.trials_run > trials:
+                self._expected[call.kind] = self._next(call, recorded, tape, setting, shared, found)
         if isinstance(found, _Refused):
             if found.reason is not None:
                 self._refuse(name, found.reason)
             return {}
-        self.deviation[name] = 0.0
+        self.deviation[name] = 0.0 if isinstance(found, Plan) else found.deviation
         self.refused.pop(name, None)
-        replay = recorded.replay(found, self._engine, together=self._ranks.talks(name) and bool(found.collectives))
+        together = any(shared.repeated_by(found.steps))
+        if isinstance(found, RangedPlan):
+            return recorded.parts(found, recorded.ranges(found, self._engine, together=together), self._engine)
+        replay = recorded.replay(found, self._engine, together=together)
         return {
             saved: TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
             for storage in found.wanted
             if (saved := recorded.saved.get(storage)) is not None
         }
 
-    def _made(self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting) -> Plan | _Refused:
-        """The plan of a new log, tried out; or why there is none."""
-        tape, bans = self._tape(recorded, opaque), self._bans.get(call.layer.name, NO_BANS)
+    def _opaque_in(self, call: _Open, recorded: _Recorded) -> frozenset[int]:
+        """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
+        key = (call.layer.name, recorded.key)
+        opaque = self._opaque.get(key)
+        if opaque is None:
+            opaque = self._opaque[key] = call.recorder.changed_unseen()
+        return opaque
+
+    def _made(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | RangedPlan | _Refused, Shared]:
+        """The plan of a new log, or why there is none, and what was agreed with other ranks.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        if shared.numbers and shared.agreed is None:
+            plan, shared = self._settled(call, recorded, tape, setting, shared)
+            if plan is not None:
+                return plan, shared
+        if not shared.numbers:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+            if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
+                return shown, shared
+        if not shared.always:
+            return self._tried(call, recorded, tape, setting, shared), shared
+        assert shared.agreed is not None
+        wrong, opaque = shared.agreed.known_of(tape)
+        tape = self._tape(recorded, opaque)
+        plan = self._plan(call, recorded, tape, setting, shared, wrong)
+        if plan is None:
+            raise SwapError(
+                f"{call.layer.name} was to be recomputed together with other ranks, and now must not be: a collective"
+                " that they repeat cannot be repeated here; exclude it with alpha=1"
+            )
+        return plan, shared
+
+    def _plan(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> Plan | None:
+        """A plan that repeats the collectives that were agreed on; None if there is none."""
+        bans, wanted = shared.never.union(wrong), recorded.wanted
+        try:
+            chosen = self._bans.get(call.layer.name, NO_BANS)
+            cut = choose(tape, setting, recorded.sources, wanted, recorded.stuck, bans, chosen, shared.always)
+        except ValueError:
+            return None
+        plan = plan_of(tape, cut, recorded.sources, wanted)
+        return plan if plan.wanted else None
+
+    def _settled(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[Plan | None, Shared]:
+        """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
+
+        All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
+        left to this rank alone.
+        """
+        name, ranks = call.layer.name, self._ranks
         wrong: set[int] = set()
+        for _ in range(MOST_TRIALS):
+            settled = self._agreements.settle(
+                name, shared, self._proposed(call, recorded, tape, setting, shared, wrong)
+            )
+            plan = self._plan(call, recorded, tape, setting, settled, wrong) if settled.always else None
+            if not ranks.all_have(name, plan is not None):
+                break
+            assert plan is not None
+            unlike = self._unlike(call, recorded, plan)
+            if ranks.all_have(name, unlike is None):
+                assert settled.agreed is not None
+                agreed = Agreed(
+                    repeats=settled.agreed.repeats,
+                    operators=tuple(step.operator for step in tape.steps),
+                    wrong=frozenset(wrong),
+                    opaque=self._opaque_in(call, recorded),
+                )
+                return plan, self._agreements.add(name, shared, agreed)
+            if unlike is not None:
+                wrong |= {step.number for step in tape.steps} if unlike.step is None else {unlike.step}
+        return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
+
+    def _proposed(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+    ) -> tuple[bool, ...]:
+        """Which collectives this rank would repeat, in this call and in the ones that are held for."""
+        proposed, bans = (True,) * len(shared.numbers), self._bans.get(call.layer.name, NO_BANS)
+        for sources in (recorded.sources, dataclasses.replace(recorded.sources, everything=True)):
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.apart.union(wrong), bans)
+            repeated = shared.repeated_by(cut.replayed)
+            proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
+        return proposed
+
+    def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
+        """A plan that other ranks have no part in, tried out; or why there is none."""
+        wrong, bans = set(shared.never), self._bans.get(call.layer.name, NO_BANS)
         reason = None
         for _ in range(MOST_TRIALS):
             cut = choose(tape, setting, recorded.sources, recorded.wanted, recorded.stuck, wrong, bans)
             if not cut.replayed:
                 return _Refused(reason, frozenset(wrong))
             plan = plan_of(tape, cut, recorded.sources, recorded.wanted)
+            # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
+            form = (call.layer.name, setting, *(word for word in recorded.key.log if type(word) is not int), plan.steps)
+            if form in self._shown:
+                return plan
             try:
-                self.trials_run += 1
-                began = now_s(self._engine.backend.device)
-                try_out(recorded.replay(plan, self._engine))
-                self._count(call, recorded, tape, cut, now_s(self._engine.backend.device) - began)
-                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
-            except Unlike as unlike:
-                reason = str(unlike)
-                if unlike.step is None:
-                    return _Refused(reason, frozenset(wrong))
-                wrong.add(unlike.step)
+                unlike = self._unlike(call, recorded, plan)
             except torch.OutOfMemoryError:
                 return _Refused("there was no device memory to try its replay out", frozenset(wrong))
+            if unlike is None:
+                self._shown[form] = True
+                return dataclasses.replace(plan, wrong=frozenset(wrong)) if wrong else plan
+            reason = str(unlike)
+            if unlike.step is None:
+                return _Refused(reason, frozenset(wrong))
+            wrong.add(unlike.step)
         return _Refused(reason, frozenset(wrong))
 
+    def _in_ranges(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
+    ) -> RangedPlan | None:
+        """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
+        if setting is Level.SAVE_INPUT:
+            return None
+        levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
+        assert isinstance(levels, TokenLevels)
+        if tape.readings is None:
+            tape.readings = list(readings_of(tape, call.recorder.carried))
+        chosen = self._bans.get(call.layer.name, NO_BANS)
+        bans = {level: banned(tape, level, chosen=chosen) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        least = {
+            level: cheapest(problem_of(tape, bans[level], sources, recorded.wanted, recorded.stuck, tape.costs), 1, 0)
+            for level in bans
+        }
+        every = sum(8 * tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
+        for rows in tape.readings:
+            first, second = ends = levels.ends(rows.tokens)
+            is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+            if first == rows.tokens or not (is_mixed or self._piece or self._most_held):
+                continue
+            plan = ranged_plan_of(
+                rows,
+                ends,
+                bans.__getitem__,
+                sources,
+                recorded.wanted,
+                recorded.stuck,
+                piece=self._piece,
+                most_held=self._most_held,
+            )
+            bits = first * every + (second - first) * least[Level.SAVE_MATMULS].keep_cost
+            bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION].keep_cost
+            if plan is not None and 8 * plan.nbytes * rows.tokens <= MOST_OVER * bits:
+                return plan
+        return None
+
+    def _shown_ranges(self, call: _Open, recorded: _Recorded, plan: RangedPlan) -> RangedPlan | None:
+        """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
+        device = self._engine.backend.device
+        try:
+            self.trials_run += 1
+            began = now_s(device)
+            worst = try_out_ranges(recorded.ranges(plan, self._engine), exact=self._exact)
+            seconds = now_s(device) - began
+            if plan.whole is not None:
+                try_out(recorded.replay(plan.whole, self._engine))
+        except (Unlike, torch.OutOfMemoryError):
+            return None
+        self.worst_deviation = max(self.worst_deviation, worst)
+        self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
+        return dataclasses.replace(plan, deviation=worst)
+
+    def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
+        """Tries a plan out; None if it gave what autograd saved."""
+        self.trials_run += 1
+        began = now_s(self._engine.backend.device)
+        try:
+            try_out(recorded.replay(plan, self._engine))
+        except Unlike as unlike:
+            return unlike
+        self._count(call, recorded, plan.tape, plan.cost, now_s(self._engine.backend.device) - began)
+        return None
+
     def _next(
-        self, call: _Open, recorded: _Recorded, opaque: frozenset[int], setting: Setting, found: Plan | _Refused
-    ) -> Plan | _Refused:
+        self,
+        call: _Open,
+        recorded: _Recorded,
+        tape: Tape,
+        setting: Setting,
+        shared: Shared,
+        found: Plan | RangedPlan | _Refused,
+    ) -> Plan | RangedPlan | _Refused:
         """The plan that the next call is recorded for: as if all that this one made could be kept."""
-        if self._ranks.talks(call.layer.name):
-            return found
-        tape = self._tape(recorded, opaque)
         sources = dataclasses.replace(recorded.sources, everything=True)
         bans = self._bans.get(call.layer.name, NO_BANS)
-        cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans)
+        if isinstance(found, RangedPlan):
+            return self._in_ranges(call, recorded, tape, setting, sources) or found
+        try:
+            cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, shared.never, bans, shared.always)
+        except ValueError:
+            return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
-    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, cut: Cut, seconds: float) -> None:
+    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
         costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
         hidden = call.recorder.tensors[0]
@@ -406,8 +609,15 @@ class Tapes:
             },
             beside_per_token={Level.SAVE_MATMULS: beside / tokens},
         )
+        half = self._in_ranges(call, recorded, tape, TokenLevels.of_alpha(0.5), sources)
+        if half is not None:
+            tokens = half.rows.tokens
+            counts = ranged_costs_of(
+                half.rows, lambda level: banned(tape, level), sources, recorded.wanted, recorded.stuck
+            )
+            costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
         for level, other in at.items():
-            costs.ran(level, tokens, seconds * other.replay_cost / max(1, cut.replay_cost))
+            costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
     def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
         return self._tape_of(recorded.key, opaque)
@@ -443,6 +653,7 @@ class _Recorded:
         self.wanted: tuple[int, ...]
         self.stuck: tuple[int, ...]
         self.saved: dict[int, SavedStorage] = {}
+        self._lent: set[int] = set()  # local parts of parameters and buffers
         self._call: _Open
 
     @classmethod
@@ -457,6 +668,7 @@ class _Recorded:
             if is_recordable(local_part(tensor))
         }
         free, saved, held = set(), set(), set()
+        own: set[ref[torch.UntypedStorage]] | None = None
         for number, tensor in recorder.tensors.items():
             birth, nbytes, _ = recorder.storages[number]
             storage = tensor.untyped_storage()
@@ -471,8 +683,16 @@ class _Recorded:
                     self.saved[number] = known
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
-            elif storage.nbytes() == nbytes:
-                held.add(number)
+            else:
+                if own is None and birth is Birth.FOUND:
+                    own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
+                if storage.nbytes() != nbytes:
+                    continue
+                if birth is Birth.FOUND and own is not None and ref(storage) in own:
+                    free.add(number)
+                    self._lent.add(number)
+                else:
+                    held.add(number)
         self.stuck = tuple(
             sorted(
                 number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
@@ -487,13 +707,12 @@ class _Recorded:
     def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
         """The replay of this call by a plan."""
         recorder = self._call.recorder
-        kept = []
-        for item in plan.kept:
-            if item.bits_of >= 0:
-                bits = recorder.bits[item.bits_of]
-                kept.append((engine.pack(bits), bits.untyped_storage().nbytes()))
-            else:
-                kept.append((engine.pack(recorder.tensors[item.storage]), recorder.storages[item.storage][1]))
+        kept = [
+            self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
+            if item.bits_of >= 0
+            else self._brought(recorder.tensors[item.storage], item.storage, engine)
+            for item in plan.kept
+        ]
         wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
         return Replay(
             engine,
@@ -505,6 +724,75 @@ class _Recorded:
             together=together,
         )
 
+    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
+        """The replays of this call by a plan of token ranges, in the order in which they run."""
+        recorder, rows = self._call.recorder, plan.rows
+        found: list[RangedReplay] = []
+        for span in plan.spans:
+            slices, kept = [], []
+            for item in span.plan.kept:
+                is_whole = item.storage in self.saved or item.storage in self.sources.free
+                part = slice_of(rows, span, item, is_whole=is_whole)
+                slices.append(part)
+                if item.bits_of >= 0:
+                    kept.append(
+                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
+                    )
+                else:
+                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
+            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
+            found.append(
+                RangedReplay(
+                    engine,
+                    self._call.layer.name,
+                    span,
+                    kept,
+                    slices,
+                    carried=recorder.carried,
+                    wanted=wanted,
+                    before=found[-1] if found else None,
+                    together=together,
+                )
+            )
+        return found
+
+    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> _Parts:
+        """The storages of which a plan of token ranges moves a part."""
+        rows = plan.rows
+        found = {
+            self.saved[storage]: TokenPrefix(
+                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
+            )
+            for storage, (at, first) in plan.heads.items()
+        }
+        if plan.whole is not None:
+            replay = self.replay(plan.whole, engine)
+            for storage in plan.whole.wanted:
+                saved = self.saved[storage]
+                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+        return found
+
+    def _brought(
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        engine: Engine,
+        part: Slice | None = None,
+        tokens: int = 0,
+    ) -> Brought:
+        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
+        recorder, storage = self._call.recorder, tensor.untyped_storage()
+        if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
+            return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+        if number in self._lent:
+            return Brought(Kept(tensor), storage.nbytes())
+        home = recorder.streams.get(number)
+        here = home is None or home == engine.backend.current_stream()
+        with nullcontext() if here or home is None else engine.backend.stream_context(home):
+            if part is not None:
+                tensor = part_to_keep(tensor, part, tokens)
+            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
+
 
 def choose(
     tape: Tape,
@@ -514,20 +802,66 @@ def choose(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans = NO_BANS,
+    always: Iterable[int] = (),
 ) -> Cut:
-    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture."""
+    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
+
+    Steps of `wrong` are never replayed, those of `always` are in any case.
+
+    Raises:
+        ValueError: a step of `always` cannot be replayed.
+    """
     levels = setting if isinstance(setting, TokenLevels) else None
     named = setting if isinstance(setting, Level) else _only(levels)
     if named is not None:
-        return _at(tape, named, sources, wanted, stuck, wrong, bans)
+        return _at(tape, named, sources, wanted, stuck, wrong, bans, always)
     assert levels is not None
     most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
+    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
     matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
     target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    points = curve(_problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans))
+    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans, always)
+    points = curve(problem)
     below = [cut for cut in points if cut.keep_cost <= target]
-    return min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost)) if below else attention
+    if not below:
+        return attention
+    best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
+    return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
+
+
+def _filled(
+    tape: Tape, problem: Problem, cut: Cut, target: float, wanted: tuple[int, ...], stuck: tuple[int, ...]
+) -> Cut:
+    """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
+
+    In the order of the seconds that they spare for each byte. It is the better of what this greedy order finds; the best
+    choice of storages is a knapsack.
+    """
+    kept = list(stuck)
+    while True:
+        best: tuple[float, int, Cut] | None = None
+        for storage in wanted:
+            room = target - cut.keep_cost
+            if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
+                continue
+            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
+            more = other.keep_cost - cut.keep_cost
+            if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
+                gain = (cut.replay_cost - other.replay_cost) / max(1, more)
+                if best is None or gain > best[0]:
+                    best = gain, storage, other
+        if best is None:
+            return cut
+        kept.append(best[1])
+        cut = best[2]
+
+
+def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
+    """The problem with some contents kept in any case."""
+    changed = list(problem.contents)
+    for content in contents:
+        changed[content] = dataclasses.replace(changed[content], made_by=None)
+    return dataclasses.replace(problem, contents=changed)
 
 
 def _only(levels: TokenLevels | None) -> Level | None:
@@ -546,8 +880,9 @@ def _at(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans,
+    always: Iterable[int] = (),
 ) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans), 1, 0)
+    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans, always), 1, 0)
 
 
 def _problem(
@@ -558,8 +893,16 @@ def _problem(
     stuck: Iterable[int],
     wrong: Iterable[int],
     bans: Bans,
+    always: Iterable[int] = (),
 ) -> Problem:
-    return problem_of(tape, banned(tape, level, chosen=bans, also=wrong), sources, wanted, stuck, tape.costs)
+    never = banned(tape, level, chosen=bans, also=wrong)
+    return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_recordable(local_part(tensor)):
+            yield tensor
 
 
 def _moves_all(setting: Setting) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -23,21 +23,19 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.kernels import pack_mask
-from memo.swap.recompute.axis.operators import Operator, operator_of
+from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
 from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.tensor_kinds import has_storage, local_part
 
 if TYPE_CHECKING:
+    from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.checksums import Checksums
     from memo.swap.recompute.record.token_local_functions import TokenLocalCall
 
-__all__ = ["Birth", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
+__all__ = ["Birth", "Collective", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
 
 Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Number of the storage; offset, sizes and strides in elements; type."""
-
-Key = tuple[tuple[Any, ...], tuple[Geometry, ...], tuple["Storage", ...]]
-"""Log, values and storages of one call."""
 
 
 class Mark(enum.Enum):
@@ -90,25 +88,64 @@ Storage = tuple[Birth, int, int]
 """Origin, bytes, and the number of the operator that made it; -1 for others."""
 
 
+class Key:
+    """Log, values and storages of one call; hashed once."""
+
+    __slots__ = ("_hash", "log", "storages", "values")
+
+    def __init__(self, log: Sequence[Any], values: Sequence[Geometry], storages: Sequence[Storage]) -> None:
+        self.log = tuple(log)
+        self.values = tuple(values)
+        self.storages = tuple(storages)
+        self._hash = hash((self.log, self.values, self.storages))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Key)
+            and self._hash == other._hash
+            and self.log == other.log
+            and self.values == other.values
+            and self.storages == other.storages
+        )
+
+
 class Function:
     """A function of the program that the log has as one operator.
 
     Args:
         function: takes and returns tensors.
         repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        talks: it ran collectives.
+        axis_after: declared token axis of the result (`token_local`).
     """
 
-    __slots__ = ("function", "repeats")
+    __slots__ = ("axis_after", "function", "repeats", "talks")
 
-    def __init__(self, function: Callable[..., Any], *, repeats: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        repeats: bool,
+        talks: bool = False,
+        axis_after: Callable[..., Axis | None] | None = None,
+    ) -> None:
         self.function = function
         self.repeats = repeats
+        self.talks = talks
+        self.axis_after = axis_after
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.repeats, self.talks
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and (self.function, self.repeats) == (other.function, other.repeats)
+        return isinstance(other, Function) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.function, self.repeats))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", "a function")
@@ -118,8 +155,18 @@ _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 _ATEN = torch.ops.aten
-_DRAWS_BITS = {_ATEN.bernoulli_.float: 0, _ATEN.bernoulli.default: 0, _ATEN.native_dropout.default: 1}
-"""Random operators that give zeros and ones, and which of their results those are."""
+_DROPOUT = _ATEN.native_dropout.default
+_DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
+"""Random operators that give zeros and ones; of dropout's results the log has the mask alone."""
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout makes of its mask, in the kernel of its backward, which computes the same."""
+    out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
+    return out
+
+
+_DROPPED = Function(_dropped, repeats=True)
 
 
 def is_recordable(tensor: torch.Tensor) -> bool:
@@ -132,6 +179,16 @@ def is_recordable(tensor: torch.Tensor) -> bool:
     )
 
 
+class Collective(NamedTuple):
+    """A collective of the call, or a function of the program that ran some."""
+
+    number: int
+    """Of the operator."""
+    name: str
+    groups: tuple[str, ...]
+    """Names of the process groups of several ranks that it was given."""
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode around one forward of a layer.
 
@@ -142,6 +199,8 @@ class Recorder(TorchDispatchMode):
             as bits), as the plan that is expected to fit will keep; None for a call of which nothing is known, where bits
             are held of every random 0/1 mask.
         checksums: checks that memory changes by recorded operators alone; None: no check.
+        here: the caller's compute stream.
+        all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
     """
 
     supports_higher_order_operators = True
@@ -163,6 +222,8 @@ class Recorder(TorchDispatchMode):
         *,
         holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
         checksums: Checksums | None = None,
+        here: Callable[[], int] = lambda: 0,
+        all_bits: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -174,15 +235,23 @@ class Recorder(TorchDispatchMode):
         """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
         self.bits: dict[int, torch.Tensor] = {}
         """Operator number -> the zeros and ones that it drew, one bit each."""
+        self.streams: dict[int, int] = {}
+        """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        self.collectives: list[Collective] = []
+        """In order; a call with other numbers in the same log may have other groups."""
+        self._within: list[str] | None = None  # groups of the function of the program that runs now
         self._suspects: list[tuple[int, torch.Tensor]] = []
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
+        self._here = here
+        self._all_bits = all_bits
         self._checksums = checksums
         self._count = 0
         self._exact = False
+        self._has_complex = False  # only then a view may be conjugated or negated
         self._born(hidden, Birth.INPUT)
         for tensor in given:
             if ref(tensor.untyped_storage()) not in self._numbers:
@@ -193,7 +262,7 @@ class Recorder(TorchDispatchMode):
     @property
     def key(self) -> Key:
         """The call's log, values and storages."""
-        return tuple(self.log), tuple(self.values), tuple(self.storages)
+        return Key(self.log, self.values, self.storages)
 
     @property
     def count(self) -> int:
@@ -203,17 +272,43 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         for kind in types:
             if kind not in _PLAIN and _dispatches(kind):
                 return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs) if kwargs else func(*args)
         operator = operator_of(func)
-        if self._checksums is not None:
-            return self._checked(operator, args, kwargs or {})
-        self._arguments(operator, args, kwargs)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and operator.group_at is not None:
+                self._within += _groups_of(operator, args)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if operator.group_at is not None and (groups := _groups_of(operator, args)):
+            self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
+        words, carried = len(self.log), len(self.carried)
+        try:
+            if self._checksums is not None:
+                return self._checked(operator, args, kwargs or {})
+            self._arguments(operator, args, kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:  # the layer may go on in another way
+            del self.log[words:], self.carried[carried:]
+            if self.collectives and self.collectives[-1].number == self._count:
+                self.collectives.pop()
+            raise
+        if func is _DROPOUT:
+            return self._dropout(operator, args, out)
         self._results(operator, out)
+        return out
+
+    def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
+        result, mask = out
+        if result.untyped_storage() is args[0].untyped_storage():  # not training
+            self._results(operator, out)
+            return out
+        self._results(operator, (None, mask))
+        self._arguments(_DROPPED, (args[0], mask, args[1]), None)
+        self._results(_DROPPED, result)
         return out
 
     def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +321,10 @@ class Recorder(TorchDispatchMode):
             for tensor in given:
                 self._check(tensor)
         out = operator.func(*args, **kwargs)
-        self._results(operator, out)
+        if operator.func is _DROPOUT:
+            self._dropout(operator, args, out)
+        else:
+            self._results(operator, out)
         if not operator.is_collective and not operator.allocates:  # whose results are not there yet
             made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
             checksums.note([*made, *given] if operator.writes else made)
@@ -272,9 +370,12 @@ class Recorder(TorchDispatchMode):
 
     def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
         """The word of a tensor, which gets a number if it has none."""
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        if self._has_complex and (tensor.is_conj() or tensor.is_neg()):
             return HIDDEN
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse
+            return HIDDEN
         number = self._numbers.get(ref(storage))
         if number is None:
             if not is_recordable(tensor):
@@ -292,6 +393,7 @@ class Recorder(TorchDispatchMode):
         number = len(self.values)
         if number == len(_REFS):
             _REFS.append(Ref(number))
+        self._has_complex = self._has_complex or geometry[4].is_complex
         word = self._by_geometry[geometry] = _REFS[number]
         self.values.append(geometry)
         return word
@@ -318,13 +420,14 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            position = _DRAWS_BITS.get(getattr(operator, "func", None))
-            if position is not None:
-                self.bits[self._count] = pack_mask(_tensors_in(out)[position])
+            if getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
+            elif self._all_bits and (position := _DRAWS_BITS.get(getattr(operator, "func", None))) is not None:
+                self._hold(out, (position,), as_bits=True)
         self._count += 1
 
     def _result(self, out: Any) -> None:
@@ -345,10 +448,12 @@ class Recorder(TorchDispatchMode):
                 continue
             if as_bits:
                 self.bits[self._count] = pack_mask(results[position])
+                self.streams[-1 - self._count] = self._here()
             else:
                 number = self._numbers.get(ref(results[position].untyped_storage()))
                 if number is not None:
                     self.tensors[number] = _alias(results[position])
+                    self.streams[number] = self._here()
 
     def save(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
@@ -400,7 +505,10 @@ class Recorder(TorchDispatchMode):
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
         """Runs a function that may be called again (memo.swap.token_local)."""
         result: torch.Tensor = self._run(
-            Function(call.function, repeats=True), call.function, (call.x, *call.others), {}
+            Function(call.function, repeats=True, axis_after=call.axis_after),
+            call.function,
+            (call.x, *call.others),
+            {},
         )
         return result
 
@@ -409,14 +517,19 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if self.asleep:
             return function(*args, **kwargs)
-        with Aside(self):  # type: ignore[arg-type]
-            self._arguments(operator, args, kwargs)
-            before = self._count
+        self._within, self.asleep = [], True
+        try:
             out = function(*args, **kwargs)
-            assert self._count == before
+        finally:
+            groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
+        with Aside(self):  # type: ignore[arg-type]
+            if groups:
+                operator = Function(function, repeats=operator.repeats, talks=True)
+                self.collectives.append(Collective(self._count, repr(operator), groups))
+            self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
             self._results(operator, _local_parts(out))
             if self._checksums is not None:
-                self._checksums.note([tensor for tensor in _tensors_in(out) if has_storage(tensor)])
+                self._checksums.note([tensor for tensor in _tensors_in(_local_parts(out)) if has_storage(tensor)])
         return out
 
 
@@ -439,6 +552,12 @@ def _dispatches(kind: type) -> bool:
     """True for a subclass of tensors that handles operators itself."""
     own = getattr(kind, "__torch_dispatch__", None)
     return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _groups_of(operator: Operator, args: Sequence[Any]) -> tuple[str, ...]:
+    """Name of the process group of a collective; nothing for one rank alone."""
+    group = group_of(operator.func, args)
+    return () if group is None or group.size() < 2 else (group.group_name,)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -12,19 +12,21 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from memo.errors import MemoError, SwapError
+from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Handle, Kept, Sharded
+    from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
+    from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
 
-__all__ = ["Replay", "ReplayFailed", "Wanted", "Whole"]
+__all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
 
 
 class ReplayFailed(Exception):
@@ -42,8 +44,6 @@ class Wanted:
     hold: weakref.ref[Hold]
     """Dead when backward is through with it."""
     nbytes: int
-    adoptable: bool = True
-    """Nothing else writes into the memory that is given."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,33 @@ class Whole:
 
 _WHOLE = Whole()
 
-Take = Callable[[Whole, Wanted, torch.Tensor], None]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Brought:
+    """Something that a plan keeps of one call."""
+
+    packed: Packed
+    nbytes: int
+    """Of its storage."""
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+    """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
+
+
+class Precision(NamedTuple):
+    """Settings of torch that operators heed, besides what they are given."""
+
+    matmul: str
+    default: torch.dtype
+
+    @classmethod
+    def now(cls) -> Precision:
+        """Those in force."""
+        return cls(torch.get_float32_matmul_precision(), torch.get_default_dtype())
+
+    def set(self) -> None:
+        """Puts them in force."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.set_default_dtype(self.default)
 
 
 class Replay:
@@ -66,11 +92,10 @@ class Replay:
         engine: brings back what is kept.
         name: of the layer, for messages.
         plan: which steps.
-        kept: what the plan keeps, packed, in its order, with the bytes of its storage.
+        kept: what the plan keeps, in its order.
         carried: arguments of the call that the plan does not hold.
         wanted: storages that it gives, in the plan's order.
         together: other ranks run it at the same place in their backward.
-        ran: told the seconds of each replay.
     """
 
     def __init__(
@@ -78,7 +103,7 @@ class Replay:
         engine: Engine,
         name: str,
         plan: Plan,
-        kept: Sequence[tuple[Handle | Kept | Sharded, int]],
+        kept: Sequence[Brought],
         *,
         carried: Sequence[Any],
         wanted: Sequence[Wanted],
@@ -91,6 +116,7 @@ class Replay:
         self._engine = engine
         self._kept = kept
         self._carried = carried
+        self._precision = Precision.now()
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
@@ -124,38 +150,47 @@ class Replay:
             ReplayFailed: a step raised an error, or gave memory of another size.
             torch.OutOfMemoryError: there was no room.
         """
-        device = self._engine.backend.device
 
         def give(position: int, made: torch.Tensor) -> None:
             want = self.wanted[position]
             storage = made.untyped_storage()
             if storage.nbytes() != want.nbytes:
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
-            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
 
-        with _as_recorded(device):
+        self._run(self.plan, self._bring, give)
+
+    def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
+        """Runs the code of a plan."""
+        device = self._engine.backend.device
+        with _as_recorded(device, self._precision):
             try:
-                self.plan.replay(self._bring, self._carried, give, device)
+                plan.replay(bring, self._carried, give, device)
             except (MemoError, ReplayFailed, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise ReplayFailed(self._failed_step(error), _first_line(error)) from error
+                raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
         """What the plan keeps at `position`, back on the device."""
-        handle, nbytes = self._kept[position]
-        tensor = self._engine.unpack(handle, by_backward=False)
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if tensor.untyped_storage().nbytes() < nbytes:
+        kept = self._kept[position]
+        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+        storage = tensor.untyped_storage()
+        if kept.storage is not None and kept.storage() is not storage:
+            raise SwapError(
+                f"a parameter of {self.name} was replaced between forward and backward; exclude it with alpha=1"
+            )
+        if storage.nbytes() < kept.nbytes:
             raise SwapError(
                 f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
                 " with alpha=1"
             )
         return tensor.detach()
 
-    def _failed_step(self, error: BaseException) -> int | None:
+    @staticmethod
+    def _failed_step(plan: Plan, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
-        return self.plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+        return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
 
 
 def _first_line(error: BaseException) -> str:
@@ -164,7 +199,14 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_recorded(device: torch.device) -> Iterator[None]:
-    """Below autograd and autocast, where the steps were recorded."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
+    """Below autograd and autocast, where the steps were recorded, and with the settings that were in force."""
+    now = Precision.now()
+    if now != precision:
+        precision.set()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if now != precision:
+            now.set()

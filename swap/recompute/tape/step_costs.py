@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 
+from memo.lru import LRU
 from memo.swap.recompute.tape.recorder import Function
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use
 from memo.swap.recompute.tape.work import Work, picoseconds_of, rates_of, work_of
 
 __all__ = ["step_costs"]
+
+
+_KNOWN: LRU[tuple[str, tuple[Any, ...]], int] = LRU(8192)
+"""Layers repeat, and so do their operators; a call that takes another path has few new ones."""
 
 
 def step_costs(tape: Tape, device_type: str) -> list[int]:
@@ -31,6 +36,13 @@ def step_costs(tape: Tape, device_type: str) -> list[int]:
         return None if isinstance(value, Hidden) else value
 
     def cost(step: Step) -> int:
+        key = (step.operator, *(_shape(tape, value) for value in (*step.args, *step.kwargs.values())))
+        known = _KNOWN.get((device_type, key))
+        if known is None:
+            known = _KNOWN[device_type, key] = derived(step)
+        return known
+
+    def derived(step: Step) -> int:
         written = sum(tape.storage(content)[1] for content in step.makes)
         work = Work(flops=0, nbytes=2 * written)
         dtype = torch.float32
@@ -42,4 +54,12 @@ def step_costs(tape: Tape, device_type: str) -> list[int]:
                 dtype = out.dtype
         return picoseconds_of(work, rates_of(device_type, dtype))
 
-    return [cost(step) for step in tape.steps]
+    return [cost(step) if step.makes else 1 for step in tape.steps]
+
+
+def _shape(tape: Tape, value: Any) -> Any:
+    if isinstance(value, Use):
+        return tape.geometry(value.value)[2:]
+    if isinstance(value, list):
+        return tuple(_shape(tape, item) for item in value)
+    return None if isinstance(value, (Carried, Hidden)) else value

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memo.swap.recompute.record.filled import Region, covers, region_of
 from memo.swap.recompute.tape.recorder import (
@@ -33,6 +33,9 @@ from memo.swap.recompute.tape.recorder import (
     Ref,
     Storage,
 )
+
+if TYPE_CHECKING:
+    from memo.swap.recompute.tape.rows import TokenRows
 
 __all__ = ["Carried", "Content", "Hidden", "Step", "Tape", "Use", "uses_in"]
 
@@ -104,7 +107,7 @@ class Tape:
     """
 
     def __init__(self, key: Key, opaque: frozenset[int] = frozenset()) -> None:
-        log, self.values, self.storages = key
+        log, self.values, self.storages = key.log, key.values, key.storages
         self.contents: list[Content] = []
         self.steps: list[Step] = []
         self.saved: list[Use] = []
@@ -114,6 +117,8 @@ class Tape:
         self.opaque = set(opaque)
         self.costs: list[int] = []
         """Of repeating each step, in picoseconds (step_costs.py)."""
+        self.readings: list[TokenRows] | None = None
+        """Ways to divide it by tokens (rows.py); None: not read yet."""
         self._now: list[int] = []
         self._written: dict[int, list[Region] | None] = {}  # regions of storages that were allocated without writing
         self._uninitialised: set[int] = set()  # of which something was read that nothing had written

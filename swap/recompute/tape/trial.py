@@ -1,20 +1,33 @@
-"""Trial of a replay: runs it at the end of the forward, and compares what it gives with what autograd saved, bit for bit."""
+"""Trial of a replay: runs it at the end of the forward, and compares what it gives with what autograd saved, bit for bit.
+
+A replay of a part of the tokens may round in another way, as products of fewer rows do, within a stated bound.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from memo.errors import MemoError
-from memo.swap.recompute.comparison import have_same_bits
+from memo.swap.recompute.axis.token_axis import cut
+from memo.swap.recompute.comparison import have_same_bits, relative_difference
 from memo.swap.recompute.tape.replay import ReplayFailed
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Plan
+    from memo.swap.recompute.tape.ranged_plan import Piece, Span
+    from memo.swap.recompute.tape.ranged_replay import RangedReplay
     from memo.swap.recompute.tape.replay import Replay, Wanted, Whole
 
-__all__ = ["Unlike", "try_out"]
+__all__ = ["BOUND", "Unlike", "try_out", "try_out_ranges"]
+
+# Largest accepted root-mean-square difference between a replayed and a saved tensor, in units of the type's epsilon and of
+# the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
+# another order: one rounding of the result in half precision, a few in single and double. Wrong tokens differ by about 1.
+BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 class Unlike(Exception):
@@ -35,7 +48,7 @@ def try_out(replay: Replay) -> None:
     plan = replay.plan
     worst: int | None = None
 
-    def compare(span: Whole, want: Wanted, made: torch.Tensor) -> None:
+    def compare(span: Whole, want: Wanted, made: torch.Tensor, *, owned: bool) -> None:
         nonlocal worst
         hold = want.hold()
         if hold is None or hold.saved.source is None:
@@ -74,3 +87,64 @@ def _equal(plan: Plan, storage: int, source: torch.Tensor, made: torch.Tensor) -
         if not have_same_bits(ours, theirs):
             return False
     return True
+
+
+def try_out_ranges(replays: Sequence[RangedReplay], *, exact: bool) -> float:
+    """Runs the replays of token ranges while all that was saved is still there.
+
+    Returns:
+        Largest difference found, in units of BOUND; 0 for equal bits.
+
+    Raises:
+        Unlike: a step could not run on a part of the tokens, or what it gave differs by more than the bound; or, where it is
+            to be `exact`, by as much as a rounding.
+        torch.OutOfMemoryError: there was no device memory for it.
+    """
+    worst = 0.0
+    for replay in replays:
+
+        def compare(piece: Piece, want: Wanted, made: torch.Tensor, replay: RangedReplay = replay) -> None:
+            nonlocal worst
+            hold = want.hold()
+            if hold is None or hold.saved.source is None:
+                return
+            position = next(number for number, other in enumerate(replay.wanted) if other is want)
+            off = _difference(replay.span, replay.span.wanted[position], hold.saved.source, made, piece)
+            worst = max(worst, off)
+            if not off <= 1.0 or (exact and off > 0):  # also where it is no number
+                raise Unlike(None, f"a part of its tokens differs by {off:.3g} times the bound")
+
+        try:
+            replay.run(compare)
+        except ReplayFailed as failure:
+            raise Unlike(None, f"a part of its tokens cannot run again ({failure})") from failure.__cause__
+        except MemoError as error:
+            raise Unlike(None, str(error)) from error
+    return worst
+
+
+def _difference(span: Span, storage: int, source: torch.Tensor, made: torch.Tensor, piece: Piece) -> float:
+    """Largest difference of the tokens of a piece, over all that autograd saved of a storage, in units of BOUND."""
+    rows, count = span.rows, piece.stop - piece.first
+    tape, content = rows.tape, rows.tape.last[storage]
+    division = rows.rows[content]
+    whole = source.view(division.rows, rows.tokens, division.width)[:, piece.first : piece.stop]
+    if have_same_bits(made.view(division.rows, -1), whole.flatten(1)):
+        return 0.0
+    worst = 0.0
+    for value in {use.value for use in tape.saved if use.content == content}:
+        _, offset, size, stride, dtype = tape.geometry(value)
+        theirs = torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage(), offset, size, stride)
+        axis = rows.axes.get((value, content))
+        if axis is None:
+            return math.inf  # saved of a division that does not fit it
+        theirs = cut(theirs, axis, piece.first, piece.stop, rows.tokens).contiguous().view(1, -1)
+        _, offset, size, stride, dtype = rows.geometry(value, content, count)
+        ours = torch.empty(0, dtype=dtype, device=made.device).set_(made.untyped_storage(), offset, size, stride)
+        ours = ours.contiguous().view(1, -1)
+        if have_same_bits(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            continue
+        if dtype not in BOUND:
+            return math.inf
+        worst = max(worst, relative_difference(ours, theirs) / (torch.finfo(dtype).eps * BOUND[dtype]))
+    return worst

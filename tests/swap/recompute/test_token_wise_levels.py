@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import SwapError, UsageError
-from memo.swap.recompute.record.kept_results import Result
+from memo.swap.recompute.tape.ranged_plan import Piece
+from memo.swap.recompute.tape.ranged_replay import RangedReplay
 from memo.swap.token_levels import Level, TokenLevels, setting_of
 
 if TYPE_CHECKING:
@@ -165,8 +166,15 @@ def test_a_recompute_that_failed_between_two_ranges_is_made_up_for(
     manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
     with manager:
         loss = ours(2)(model, 0)
+    whole = RangedReplay._part
+
+    def broken_part(self: RangedReplay, position: int, piece: Piece) -> torch.Tensor:
+        if self.before is not None:  # the last tokens are in place already
+            raise SwapError("a read failed")
+        return whole(self, position, piece)
+
     with monkeypatch.context() as broken:
-        broken.setattr(Result, "give", lambda self, engine: (_ for _ in ()).throw(SwapError("a read failed")))
+        broken.setattr(RangedReplay, "_part", broken_part)
         with pytest.raises(SwapError, match="a read failed"):
             loss.backward(retain_graph=True)
     model.zero_grad()
@@ -268,7 +276,7 @@ def test_costs_of_all_levels_are_told_and_true(name: str, tmp_path: Path) -> Non
     manager.close()
     assert [cost.layer for cost in costs] == [layer.name for layer in manager.layers]
     for cost in costs:
-        assert set(cost.recompute_s_per_token) == {Level.SAVE_ALL, Level.SAVE_MATMULS, Level.SAVE_ATTENTION}
+        assert set(cost.recompute_s_per_token) >= {Level.SAVE_ALL, Level.SAVE_MATMULS, Level.SAVE_ATTENTION}
         assert cost.recompute_s_per_token[Level.SAVE_ALL] == 0
         assert all(cost.recompute_s_per_token[level] > 0 for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION))
         each = cost.bytes_per_token
