@@ -25,7 +25,7 @@ DEEPSEEK = {
     "intermediate_size": 64,
     "moe_intermediate_size": 16,
     "num_hidden_layers": 61,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 64,
@@ -61,8 +61,8 @@ def test_kinds_of_layers_of_a_configuration_are_told_apart(tmp_path: Path, capsy
     report = json.loads(capsys.readouterr().out)
     assert (report["tokens"], report["untold"]) == (32, {})
     dense, experts = report["kinds"]
-    assert dense["layers"] == ["model.layers.0"]
-    assert experts["layers"] == ["model.layers.1"]
+    assert dense["layers"] == ["model.layers.0", "model.layers.1"]
+    assert experts["layers"] == ["model.layers.2"]
     assert "aten.topk" in {row["operator"] for row in experts["rows"]} - {row["operator"] for row in dense["rows"]}
 
 

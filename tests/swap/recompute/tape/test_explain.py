@@ -98,7 +98,7 @@ def test_steps_that_are_replayed_are_those_that_run() -> None:
 
     expected: collections.Counter[str] = collections.Counter()
     plain, replayed = backward(alpha=1.0), backward(alpha=0.0)
-    assert expected["aten.gelu"] == 2
+    assert (expected["aten.gelu"], expected["aten.native_layer_norm"], expected["aten.addmm"]) == (2, 4, 6)
     for operator, count in expected.items():
         assert replayed[operator] - plain[operator] == count, operator
 
@@ -149,6 +149,15 @@ def test_text_folds_views_and_what_is_not_needed_and_json_has_all() -> None:
     assert [row["operator"] for row in given["rows"]] == [row.operator for row in found.rows]
     assert given["rows"][0]["fate"] == "moved"
     assert {"nbytes", "kept_nbytes", "replay_us"} <= given["rows"][0].keys()
+
+
+def test_the_last_call_is_explained() -> None:
+    model = stack()
+    with managed(model, alpha=0.0) as manager:
+        saved = manager.explain(0).saved_nbytes
+        with manager:
+            model(ids(seq=24)).backward()
+        assert manager.explain(0).saved_nbytes * 2 == saved
 
 
 def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
