@@ -345,7 +345,7 @@ class Manager:
             self._hooks += self._hook(position, layer)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
-        pack = self._engine.pack if idle else self._tokenwise.pack
+        pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
         pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()

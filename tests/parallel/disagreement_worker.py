@@ -15,9 +15,9 @@ import torch.distributed as dist
 from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 
 import memo
-from memo.errors import SwapError
 import memo.machine.node_share
 import memo.parallel.world
+from memo.errors import SwapError
 from memo.gpt.config import preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train.parallel_step import ParallelTrainer

@@ -44,6 +44,7 @@ from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
+from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -207,8 +208,11 @@ class Tapes:
             raise UsageError(f"{name} has no tape: {self._why_no_tape(name)}")
         _, log, opaque, sources, wanted, stuck, setting = key
         tape, found = self._tape_of(log, opaque), self._plans.get(key)
-        wrong, bans = frozenset() if found is None else found.wrong, self._bans.get(name, NO_BANS)
+        wrong, bans = getattr(found, "wrong", frozenset()), self._bans.get(name, NO_BANS)
         level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
+        ranged = isinstance(found, RangedPlan)
+        if ranged and isinstance(setting, TokenLevels) and not setting.attention:
+            level = Level.SAVE_MATMULS
         problem = _problem(tape, level, sources, wanted, stuck, wrong, bans)
         moves = isinstance(found, _Refused)  # all of it
         free = dataclasses.replace(sources, everything=True)  # as a call that was recorded for a plan
@@ -218,6 +222,8 @@ class Tapes:
             **{called: _at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
         }
         settings = [setting.name if isinstance(setting, Level) else str(setting), str(bans)]
+        if isinstance(found, RangedPlan):  # the tables tell of the tokens that are replayed
+            settings.append(f"in ranges of tokens, {format_bytes(found.nbytes)} kept; below, as if all were replayed")
         return explain(
             layer,
             setting="; ".join(filter(None, settings)),
@@ -227,7 +233,11 @@ class Tapes:
             sources=sources,
             wanted=wanted,
             stuck=stuck,
-            used=cheapest(problem, 0, 1) if moves else choose(tape, setting, sources, wanted, stuck, wrong, bans),
+            used=cheapest(problem, 0, 1)
+            if moves
+            else _at(tape, level, free, wanted, stuck, wrong, bans)
+            if ranged
+            else choose(tape, setting, sources, wanted, stuck, wrong, bans),
             named=points,
             curve=curve(at_attention),
         )
@@ -299,7 +309,7 @@ class Tapes:
             if call.group is not group:
                 return
             self._open = None
-            call.recorder.__exit__(None, None, None)
+            call.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         parts: _Parts = {}
         try:
             self._heard(group.module, output)
@@ -315,7 +325,7 @@ class Tapes:
         call, self._open = self._open, None
         hearing, self._hearing = self._hearing, None
         if call is not None:
-            call.recorder.__exit__(None, None, None)
+            call.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._engine.copy_out_held(call.group, {})
         if hearing is not None:
             hearing.__exit__(None, None, None)  # type: ignore[no-untyped-call]

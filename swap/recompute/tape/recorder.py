@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Birth", "Collective", "Function", "Geometry", "Key", "Mark", "Recorder", "Ref", "Storage", "is_recordable"]
 
-Geometry = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+Geometry = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 """Number of the storage; offset, sizes and strides in elements; type."""
 
 
@@ -153,7 +153,7 @@ class Function:
 
 _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.native_dropout.default
 _DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Plan
     from memo.swap.recompute.tape.ranged_plan import Piece, Span
     from memo.swap.recompute.tape.ranged_replay import RangedReplay
-    from memo.swap.recompute.tape.replay import Replay, Wanted, Whole
+    from memo.swap.recompute.tape.replay import Replay, Wanted
 
 __all__ = ["BOUND", "Unlike", "try_out", "try_out_ranges"]
 
@@ -48,7 +48,7 @@ def try_out(replay: Replay) -> None:
     plan = replay.plan
     worst: int | None = None
 
-    def compare(span: Whole, want: Wanted, made: torch.Tensor, *, owned: bool = False) -> None:
+    def compare(span: Any, want: Any, made: torch.Tensor, /, *, owned: bool = False) -> None:
         nonlocal worst
         hold = want.hold()
         if hold is None or hold.saved.source is None:

@@ -160,6 +160,12 @@ def test_the_last_call_is_explained() -> None:
         assert manager.explain(0).saved_nbytes * 2 == saved
 
 
+def test_ranges_of_tokens_say_what_they_keep_and_show_what_they_replay() -> None:
+    found = explained(stack(), alpha=0.5)
+    assert found.setting.startswith("alpha 0.5; in ranges of tokens, ")
+    assert found.used.name == "attention"
+
+
 def test_a_step_that_a_trial_found_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def try_out(replay: Replay) -> None:
         for number in replay.plan.steps:
