@@ -50,7 +50,7 @@ from memo.swap import (
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.distributed import ProcessGroup

@@ -133,7 +133,7 @@ class Unseen(torch.nn.Dropout):
 
 
 def computed_differently(rank: int) -> None:
-    """One rank counts its calls, which is its own business, and has a layer whose sums it cannot repeat: nor does the other."""
+    """One rank counts its calls, its own business, and has a layer whose sums it cannot repeat: nor does the other."""
     plain, managed = Training(None), Training({"host": "8MiB", "alpha": 0.0})
     if rank:
         managed.layers[1].dropout = Counting()

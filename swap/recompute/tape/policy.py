@@ -79,12 +79,8 @@ class _Refused:
 
     reason: str | None
     wrong: frozenset[int] = frozenset()
-<<<<<<< HEAD
-=======
     for_now: bool = False
     """The next call is tried out again."""
-    steps: ClassVar[tuple[int, ...]] = ()
->>>>>>> heirs
 
 
 @dataclasses.dataclass(slots=True)
