@@ -150,3 +150,25 @@ def test_a_kernel_that_rounds_by_place_gives_the_same_bits_again(exact: bool, tm
     assert use.deviation == 0.0
     assert manager.stats.bytes_recomputed > 0
     manager.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_another_rounding_of_a_part_is_within_the_stated_bound_or_not_taken(exact: bool, tmp_path: Path) -> None:
+    """To be exact, whole storages are replayed instead of a part of the tokens."""
+    model, reference = stack(make=RoundsByPlace), stack(make=RoundsByPlace)
+    manager = memo.offload(model, alpha=0.25, exact=exact, disk=tmp_path, min_bytes=1024)
+    got = train(model, lambda step: model(ids(step, batch=1)), manager, steps=1)
+    want = train(reference, lambda step: reference(ids(step, batch=1)), steps=1)
+    use = manager.report().tokenwise
+    assert use is not None
+    assert use.refused == {}
+    assert use.deviation <= (0.0 if exact else 1.0)
+    assert manager.stats.bytes_recomputed > 0
+    if exact:
+        assert_equal(got, want)
+    assert torch.equal(got[0].loss, want[0].loss)
+    for mine, theirs in zip(got[0].gradients, want[0].gradients, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    manager.close()

@@ -6,7 +6,35 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memo.swap.recompute.record.filled import Filled
+from memo.swap.recompute.record.filled import Region, covers, region_of
+
+
+class Written:
+    """What was written of a tensor's storage."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+    def wrote(self, tensor: torch.Tensor) -> None:
+        region = region_in_storage(tensor)
+        if region is not None:
+            self.regions.append(region)
+
+    def lacks(self, tensor: torch.Tensor) -> bool:
+        region = region_in_storage(tensor)
+        return tensor.numel() > 0 and (region is None or not covers(self.regions, region))
+
+
+def region_in_storage(tensor: torch.Tensor) -> Region | None:
+    item = tensor.itemsize
+    return region_of(
+        tensor.untyped_storage().nbytes(),
+        tensor.storage_offset() * item,
+        tuple(tensor.size()),
+        tuple(stride * item for stride in tensor.stride()),
+        item,
+    )
+
 
 SHAPE = (2, 3, 4, 8)
 WHOLE = slice(None)
@@ -20,8 +48,7 @@ def test_what_operators_wrote_is_counted_to_the_byte(
     written: list[tuple[slice, ...]], wanted: tuple[slice, ...], order: list[int]
 ) -> None:
     tensor = torch.zeros(SHAPE, dtype=torch.int16)
-    filled = Filled()
-    filled.allocated(tensor)
+    filled = Written()
     for view in written:
         tensor[view] = 1
         filled.wrote(tensor[view].permute(order))
@@ -32,8 +59,7 @@ def test_what_operators_wrote_is_counted_to_the_byte(
 @settings(max_examples=30, deadline=None)
 def test_a_row_in_two_parts_is_whole_however_many_rows_there_are(width: int, halves: bool) -> None:
     tensor = torch.empty(50_000, 8)
-    filled = Filled()
-    filled.allocated(tensor)
+    filled = Written()
     one, other = (tensor[:, 0::2], tensor[:, 1::2]) if halves else (tensor[:, :width], tensor[:, width:])
     filled.wrote(one)
     assert filled.lacks(tensor)
@@ -44,8 +70,7 @@ def test_a_row_in_two_parts_is_whole_however_many_rows_there_are(width: int, hal
 
 def test_what_lies_in_too_many_pieces_counts_as_unwritten() -> None:
     tensor = torch.empty(50_000, 8)
-    filled = Filled()
-    filled.allocated(tensor)
+    filled = Written()
     filled.wrote(tensor[:25_000, :4])
     assert filled.lacks(tensor[:25_000, :4])
     filled.wrote(tensor)
@@ -55,23 +80,7 @@ def test_what_lies_in_too_many_pieces_counts_as_unwritten() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
 def test_memory_of_one_element_or_none(shape: tuple[int, ...]) -> None:
     tensor = torch.empty(shape)
-    filled = Filled()
-    filled.allocated(tensor)
+    filled = Written()
     assert filled.lacks(tensor) == (tensor.numel() > 0)
     filled.wrote(tensor)
     assert not filled.lacks(tensor)
-
-
-def test_memory_that_was_resized_is_unfilled_again() -> None:
-    tensor = torch.empty(4)
-    filled = Filled()
-    filled.allocated(tensor)
-    filled.wrote(tensor)
-    filled.allocated(tensor.resize_(8))
-    assert filled.lacks(tensor)
-
-
-def test_a_storage_that_was_there_before_is_filled() -> None:
-    filled = Filled()
-    filled.allocated(torch.empty(4))
-    assert not filled.lacks(torch.ones(4))
