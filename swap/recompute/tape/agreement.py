@@ -66,7 +66,7 @@ class Shared:
     """Steps that talk to ranks which take part in no agreement; never repeated."""
     agreed: Agreed | None
 
-    def allow(self, steps: Sequence[int]) -> bool:
+    def allow(self, steps: Sequence[int] | frozenset[int]) -> bool:
         """True if a replay of these steps is as agreed."""
         if not self.numbers:
             return self.apart.isdisjoint(steps)
