@@ -40,6 +40,8 @@ class Agreed:
     """Its steps that gave something else."""
     opaque: frozenset[int] = frozenset()
     """Its storages that something unseen writes into."""
+    ranges: tuple[Any, ...] | None = None
+    """Ranges of tokens that are replayed; None: whole storages."""
 
     def known_of(self, tape: Tape) -> tuple[frozenset[int], frozenset[int]]:
         """Wrong steps and opaque storages of another tape: those of the part that both have in common."""
@@ -64,7 +66,7 @@ class Shared:
     """Steps that talk to ranks which take part in no agreement; never repeated."""
     agreed: Agreed | None
 
-    def allow(self, steps: Sequence[int]) -> bool:
+    def allow(self, steps: Sequence[int] | frozenset[int]) -> bool:
         """True if a replay of these steps is as agreed."""
         if not self.numbers:
             return self.apart.isdisjoint(steps)

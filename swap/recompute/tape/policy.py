@@ -414,13 +414,24 @@ class Tapes:
             SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
         """
         if shared.numbers and shared.agreed is None:
+            settled = self._settled_ranges(call, recorded, tape, setting, shared)
+            if settled is not None:
+                return settled
             plan, shared = self._settled(call, recorded, tape, setting, shared)
             if plan is not None:
                 return plan, shared
-        if not shared.numbers and not shared.apart:
-            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources)
+        if not shared.numbers:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources, shared)
             if ranged is not None and (shown := self._shown_ranges(call, recorded, ranged)) is not None:
                 return shown, shared
+        elif shared.agreed is not None and shared.agreed.ranges is not None:
+            ranged = self._in_ranges(call, recorded, tape, setting, recorded.sources, shared)
+            if ranged is None or ranged.form != shared.agreed.ranges:
+                raise SwapError(
+                    f"{call.layer.name} was to be recomputed together with other ranks in ranges of tokens, and cannot be"
+                    " divided alike in this call; exclude it with alpha=1"
+                )
+            return ranged, shared
         if not shared.always:
             return self._tried(call, recorded, tape, setting, shared), shared
         assert shared.agreed is not None
@@ -519,8 +530,43 @@ class Tapes:
             wrong.add(unlike.step)
         return _Refused(reason, frozenset(wrong))
 
+    def _settled_ranges(
+        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+    ) -> tuple[RangedPlan, Shared] | None:
+        """Agrees with other ranks on ranges of tokens, which are the same on all of them, and tries them out together.
+
+        All that decides here is exchanged; None on every rank or on none.
+        """
+        name, ranks = call.layer.name, self._ranks
+        both = (recorded.sources, dataclasses.replace(recorded.sources, everything=True))
+        plans = [self._in_ranges(call, recorded, tape, setting, sources, shared) for sources in both]
+        repeated = [shared.repeated_by(plan.steps) for plan in plans if plan is not None]
+        if not ranks.all_have(name, len(repeated) == len(both)):
+            return None
+        settled = self._agreements.settle(name, shared, tuple(map(all, zip(*repeated, strict=True))))
+        plans = [self._in_ranges(call, recorded, tape, setting, sources, settled) for sources in both]
+        forms = [None if plan is None or not settled.allow(plan.steps) else plan.form for plan in plans]
+        same = ranks.say_the_same(name, forms)
+        plan = plans[0]
+        if not ranks.all_have(name, same and None not in forms and forms[0] == forms[1]):
+            return None
+        assert plan is not None
+        assert settled.agreed is not None
+        shown = self._shown_ranges(call, recorded, plan, together=any(settled.agreed.repeats))
+        if not ranks.all_have(name, shown is not None):
+            return None
+        assert shown is not None
+        agreed = dataclasses.replace(settled.agreed, opaque=self._opaque_in(call, recorded), ranges=plan.form)
+        return shown, self._agreements.add(name, shared, agreed)
+
     def _in_ranges(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, sources: Sources
+        self,
+        call: _Open,
+        recorded: _Recorded,
+        tape: Tape,
+        setting: Setting,
+        sources: Sources,
+        shared: Shared | None = None,
     ) -> RangedPlan | None:
         """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
         if setting is Level.SAVE_INPUT or isinstance(setting, Mix):
@@ -530,7 +576,11 @@ class Tapes:
         if tape.readings is None:
             tape.readings = list(readings_of(tape, call.recorder.carried))
         chosen = self._bans.get(call.layer.name, NO_BANS)
-        bans = {level: banned(tape, level, chosen=chosen) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        never = frozenset() if shared is None else shared.never
+        bans = {
+            level: banned(tape, level, chosen=chosen, also=never)
+            for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)
+        }
         least = {
             level: cheapest(problem_of(tape, bans[level], sources, recorded.wanted, recorded.stuck, tape.costs), 1, 0)
             for level in bans
@@ -550,6 +600,7 @@ class Tapes:
                 recorded.stuck,
                 piece=self._piece,
                 most_held=self._most_held,
+                always=() if shared is None else shared.always,
             )
             bits = first * every + (second - first) * least[Level.SAVE_MATMULS].keep_cost
             bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION].keep_cost
@@ -557,7 +608,9 @@ class Tapes:
                 return plan
         return None
 
-    def _shown_ranges(self, call: _Open, recorded: _Recorded, plan: RangedPlan) -> RangedPlan | None:
+    def _shown_ranges(
+        self, call: _Open, recorded: _Recorded, plan: RangedPlan, *, together: bool = False
+    ) -> RangedPlan | None:
         """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
         device = self._engine.backend.device
         try:
@@ -567,7 +620,11 @@ class Tapes:
             seconds = now_s(device) - began
             if plan.whole is not None:
                 try_out(recorded.replay(plan.whole, self._engine))
-        except (Unlike, torch.OutOfMemoryError):
+        except Unlike:
+            return None
+        except torch.OutOfMemoryError:
+            if together:
+                raise  # of this rank alone, and the others wait for it in a collective
             return None
         self.worst_deviation = max(self.worst_deviation, worst)
         self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
@@ -597,7 +654,7 @@ class Tapes:
         sources = dataclasses.replace(recorded.sources, everything=True)
         bans = self._bans.get(call.layer.name, NO_BANS)
         if isinstance(found, RangedPlan):
-            return self._in_ranges(call, recorded, tape, setting, sources) or found
+            return self._in_ranges(call, recorded, tape, setting, sources, shared) or found
         try:
             cut = choose(tape, setting, sources, recorded.wanted, recorded.stuck, (), bans, shared)
         except ValueError:
@@ -634,7 +691,7 @@ class Tapes:
         if half is not None:
             tokens = half.rows.tokens
             counts = ranged_costs_of(
-                half.rows, lambda level: banned(tape, level), sources, recorded.wanted, recorded.stuck
+                half.rows, lambda level: banned(tape, level, chosen=bans), sources, recorded.wanted, recorded.stuck
             )
             costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
         else:

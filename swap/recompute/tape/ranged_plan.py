@@ -180,6 +180,11 @@ class RangedPlan:
         return frozenset(number for plan in self.plans for number in plan.steps)
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks that take part in the replays."""
+        return self.rows.tokens, *((piece.first, piece.stop) for span in self.spans for piece in span.pieces)
+
+    @property
     def collectives(self) -> tuple[str, ...]:
         """Collectives that run again."""
         return tuple(name for plan in self.plans for name in plan.collectives)
@@ -206,6 +211,7 @@ def ranged_plan_of(
     *,
     piece: int | None = None,
     most_held: int | None = None,
+    always: Iterable[int] = (),
 ) -> RangedPlan | None:
     """The plan of ranges that end at `ends`; None where nothing can be divided.
 
@@ -218,6 +224,7 @@ def ranged_plan_of(
         stuck: storages that autograd saved and that move in any case.
         piece: most tokens that are replayed at once; None: by `most_held`.
         most_held: most bytes that a replay may hold at once; None: no bound.
+        always: steps that the last tokens repeat, needed or not.
     """
     tape, tokens = rows.tape, rows.tokens
     divisible = [storage for storage in wanted if tape.last[storage] in rows.rows]
@@ -231,7 +238,11 @@ def ranged_plan_of(
             continue
         closed = [*moving, *(storage for storage in divisible if storage not in open_)]
         banned = {*bans(level), *rows.mixes}
-        cut = cheapest(problem_of(tape, banned, sources, open_, closed, tape.costs), 1, 0)
+        repeated = always if level is Level.SAVE_ATTENTION else ()
+        try:
+            cut = cheapest(problem_of(tape, banned, sources, open_, closed, tape.costs, repeated), 1, 0)
+        except ValueError:
+            return None
         span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece, most_held=most_held)
         if not span.wanted:
             break

@@ -501,7 +501,10 @@ class Recorder(TorchDispatchMode):
         """Storages that were read after something unseen had written into them. Waits for the device."""
         if not self._suspects:
             return frozenset()
-        differ = torch.stack([differs for _, differs in self._suspects]).tolist()
+        flags = torch.stack([differs for _, differs in self._suspects])
+        if torch.equal(flags, torch.zeros_like(flags)):  # which tensors without bytes answer too
+            return frozenset()
+        differ = flags.tolist()
         return frozenset(number for (number, _), changed in zip(self._suspects, differ, strict=True) if changed)
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
