@@ -43,6 +43,7 @@ class Sources:
         saved: storages that autograd saved and the engine may move.
         held: other storages that are still there.
         bits: steps of which zeros and ones are held.
+        lent: storages that parameters had while the layer ran; never kept.
         everything: any content that is the last of its storage may be kept: for the next call, which will hold it.
     """
 
@@ -50,6 +51,7 @@ class Sources:
     saved: frozenset[int]
     held: frozenset[int]
     bits: frozenset[int]
+    lent: frozenset[int] = frozenset()
     everything: bool = False
 
 
@@ -154,6 +156,8 @@ def _with_waits(tape: Tape, steps: Iterable[int]) -> list[int]:
 def _keep_bits(tape: Tape, number: int, sources: Sources) -> int | None:
     content = tape.contents[number]
     storage = content.storage
+    if storage in sources.lent:
+        return None
     is_last = number == tape.last[storage]
     if storage in sources.free:
         return 0 if is_last and storage not in tape.opaque else None

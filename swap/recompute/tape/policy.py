@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memo.errors import SwapError, UsageError
 from memo.lru import LRU
@@ -154,6 +155,8 @@ class Tapes:
         self._costs: dict[str, Costs] = {}
         self._ranks = Ranks(engine.backend.device)
         self._agreements = Agreements(self._ranks)
+        self._gathered: Collection[torch.nn.Parameter] = ()
+        """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
         engine_pack = engine.pack
 
@@ -252,6 +255,8 @@ class Tapes:
     def look_at(self, layers: Sequence[Layer]) -> None:
         """Notes the layers of the forward that begins."""
         self._ranks.begin_forward()
+        if not self._position:
+            self._gathered = _without_memory(layers)
         self._position = {layer.name: position for position, layer in enumerate(layers)}
 
     def begin(self, layer: Layer, group: Group, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -344,7 +349,7 @@ class Tapes:
         if call.nested:
             self._refuse(name, "it contains another managed layer")
             return {}
-        recorded = _Recorded.of(call, output, self._engine)
+        recorded = _Recorded.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
         if self._repeats_when_full:
             room = self._engine.has_room(call.group, parts, besides=self._inputs_after(call))
@@ -750,8 +755,8 @@ class _Recorded:
         self._call: _Open
 
     @classmethod
-    def of(cls, call: _Open, output: Any, engine: Engine) -> _Recorded:
-        """Reads the recorder of a call that has just ended."""
+    def of(cls, call: _Open, output: Any, engine: Engine, gathered: Collection[torch.nn.Parameter] = ()) -> _Recorded:
+        """Reads the recorder of a call that has just ended; `gathered` parameters may be gone before backward."""
         self, recorder = cls(), call.recorder
         self._call = call
         self.key = recorder.key
@@ -766,7 +771,8 @@ class _Recorded:
             birth, nbytes, _ = recorder.storages[number]
             storage = tensor.untyped_storage()
             if birth is Birth.PARAMETER:
-                if storage.nbytes() == nbytes and recorder.number_of(storage) == number:
+                is_there = storage.nbytes() == nbytes and recorder.number_of(storage) == number
+                if is_there and not (gathered and tensor in gathered):
                     free.add(number)
                 continue
             known = engine.saved_as(storage)
@@ -774,18 +780,19 @@ class _Recorded:
                 if known.content == content_of(tensor):
                     saved.add(number)
                     self.saved[number] = known
+            elif storage.nbytes() != nbytes:
+                continue  # freed by its owner, as sharded parameters are
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
                 free.add(number)
             else:
                 if own is None and birth is Birth.FOUND:
                     own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
-                if storage.nbytes() != nbytes:
-                    continue
                 if birth is Birth.FOUND and own is not None and ref(storage) in own:
                     free.add(number)
                     self._lent.add(number)
                 else:
                     held.add(number)
+        lent = recorder.lent - free - saved
         self.stuck = tuple(
             sorted(
                 number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
@@ -793,7 +800,11 @@ class _Recorded:
         )
         self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
         self.sources = Sources(
-            free=frozenset(free), saved=frozenset(saved), held=frozenset(held), bits=frozenset(recorder.bits)
+            free=frozenset(free),
+            saved=frozenset(saved),
+            held=frozenset(held - lent),
+            bits=frozenset(recorder.bits),
+            lent=frozenset(lent),
         )
         return self
 
@@ -1036,6 +1047,12 @@ def _problem(
 def _steps_of(found: Plan | RangedPlan | _Refused) -> tuple[int, ...]:
     """Steps that it repeats; none for ranges, which layers without collectives alone are given."""
     return found.steps if isinstance(found, Plan) else ()
+
+
+def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
+    own = (parameter for layer in layers for parameter in layer.module.parameters())
+    # A set by identity: tensors compare by their numbers.
+    return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
