@@ -17,7 +17,6 @@ from equality_worker import CPU, ROWS, SEQ, Drawn, layout_of, training
 import memo
 import memo.machine.node_share
 import memo.parallel.world
-from memo.errors import SwapError
 from memo.gpt.config import preset
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.train.parallel_step import ParallelTrainer
