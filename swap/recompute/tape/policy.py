@@ -351,6 +351,8 @@ class Tapes:
             return {}
         recorded = _Recorded.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
+        if parts and call.setting is Level.SAVE_INPUT:
+            self.repeated[name] = "as chosen"
         if self._repeats_when_full:
             room = self._engine.has_room(call.group, parts, besides=self._inputs_after(call))
             if not self._ranks.all_have(name, room):

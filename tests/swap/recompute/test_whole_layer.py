@@ -68,6 +68,7 @@ def test_layers_chosen_to_run_again_whole(name: str, tmp_path: Path) -> None:
         Level.SAVE_INPUT,
     )
     assert refused(manager) == {}
+    assert set(repeated(manager).values()) == {"as chosen"}
     assert manager.stats.bytes_recomputed > 0
 
 
