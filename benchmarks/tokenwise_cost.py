@@ -35,7 +35,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.token_levels import setting_of
 
 LAYERS = 16
@@ -126,7 +126,7 @@ class Steps:
                 backend = CpuBackend()
                 backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
                 engine = Engine(backend, [KeepsTheSource()], min_bytes=1)
-                tokenwise = TokenWise(engine, setting_of(SETTINGS[name]))
+                tokenwise = Tapes(engine, setting_of(SETTINGS[name]))
                 self._arms[f"{kind}, {name}"] = model, Manager(model, find_layers(model), engine, tokenwise=tokenwise)
 
     def round(self) -> Times:

@@ -1,6 +1,6 @@
 """Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among the levels.
 
-Pure data: a planner chooses it, TokenWise (memo.swap.recompute.token_wise) applies it. A layer's tokens are divided into
+Pure data: a planner chooses it, Tapes (memo.swap.recompute.policy) applies it. A layer's tokens are divided into
 consecutive ranges in the order of the levels, so the saved part of any tensor is one prefix of its tokens.
 
     tokens      0            k1              k2            s

@@ -39,7 +39,7 @@ from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
@@ -48,19 +48,19 @@ ROOM = 1 << 28
 FIXED = LayerPlan(points={ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, kept=0.5, host=0.5)
 
 
-def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, TokenWise]:
+def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, Tapes]:
     backend = CheckingBackend(policy, seed=1)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
     engine = Engine(backend, tiers, min_bytes=1024)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, TokenWise]:
+def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, Tapes]:
     """In real time, over a link of 20 MB/s."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
     engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 

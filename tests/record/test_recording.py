@@ -26,7 +26,7 @@ from memo.manager.manager import Manager
 from memo.record.recording import Recording, Role, Step, gpt_step, load_step, record_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.tape.policy import Tapes
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier
 from memo.swap.token_levels import TokenLevels
 

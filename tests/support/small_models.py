@@ -13,7 +13,7 @@ from torch import nn
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.tape.policy import Tapes
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from memo.swap.recompute.checksums import Checksums
-from memo.swap.recompute.record.dispatch_mode import Aside
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
+from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Birth, Recorder
+from memo.swap.recompute.tape.recorder import Aside, Birth, Recorder
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Step, Tape
 from memo.swap.token_levels import Level

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memo.swap.recompute.record.filled import Region, covers, region_of
+from memo.swap.recompute.tape.filled import Region, covers, region_of
 from memo.swap.recompute.tape.recorder import (
     CARRIED,
     FALSE,
@@ -33,9 +33,6 @@ from memo.swap.recompute.tape.recorder import (
     Ref,
     Storage,
 )
-
-if TYPE_CHECKING:
-    from memo.swap.recompute.tape.rows import TokenRows
 
 __all__ = ["Carried", "Content", "Hidden", "Step", "Tape", "Use", "uses_in"]
 
@@ -117,7 +114,7 @@ class Tape:
         self.opaque = set(opaque)
         self.costs: list[int] = []
         """Of repeating each step, in picoseconds (step_costs.py)."""
-        self.readings: list[TokenRows] | None = None
+        self.readings: list[Any] | None = None
         """Ways to divide it by tokens (rows.py); None: not read yet."""
         self._now: list[int] = []
         self._written: dict[int, list[Region] | None] = {}  # regions of storages that were allocated without writing

@@ -21,7 +21,7 @@ from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.memory.pinned import page_locked
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -47,7 +47,7 @@ def managed(model: torch.nn.Module, tier: str, alpha: float, directory: Path) ->
         staged = StagedDisk(store, copy_stream(device), copy_stream(device), page_locked, block_bytes=1 << 14, blocks=3)
         tiers = [DiskTier(staged, 1 << 24)]
     engine = Engine(backend, tiers, min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of(alpha))), backend
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha))), backend
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -16,7 +16,7 @@ from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier
 from memo.swap.token_levels import TokenLevels
 
@@ -83,7 +83,7 @@ def test_what_other_ranks_take_part_in_is_never_late(together: bool) -> None:
     model = stack(layers=LAYERS)
     backend = CheckingBackend("lazy", hosted_disk=True)
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
-    tokenwise = TokenWise(engine, TokenLevels.of_alpha(0.25))
+    tokenwise = Tapes(engine, TokenLevels.of_alpha(0.25))
     tokenwise._ranks.talks = lambda layer: together  # type: ignore[method-assign]
     with Manager(model, find_layers(model), engine, tokenwise=tokenwise) as manager:
         loss = model(ids())

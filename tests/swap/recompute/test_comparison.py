@@ -13,7 +13,7 @@ from live_bytes import LiveBytes
 
 from memo.swap.recompute import comparison
 from memo.swap.recompute.comparison import have_same_bits, relative_difference
-from memo.swap.recompute.tape.trial import BOUND
+from memo.swap.recompute.trial import BOUND
 from memo.swap.token_levels import comparing_nbytes
 
 MIB = 1 << 20

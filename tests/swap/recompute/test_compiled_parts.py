@@ -35,7 +35,9 @@ def steps(how: str, alpha: float | None) -> tuple[list[torch.Tensor], Any]:
     if how == "whole":
         for layer in model:
             layer.compile(dynamic=False)
-    manager = None if alpha is None else memo.offload(model, alpha=alpha, host="8MiB", min_bytes=256, layers=list(model))
+    manager = (
+        None if alpha is None else memo.offload(model, alpha=alpha, host="8MiB", min_bytes=256, layers=list(model))
+    )
     found: list[torch.Tensor] = []
     for step in range(2):
         x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()

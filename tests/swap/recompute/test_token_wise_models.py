@@ -13,7 +13,7 @@ from torch import nn
 
 import memo
 from memo.swap.recompute.tape import policy
-from memo.swap.recompute.tape.trial import Unlike
+from memo.swap.recompute.trial import Unlike
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memo.swap.recompute.record.filled import Region, covers, region_of
+from memo.swap.recompute.tape.filled import Region, covers, region_of
 
 
 class Written:

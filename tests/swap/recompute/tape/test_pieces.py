@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
+from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.ranges.ranged_plan import Piece, Span
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.tape.policy import Tapes
-from memo.swap.recompute.tape.ranged_plan import Piece, Span
-from memo.swap.recompute.tape.ranged_replay import RangedReplay
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import LEAST_TOKENS, setting_of
 

@@ -22,7 +22,7 @@ import memo
 from memo.lru import LRU
 from memo.swap.recompute.tape import policy
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.tape.trial import Unlike
+from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from taped import Taped, record
 from torch.nn import functional as F
 
 from memo.swap.recompute.axis.token_axis import Axis, cut
-from memo.swap.recompute.tape.rows import TokenRows, readings_of
+from memo.swap.recompute.ranges.rows import TokenRows, readings_of
 from memo.swap.recompute.tape.tape import uses_in
 
 TOKENS, BATCH, HIDDEN = 48, 2, 16

@@ -14,7 +14,7 @@ from taped import Taped, record
 import memo
 from memo.errors import ModifiedAfterSave
 from memo.swap.recompute.tape.replay import ReplayFailed
-from memo.swap.recompute.tape.trial import Unlike, try_out
+from memo.swap.recompute.trial import Unlike, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,17 +15,17 @@ import torch
 from memo.errors import SwapError
 from memo.kernels import pack_mask, unpack_mask
 from memo.swap.recompute.axis.token_axis import Layout
+from memo.swap.recompute.ranges.ranged_plan import Piece, Span
 from memo.swap.recompute.tape.plan import mask_of
-from memo.swap.recompute.tape.ranged_plan import Piece, Span
 from memo.swap.recompute.tape.replay import Replay, ReplayFailed
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.token_prefix import Rows
     from memo.swap.recompute.axis.token_axis import Axis
+    from memo.swap.recompute.ranges.rows import TokenRows
     from memo.swap.recompute.tape.plan import Kept
     from memo.swap.recompute.tape.replay import Brought, Wanted
-    from memo.swap.recompute.tape.rows import TokenRows
 
 __all__ = ["RangedReplay", "Slice", "part_to_keep", "slice_of"]
 

@@ -1,12 +1,8 @@
-"""Token-local functions: functions that a token-wise layer treats as one operator, with a declared effect on the token axis.
+"""Declarations: functions of the program that the tape has as one operator each.
 
-For work that no operator rule can follow: collectives, work in tiles. The declaration says where the token axis is
-after the call; the operators inside (buffers, a backend's own copies) are not followed. A recompute runs the function
-again on its own tokens, unless its result is kept in place of a product's or nothing reads it
-(memo.swap.recompute.record.keep_or_repeat). The results of `memoize`d functions, in contrast, are always kept.
-
-    tokens of a rank          0 .. s/tp                     Axis(outer=1)
-    gathered from tp ranks    0 .. s/tp | 0 .. s/tp | ...   Axis(outer=tp): a kept range is a prefix of every rank's
+memoize        its results are kept, and it never runs again: custom attention, routing, kernels torch does not see
+token_local    it may run again, and computes each token's result from that token alone, or moves whole tokens between
+ranks; the operators inside are not recorded
 """
 
 from __future__ import annotations
@@ -21,10 +17,44 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memo.swap.recompute.axis.token_axis import Axis
 
-__all__ = ["AxisAfter", "TokenLocalCall", "token_local"]
+__all__ = ["AxisAfter", "TokenLocalCall", "memoize", "token_local"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 AxisAfter = Callable[..., Axis | None]
 """(axis of x, x, the function's other arguments) -> axis of the result; None where tokens mix."""
+
+
+def memoize(function: _Function | None = None, *, token_dim: int | None = None) -> Any:
+    """Decorator: a token-wise layer saves the function's results whole, and its recompute reuses them.
+
+    For operations that mix tokens (custom attention, routing of experts, scans), and for functions whose kernels the
+    dispatcher does not see. Outside `memo.offload` the function runs unchanged.
+
+        @memo.memoize(token_dim=1)
+        def attend(q, k, v): ...
+
+    Args:
+        function: takes tensors anywhere in its arguments, of any shape and dtype. It must not write into them, and its
+            results must be new tensors, no views of its arguments; otherwise the layer moves whole, with a warning.
+        token_dim: dimension of the results that runs over the tokens. By default the one whose size is the number of
+            tokens, and of several the last but one.
+
+    Returns:
+        The function with the same signature; without `function`, a decorator.
+    """
+    if function is None:
+        return functools.partial(memoize, token_dim=token_dim)
+
+    @functools.wraps(function)
+    def memoized(*args: Any, **kwargs: Any) -> Any:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            answer = getattr(mode, "memoized", None)
+            if answer is not None:
+                return answer(function, args, kwargs, token_dim)
+        return function(*args, **kwargs)
+
+    return memoized
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +78,6 @@ class TokenLocalCall:
     def __str__(self) -> str:
         numbers = ", ".join(str(other) for other in self.others if isinstance(other, int))
         return f"{self.function.__name__}({numbers})"
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def token_local(axis_after: AxisAfter) -> Callable[[_Function], _Function]:

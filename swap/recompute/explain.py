@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memo.swap.recompute.tape.explanation import Fate, LayerExplanation, Point, Row
+from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row
 from memo.swap.recompute.tape.plan import plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Birth
 from memo.swap.recompute.tape.tape import uses_in

@@ -26,23 +26,22 @@ from memo.lru import LRU
 from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
-from memo.swap.recompute.checksums import Checksums
+from memo.swap.recompute.agreement import Agreed, Agreements, Shared
+from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.level_costs import Costs, now_s
+from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
+from memo.swap.recompute.ranges.rows import readings_of
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
-from memo.swap.recompute.record.dispatch_mode import Aside
-from memo.swap.recompute.tape.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
+from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
-from memo.swap.recompute.tape.explain import NAMED_POINTS, explain
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
-from memo.swap.recompute.tape.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
-from memo.swap.recompute.tape.recorder import Birth, Recorder, is_recordable
+from memo.swap.recompute.tape.recorder import Aside, Birth, Recorder, is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
-from memo.swap.recompute.tape.rows import readings_of
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
-from memo.swap.recompute.tape.trial import Unlike, try_out, try_out_ranges
+from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
 from memo.swap.tensor_kinds import layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
 from memo.units import format_bytes
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
-    from memo.swap.recompute.tape.explanation import LayerExplanation
+    from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.recorder import Key
 
 __all__ = ["Tapes"]
