@@ -12,7 +12,7 @@ from small_models import assert_equal, ids, stack, train
 from torch import nn
 
 import memo
-from memo.swap.recompute.tape import policy
+from memo.swap.recompute import policy
 from memo.swap.recompute.trial import Unlike
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
-from memo.swap.recompute.tape import policy
+from memo.swap.recompute import policy
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level

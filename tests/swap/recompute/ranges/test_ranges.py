@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
+from memo.swap.recompute import policy
 from memo.swap.recompute.axis import operator_rules
-from memo.swap.recompute.tape import policy
 from memo.swap.token_levels import TokenLevels
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memo
 from memo.errors import UsageError
 from memo.manager.manager import Manager
+from memo.swap.recompute import policy
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Row
-from memo.swap.recompute.tape import policy
 from memo.swap.recompute.tape.replay import Replay
 from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level
