@@ -165,7 +165,7 @@ class Tapes:
                 return engine_pack(tensor)
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 local_part(tensor)  # that it waits for a collective is an operator of the layer
-            with Aside(now.recorder):  # type: ignore[arg-type]
+            with Aside(now.recorder):
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
 
@@ -206,7 +206,8 @@ class Tapes:
             raise UsageError(f"{name} has no tape: {self._why_no_tape(name)}")
         _, log, opaque, sources, wanted, stuck, setting = key
         tape, found = self._tape_of(log, opaque), self._plans.get(key)
-        wrong, bans = getattr(found, "wrong", frozenset()), self._bans.get(name, NO_BANS)
+        wrong: frozenset[int] = getattr(found, "wrong", frozenset())
+        bans = self._bans.get(name, NO_BANS)
         level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
         ranged = isinstance(found, RangedPlan)
         if ranged and isinstance(setting, TokenLevels) and not setting.attention:
@@ -1053,7 +1054,7 @@ def _steps_of(found: Plan | RangedPlan | _Refused) -> tuple[int, ...]:
 def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
     own = (parameter for layer in layers for parameter in layer.module.parameters())
     # A set by identity: tensors compare by their numbers.
-    return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})  # type: ignore[no-untyped-call,no-any-return]
+    return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

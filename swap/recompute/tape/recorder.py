@@ -580,7 +580,7 @@ class Recorder(TorchDispatchMode):
             out = function(*args, **kwargs)
         finally:
             groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
-        with Aside(self):  # type: ignore[arg-type]
+        with Aside(self):
             if groups:
                 operator.talks = True
                 self.collectives.append(Collective(self._count, repr(operator), groups))
