@@ -51,16 +51,6 @@ class Costs:
         self._bytes_per_token = bytes_per_token
         self._beside_per_token = beside_per_token or {}
 
-    def counted_whole(self, *, tokens: int, input_bytes: int, nbytes: int) -> None:
-        """Records the bytes of a forward that was not divided; bytes by level of the same length are kept."""
-        if tokens != self._tokens or len(self._bytes_per_token) <= 1:
-            self.counted(
-                tokens=tokens,
-                input_bytes=input_bytes,
-                always_bytes=0,
-                bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
-            )
-
     def ran(self, level: Level, tokens: int, seconds: float) -> None:
         """Records the time of a recompute. The shortest per token counts: others waited for a copy or were the first."""
         each = seconds / tokens

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -24,21 +22,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memo.errors import SwapError, UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Kept, Sharded
-from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.agreement import Agreed, Agreements, Shared
+from memo.swap.recompute.choice import beside_nbytes, choose, cut_at, points_of, problem_at, single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.ranges.rows import readings_of
 from memo.swap.recompute.rank_agreement import Hearing, Ranks
+from memo.swap.recompute.recorded_call import OpenCall, Parts, RecordedCall, tensors_within
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.checksums import Checksums
-from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Aside, Birth, Recorder, is_recordable
-from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
+from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.recorder import Key
@@ -60,8 +56,6 @@ __all__ = ["Tapes"]
 MOST_PLANS = 512
 """Plans that are remembered, over all layers, settings and lengths."""
 MOST_KINDS = 512
-MOST_POINTS = 12
-"""Corners of a curve between its ends that a planner is told."""
 MOST_WARNED = 256
 MOST_TRIALS = 12
 """Trials of one call until it moves whole."""
@@ -69,8 +63,6 @@ MOST_SHORT = 3
 """Trials of one layer that find no memory until its call moves whole for good."""
 MOST_OVER = 9 / 8
 """Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
-
-_Parts = dict["SavedStorage", "TokenPrefix"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,18 +73,6 @@ class _Refused:
     wrong: frozenset[int] = frozenset()
     for_now: bool = False
     """The next call is tried out again."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Open:
-    """The call that is recorded now."""
-
-    layer: Layer
-    group: Group
-    recorder: Recorder
-    setting: Setting
-    kind: tuple[Any, ...]
-    nested: bool = False
 
 
 class Tapes:
@@ -138,7 +118,7 @@ class Tapes:
         self._exact = exact
         self._piece = piece
         self._most_held = most_held
-        self._open: _Open | None = None
+        self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
         self._plans: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_PLANS)
@@ -208,17 +188,17 @@ class Tapes:
         tape, found = self._tape_of(log, opaque), self._plans.get(key)
         wrong: frozenset[int] = getattr(found, "wrong", frozenset())
         bans = self._bans.get(name, NO_BANS)
-        level = (_only(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
+        level = (single_level(setting) if isinstance(setting, TokenLevels) else setting) or Level.SAVE_ATTENTION
         ranged = isinstance(found, RangedPlan)
         if ranged and isinstance(setting, TokenLevels) and not setting.attention:
             level = Level.SAVE_MATMULS
-        problem = _problem(tape, level, sources, wanted, stuck, wrong, bans)
+        problem = problem_at(tape, level, sources, wanted, stuck, wrong, bans)
         moves = isinstance(found, _Refused)  # all of it
         free = dataclasses.replace(sources, everything=True)  # as a call that was recorded for a plan
-        at_attention = _problem(tape, Level.SAVE_ATTENTION, free, wanted, stuck, wrong, bans)
+        at_attention = problem_at(tape, Level.SAVE_ATTENTION, free, wanted, stuck, wrong, bans)
         points = {
             "all": cheapest(at_attention, 0, 1),
-            **{called: _at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
+            **{called: cut_at(tape, at, free, wanted, stuck, wrong, bans) for called, at in NAMED_POINTS.items()},
         }
         settings = [setting.name if isinstance(setting, Level) else str(setting), str(bans)]
         if isinstance(found, RangedPlan):  # the tables tell of the tokens that are replayed
@@ -234,7 +214,7 @@ class Tapes:
             stuck=stuck,
             used=cheapest(problem, 0, 1)
             if moves
-            else _at(tape, level, free, wanted, stuck, wrong, bans)
+            else cut_at(tape, level, free, wanted, stuck, wrong, bans)
             if ranged
             else choose(tape, setting, sources, wanted, stuck, wrong, bans),
             named=points,
@@ -286,7 +266,7 @@ class Tapes:
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        tensors = [part for tensor in _tensors_in((args, kwargs)) if is_recordable(part := local_part(tensor))]
+        tensors = [part for tensor in tensors_within((args, kwargs)) if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         expected = self._expected.get(kind)
         recorder = Recorder(
@@ -299,7 +279,7 @@ class Tapes:
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
         )
-        self._open = _Open(layer, group, recorder, setting, kind)
+        self._open = OpenCall(layer, group, recorder, setting, kind)
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -311,7 +291,7 @@ class Tapes:
                 return
             self._open = None
             call.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        parts: _Parts = {}
+        parts: Parts = {}
         try:
             self._heard(group.module, output)
             if call is not None and output is not None:  # None after an exception: nothing is to come back
@@ -341,7 +321,7 @@ class Tapes:
         if output is not None:
             self._ranks.heard(hearing, self._told(name))
 
-    def _decide(self, call: _Open, output: Any) -> _Parts:
+    def _decide(self, call: OpenCall, output: Any) -> Parts:
         name = call.layer.name
         if name in self._ranks.disagreed:
             self._refuse(name, self._ranks.disagreed[name])
@@ -349,7 +329,7 @@ class Tapes:
         if call.nested:
             self._refuse(name, "it contains another managed layer")
             return {}
-        recorded = _Recorded.of(call, output, self._engine, self._gathered)
+        recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
@@ -363,12 +343,12 @@ class Tapes:
                 parts = least or parts
         return parts
 
-    def _inputs_after(self, call: _Open) -> list[int]:
+    def _inputs_after(self, call: OpenCall) -> list[int]:
         """Bytes that the layers after this one need at least: one input each, as large as its own."""
         after = len(self._position) - 1 - self._position[call.layer.name]
         return [call.recorder.storages[0][1]] * after
 
-    def _planned(self, call: _Open, recorded: _Recorded, setting: Setting) -> _Parts:
+    def _planned(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> Parts:
         """The storages that are replayed instead of moved."""
         if _moves_all(setting):
             return {}
@@ -404,7 +384,7 @@ class Tapes:
             if (saved := recorded.saved.get(storage)) is not None
         }
 
-    def _opaque_in(self, call: _Open, recorded: _Recorded) -> frozenset[int]:
+    def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
         """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
         key = (call.layer.name, recorded.key)
         opaque = self._opaque[key] = call.recorder.changed_unseen() | (self._opaque.get(key) or frozenset())
@@ -413,7 +393,7 @@ class Tapes:
         return opaque
 
     def _made(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared
     ) -> tuple[Plan | RangedPlan | _Refused, Shared]:
         """The plan of a new log, or why there is none, and what was agreed with other ranks.
 
@@ -453,7 +433,7 @@ class Tapes:
         return plan, shared
 
     def _plan(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> Plan | None:
         """A plan that repeats the collectives that were agreed on; None if there is none."""
         try:
@@ -465,7 +445,7 @@ class Tapes:
         return plan if plan.wanted else None
 
     def _settled(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared
     ) -> tuple[Plan | None, Shared]:
         """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
 
@@ -497,7 +477,7 @@ class Tapes:
         return None, self._agreements.add(name, shared, Agreed((False,) * len(shared.numbers)))
 
     def _proposed(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared, wrong: Iterable[int]
     ) -> tuple[bool, ...]:
         """Which collectives this rank would repeat, in this call and in the ones that are held for."""
         proposed, bans = (True,) * len(shared.numbers), self._bans.get(call.layer.name, NO_BANS)
@@ -507,7 +487,9 @@ class Tapes:
             proposed = tuple(one and other for one, other in zip(proposed, repeated, strict=True))
         return proposed
 
-    def _tried(self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared) -> Plan | _Refused:
+    def _tried(
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared
+    ) -> Plan | _Refused:
         """A plan that other ranks have no part in, tried out; or why there is none."""
         bans = self._bans.get(call.layer.name, NO_BANS)
         wrong: set[int] = set()
@@ -538,7 +520,7 @@ class Tapes:
         return _Refused(reason, frozenset(wrong))
 
     def _settled_ranges(
-        self, call: _Open, recorded: _Recorded, tape: Tape, setting: Setting, shared: Shared
+        self, call: OpenCall, recorded: RecordedCall, tape: Tape, setting: Setting, shared: Shared
     ) -> tuple[RangedPlan, Shared] | None:
         """Agrees with other ranks on ranges of tokens, which are the same on all of them, and tries them out together.
 
@@ -568,8 +550,8 @@ class Tapes:
 
     def _in_ranges(
         self,
-        call: _Open,
-        recorded: _Recorded,
+        call: OpenCall,
+        recorded: RecordedCall,
         tape: Tape,
         setting: Setting,
         sources: Sources,
@@ -616,7 +598,7 @@ class Tapes:
         return None
 
     def _shown_ranges(
-        self, call: _Open, recorded: _Recorded, plan: RangedPlan, *, together: bool = False
+        self, call: OpenCall, recorded: RecordedCall, plan: RangedPlan, *, together: bool = False
     ) -> RangedPlan | None:
         """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
         device = self._engine.backend.device
@@ -637,7 +619,7 @@ class Tapes:
         self._count(call, recorded, plan.rows.tape, plan.cost, seconds)
         return dataclasses.replace(plan, deviation=worst)
 
-    def _unlike(self, call: _Open, recorded: _Recorded, plan: Plan) -> Unlike | None:
+    def _unlike(self, call: OpenCall, recorded: RecordedCall, plan: Plan) -> Unlike | None:
         """Tries a plan out; None if it gave what autograd saved."""
         self.trials_run += 1
         began = now_s(self._engine.backend.device)
@@ -650,8 +632,8 @@ class Tapes:
 
     def _next(
         self,
-        call: _Open,
-        recorded: _Recorded,
+        call: OpenCall,
+        recorded: RecordedCall,
         tape: Tape,
         setting: Setting,
         shared: Shared,
@@ -668,7 +650,7 @@ class Tapes:
             return found
         return plan_of(tape, cut, sources, recorded.wanted) if cut.replayed else found
 
-    def _count(self, call: _Open, recorded: _Recorded, tape: Tape, replayed: int, seconds: float) -> None:
+    def _count(self, call: OpenCall, recorded: RecordedCall, tape: Tape, replayed: int, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
         costs = self._costs.setdefault(call.layer.name, Costs(call.layer.name))
         hidden = call.recorder.tensors[0]
@@ -676,13 +658,13 @@ class Tapes:
         sources = dataclasses.replace(recorded.sources, everything=True)
         bans = self._bans.get(call.layer.name, NO_BANS)
         at = {
-            level: _at(tape, level, sources, recorded.wanted, recorded.stuck, (), bans)
+            level: cut_at(tape, level, sources, recorded.wanted, recorded.stuck, (), bans)
             for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)
         }
         least = at[Level.SAVE_ATTENTION].keep_cost // 8
         every = sum(tape.storages[storage][1] for storage in (*recorded.wanted, *recorded.stuck))
         saved = set(recorded.saved)
-        beside = _beside(tape, at[Level.SAVE_MATMULS], saved | recorded.sources.free)
+        beside = beside_nbytes(tape, at[Level.SAVE_MATMULS], saved | recorded.sources.free)
         costs.counted(
             tokens=tokens,
             input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
@@ -708,14 +690,14 @@ class Tapes:
                     name=point,
                     saved_bytes=cut.keep_cost // 8,
                     recompute_s=seconds * cut.replay_cost / max(1, replayed),
-                    beside_bytes=_beside(tape, cut, saved | recorded.sources.free),
+                    beside_bytes=beside_nbytes(tape, cut, saved | recorded.sources.free),
                 )
                 for point, cut in known.items()
             )
         for level, other in at.items():
             costs.ran(level, tokens, seconds * other.replay_cost / max(1, replayed))
 
-    def _tape(self, recorded: _Recorded, opaque: frozenset[int]) -> Tape:
+    def _tape(self, recorded: RecordedCall, opaque: frozenset[int]) -> Tape:
         return self._tape_of(recorded.key, opaque)
 
     def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
@@ -744,308 +726,6 @@ class Tapes:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-class _Recorded:
-    """What the end of a recorded call finds: its log, what of it is still there, and what autograd saved."""
-
-    def __init__(self) -> None:
-        self.key: Any
-        self.sources: Sources
-        self.wanted: tuple[int, ...]
-        self.stuck: tuple[int, ...]
-        self.saved: dict[int, SavedStorage] = {}
-        self._lent: set[int] = set()  # local parts of parameters and buffers
-        self._call: _Open
-
-    @classmethod
-    def of(cls, call: _Open, output: Any, engine: Engine, gathered: Collection[torch.nn.Parameter] = ()) -> _Recorded:
-        """Reads the recorder of a call that has just ended; `gathered` parameters may be gone before backward."""
-        self, recorder = cls(), call.recorder
-        self._call = call
-        self.key = recorder.key
-        outputs = {
-            recorder.number_of(local_part(tensor).untyped_storage())
-            for tensor in _tensors_in(output)
-            if is_recordable(local_part(tensor))
-        }
-        free, saved, held = set(), set(), set()
-        own: set[ref[torch.UntypedStorage]] | None = None
-        for number, tensor in recorder.tensors.items():
-            birth, nbytes, _ = recorder.storages[number]
-            storage = tensor.untyped_storage()
-            if birth is Birth.PARAMETER:
-                is_there = storage.nbytes() == nbytes and recorder.number_of(storage) == number
-                if is_there and not (gathered and tensor in gathered):
-                    free.add(number)
-                continue
-            known = engine.saved_as(storage)
-            if known is not None and known.group is call.group:
-                if known.content == content_of(tensor):
-                    saved.add(number)
-                    self.saved[number] = known
-            elif storage.nbytes() != nbytes:
-                continue  # freed by its owner, as sharded parameters are
-            elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
-                free.add(number)
-            else:
-                if own is None and birth is Birth.FOUND:
-                    own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
-                if birth is Birth.FOUND and own is not None and ref(storage) in own:
-                    free.add(number)
-                    self._lent.add(number)
-                else:
-                    held.add(number)
-        lent = recorder.lent - free - saved
-        self.stuck = tuple(
-            sorted(
-                number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
-            )
-        )
-        self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
-        self.sources = Sources(
-            free=frozenset(free),
-            saved=frozenset(saved),
-            held=frozenset(held - lent),
-            bits=frozenset(recorder.bits),
-            lent=frozenset(lent),
-        )
-        return self
-
-    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
-        """The replay of this call by a plan."""
-        recorder = self._call.recorder
-        kept = [
-            self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
-            if item.bits_of >= 0
-            else self._brought(recorder.tensors[item.storage], item.storage, engine)
-            for item in plan.kept
-        ]
-        wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
-        return Replay(
-            engine,
-            self._call.layer.name,
-            plan,
-            kept,
-            carried=recorder.carried,
-            wanted=wanted,
-            together=together,
-        )
-
-    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
-        """The replays of this call by a plan of token ranges, in the order in which they run."""
-        recorder, rows = self._call.recorder, plan.rows
-        found: list[RangedReplay] = []
-        for span in plan.spans:
-            slices, kept = [], []
-            for item in span.plan.kept:
-                is_whole = item.storage in self.saved or item.storage in self.sources.free
-                part = slice_of(rows, span, item, is_whole=is_whole)
-                slices.append(part)
-                if item.bits_of >= 0:
-                    kept.append(
-                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
-                    )
-                else:
-                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
-            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
-            found.append(
-                RangedReplay(
-                    engine,
-                    self._call.layer.name,
-                    span,
-                    kept,
-                    slices,
-                    carried=recorder.carried,
-                    wanted=wanted,
-                    before=found[-1] if found else None,
-                    together=together,
-                )
-            )
-        return found
-
-    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> _Parts:
-        """The storages of which a plan of token ranges moves a part."""
-        rows = plan.rows
-        found = {
-            self.saved[storage]: TokenPrefix(
-                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
-            )
-            for storage, (at, first) in plan.heads.items()
-        }
-        if plan.whole is not None:
-            replay = self.replay(plan.whole, engine)
-            for storage in plan.whole.wanted:
-                saved = self.saved[storage]
-                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
-        return found
-
-    def _brought(
-        self,
-        tensor: torch.Tensor,
-        number: int,
-        engine: Engine,
-        part: Slice | None = None,
-        tokens: int = 0,
-    ) -> Brought:
-        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
-        recorder, storage = self._call.recorder, tensor.untyped_storage()
-        if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage))
-        whole = recorder.sharded.get(ref(storage))
-        if whole is not None:
-            return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
-        if number in self._lent:
-            return Brought(Kept(tensor), storage.nbytes())
-        home = recorder.streams.get(number)
-        here = home is None or home == engine.backend.current_stream()
-        with nullcontext() if here or home is None else engine.backend.stream_context(home):
-            if part is not None:
-                tensor = part_to_keep(tensor, part, tokens)
-            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
-
-
-def choose(
-    tape: Tape,
-    setting: Setting,
-    sources: Sources,
-    wanted: Iterable[int],
-    stuck: Iterable[int],
-    wrong: Iterable[int],
-    bans: Bans = NO_BANS,
-    agreed: Shared | None = None,
-) -> Cut:
-    """The cut of a tape for a setting: a named point of its curve, or the one nearest below the bytes of a mixture.
-
-    Steps of `wrong` are never replayed. What was agreed with other ranks decides on their collectives.
-
-    Raises:
-        ValueError: a collective that others repeat cannot be replayed.
-    """
-    never, always = (wrong, ()) if agreed is None else (agreed.never.union(wrong), agreed.always)
-    if isinstance(setting, Mix):
-        known = points_of(tape, sources, wanted, stuck, never, bans, always)
-        target = sum(share * known[name].keep_cost for name, share in setting.points.items() if name in known)
-        return min(known.values(), key=lambda cut: (cut.keep_cost > target, abs(target - cut.keep_cost)))
-    levels = setting if isinstance(setting, TokenLevels) else None
-    named = setting if isinstance(setting, Level) else _only(levels)
-    if named is not None:
-        return _at(tape, named, sources, wanted, stuck, never, bans, always)
-    assert levels is not None
-    most = sum(8 * tape.storages[storage][1] for storage in (*wanted, *stuck))
-    attention = _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, wrong, bans)
-    matmuls = _at(tape, Level.SAVE_MATMULS, sources, wanted, stuck, wrong, bans)
-    target = levels.all * most + levels.matmuls * matmuls.keep_cost + levels.attention * attention.keep_cost
-    problem = _problem(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
-    points = curve(problem)
-    below = [cut for cut in points if cut.keep_cost <= target]
-    if not below:
-        return _at(tape, Level.SAVE_ATTENTION, sources, wanted, stuck, never, bans, always)
-    best = min(below, key=lambda cut: (cut.replay_cost, cut.keep_cost))
-    return _filled(tape, problem, best, target, tuple(wanted), tuple(stuck))
-
-
-def _filled(
-    tape: Tape, problem: Problem, cut: Cut, target: float, wanted: tuple[int, ...], stuck: tuple[int, ...]
-) -> Cut:
-    """A cut between two corners of the curve: more storages are kept, one by one, while the bytes allow it.
-
-    In the order of the seconds that they spare for each byte. It is the better of what this greedy order finds; the best
-    choice of storages is a knapsack.
-    """
-    kept = list(stuck)
-    while True:
-        best: tuple[float, int, Cut] | None = None
-        for storage in wanted:
-            room = target - cut.keep_cost
-            if storage in kept or tape.last[storage] in cut.kept or 8 * tape.storages[storage][1] > room + 8 * 4096:
-                continue
-            other = cheapest(_keeping(problem, [tape.last[other] for other in (*kept, storage)]), 1, 0)
-            more = other.keep_cost - cut.keep_cost
-            if other.keep_cost <= target and other.replay_cost < cut.replay_cost:
-                gain = (cut.replay_cost - other.replay_cost) / max(1, more)
-                if best is None or gain > best[0]:
-                    best = gain, storage, other
-        if best is None:
-            return cut
-        kept.append(best[1])
-        cut = best[2]
-
-
-def _keeping(problem: Problem, contents: Collection[int]) -> Problem:
-    """The problem with some contents kept in any case."""
-    changed = list(problem.contents)
-    for content in contents:
-        changed[content] = dataclasses.replace(changed[content], made_by=None)
-    return dataclasses.replace(problem, contents=changed)
-
-
-def points_of(
-    tape: Tape,
-    sources: Sources,
-    wanted: Iterable[int],
-    stuck: Iterable[int],
-    wrong: Iterable[int],
-    bans: Bans,
-    always: Iterable[int] = (),
-) -> dict[str, Cut]:
-    """The corners of the curve at which attention is never repeated, by name: `all`, `p1` and so on, `attention`.
-
-    Of many corners some are left out, which a planner would not tell apart.
-    """
-    corners = curve(
-        _problem(tape, Level.SAVE_ATTENTION, sources, tuple(wanted), tuple(stuck), tuple(wrong), bans, always)
-    )
-    inner = corners[1:-1]
-    inner = inner[:: -(-len(inner) // MOST_POINTS) or 1]
-    found = {"all": corners[0], **{f"p{number}": cut for number, cut in enumerate(inner, 1)}}
-    if len(corners) > 1:
-        found["attention"] = corners[-1]
-    return found
-
-
-def _beside(tape: Tape, cut: Cut, saved: Collection[int]) -> int:
-    """Bytes that a cut keeps and autograd does not save."""
-    return sum(
-        tape.storage(content)[1]
-        for content in cut.kept
-        if tape.contents[content].storage not in saved and tape.storage(content)[0] is Birth.MADE
-    )
-
-
-def _only(levels: TokenLevels | None) -> Level | None:
-    if levels is None:
-        return None
-    if levels.attention >= 1:
-        return Level.SAVE_ATTENTION
-    return Level.SAVE_MATMULS if levels.matmuls >= 1 else None
-
-
-def _at(
-    tape: Tape,
-    level: Level,
-    sources: Sources,
-    wanted: Iterable[int],
-    stuck: Iterable[int],
-    wrong: Iterable[int],
-    bans: Bans,
-    always: Iterable[int] = (),
-) -> Cut:
-    return cheapest(_problem(tape, level, sources, wanted, stuck, wrong, bans, always), 1, 0)
-
-
-def _problem(
-    tape: Tape,
-    level: Level,
-    sources: Sources,
-    wanted: Iterable[int],
-    stuck: Iterable[int],
-    wrong: Iterable[int],
-    bans: Bans,
-    always: Iterable[int] = (),
-) -> Problem:
-    never = banned(tape, level, chosen=bans, also=wrong)
-    return problem_of(tape, never, sources, wanted, stuck, tape.costs, always)
-
-
 def _steps_of(found: Plan | RangedPlan | _Refused) -> tuple[int, ...]:
     """Steps that it repeats; none for ranges, which layers without collectives alone are given."""
     return found.steps if isinstance(found, Plan) else ()
@@ -1055,12 +735,6 @@ def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
     own = (parameter for layer in layers for parameter in layer.module.parameters())
     # A set by identity: tensors compare by their numbers.
     return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if is_recordable(local_part(tensor)):
-            yield tensor
 
 
 def _moves_all(setting: Setting) -> bool:
@@ -1074,13 +748,3 @@ def _shape_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _described(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors_in(item)]
-    return []

@@ -220,10 +220,6 @@ class TokenMap:
             known = self._known[storage] = {}
         known[_geometry(tensor)] = meaning
 
-    def spoil(self, tensor: torch.Tensor) -> None:
-        """Forgets a storage whose content was replaced."""
-        self._known.find(ref(tensor.untyped_storage())).clear()
-
 
 def _geometry(tensor: torch.Tensor) -> _Geometry:
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()

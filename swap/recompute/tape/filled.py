@@ -15,16 +15,12 @@ import functools
 import itertools
 import math
 from typing import TYPE_CHECKING
-from weakref import ref
-
-from memo.swap.storage_map import StorageMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
 
-__all__ = ["Filled", "Region", "covers", "region_of"]
+__all__ = ["Region", "covers", "region_of"]
 
 _MOST_RUNS = 1024
 """Most runs of bytes in a region or a comparison; what takes more counts as not written."""
@@ -45,58 +41,6 @@ class Region:
             for begin in range(0, nbytes, self.period)
             for start in self.starts
         ]
-
-
-_WHOLE = Region(period=1, starts=(0,), width=1)
-
-
-class Filled:
-    """Unfilled storages of one layer call: those that an operator allocated without writing, until operators have."""
-
-    def __init__(self) -> None:
-        self._written = StorageMap(brief=True)
-        """Storage -> the regions that operators wrote; None once they are all of it."""
-        self._has_unfilled = False
-
-    def allocated(self, tensor: torch.Tensor) -> None:
-        """An operator made or resized the tensor's storage and wrote nothing into it."""
-        self._written[tensor.untyped_storage()] = []
-        self._has_unfilled = True
-
-    def wrote(self, tensor: torch.Tensor) -> None:
-        """An operator overwrote all elements of the tensor, and read none of them."""
-        written = self._regions(tensor)
-        region = None if written is None else _region(tensor)
-        if written is None or region is None:
-            return
-        written.append(region)
-        if covers(written, _WHOLE):
-            self._written[tensor.untyped_storage()] = None
-
-    def lacks(self, tensor: torch.Tensor) -> bool:
-        """True if some element of the tensor was not seen to be written."""
-        written = self._regions(tensor)
-        if written is None or tensor.numel() == 0:
-            return False
-        region = _region(tensor)
-        return region is None or not covers(written, region)
-
-    def _regions(self, tensor: torch.Tensor) -> list[Region] | None:
-        if not self._has_unfilled:
-            return None
-        found: list[Region] | None = self._written.find(ref(tensor.untyped_storage()))
-        return found
-
-
-def _region(tensor: torch.Tensor) -> Region | None:
-    item = tensor.itemsize
-    return region_of(
-        tensor.untyped_storage().nbytes(),
-        tensor.storage_offset() * item,
-        tuple(tensor.size()),
-        tuple(stride * item for stride in tensor.stride()),
-        item,
-    )
 
 
 @functools.lru_cache(_MOST_RUNS)

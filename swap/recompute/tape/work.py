@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-__all__ = ["Rates", "Work", "outweighs", "picoseconds_of", "rates_of", "work_of"]
+__all__ = ["Rates", "Work", "picoseconds_of", "rates_of", "work_of"]
 
 _ATEN = torch.ops.aten
 _PS_PER_S = 10**12
@@ -135,21 +135,6 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
     if packet in _LOOK_UP:
         nbytes -= max(0, _nbytes(args[0]) - sum(map(_nbytes, written)))
     return Work(flops=_flops(packet, args, kwargs, out, written), nbytes=nbytes)
-
-
-def outweighs(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Whether this is a matrix product whose result has more bytes than either factor, such as attention's scores.
-
-    To keep such a result costs more than to keep what it is made of. A convolution of kernel 1 is a product.
-    """
-    packet = getattr(func, "overloadpacket", func)
-    if packet in _CONVOLUTIONS and math.prod(args[1].shape[2:]) == 1:
-        left, right = 0, 1
-    elif packet in _FACTORS:
-        left, right = _FACTORS[packet]
-    else:
-        return False
-    return _nbytes(out) > max(_nbytes(args[left]), _nbytes(args[right]))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from memo.swap.recompute.tape.work import Rates, Work, outweighs, picoseconds_of, rates_of, work_of
+from memo.swap.recompute.tape.work import Rates, Work, picoseconds_of, rates_of, work_of
 
 ATEN = torch.ops.aten
 
@@ -23,14 +23,11 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.works: dict[str, Work] = {}
-        self.outweighing: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         self.works[name] = work_of(func, args, kwargs or {}, out)
-        if outweighs(func, args, out):
-            self.outweighing.append(name)
         return out
 
 
@@ -220,28 +217,3 @@ def test_a_gpu_is_faster_and_short_types_are_faster() -> None:
         assert short.flops_per_s > single.flops_per_s
         assert short.bytes_per_s == single.bytes_per_s
     assert rates_of("cuda", torch.float32).flops_per_s > rates_of("cpu", torch.bfloat16).flops_per_s
-
-
-def outweighing(call: Callable[[], object]) -> list[str]:
-    with Calls() as calls:
-        call()
-    return calls.outweighing
-
-
-def test_a_product_outweighs_its_factors_if_its_result_is_larger_than_both() -> None:
-    assert outweighing(lambda: torch.bmm(t(2, 100, 8), t(2, 8, 100))) == ["bmm"]
-    assert outweighing(lambda: torch.bmm(t(2, 100, 100), t(2, 100, 8))) == []
-    assert outweighing(lambda: torch.mm(t(100, 8), t(8, 9))) == ["mm"]
-    assert outweighing(lambda: torch.mm(t(100, 8), t(8, 8))) == []
-    assert outweighing(lambda: torch.addmm(t(9), t(100, 8), t(8, 9))) == ["addmm"]
-    assert outweighing(lambda: torch.mm(t(2, 100), t(100, 9))) == []
-
-
-def test_a_convolution_of_kernel_one_is_a_product() -> None:
-    assert outweighing(lambda: F.conv1d(t(1, 4, 100), t(8, 4, 1))) == ["convolution"]
-    assert outweighing(lambda: F.conv1d(t(1, 4, 100), t(8, 4, 3))) == []
-
-
-def test_what_is_no_product_outweighs_nothing() -> None:
-    assert outweighing(lambda: t(100, 1) * t(1, 100)) == []
-    assert outweighing(lambda: t(100, 8).split(2)) == []
