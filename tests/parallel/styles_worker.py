@@ -250,7 +250,8 @@ def run(styles: Styles, options: dict[str, Any] | None) -> PipelineOrder:
         use = manager.report().tokenwise
         if options["alpha"] != 1.0:
             assert use is not None
-            assert use.refused == use.repeated == {}, use
+            assert use.refused == {}, use
+            assert set(use.repeated.values()) <= {"as chosen"}, use
             assert use.accepted == LAYERS, use
             assert use.deviation == 0, use
         assert manager.stats.live_entries == 0, manager.stats

@@ -76,6 +76,7 @@ def test_one_warning_for_all_layers_of_one_reason(tmp_path: Path, monkeypatch: p
         raise Unlike(None, "it says so")
 
     monkeypatch.setattr(policy, "try_out", refuses)
+    monkeypatch.setattr(policy, "try_out_ranges", lambda replays, exact: refuses(replays))
     model, reference = stack(), stack()
     manager = memo.offload(model, alpha=0.25, disk=tmp_path, min_bytes=512)
     with pytest.warns(RuntimeWarning, match=r"layers.0 moves whole tensors: it says so") as caught:
