@@ -68,7 +68,6 @@ __all__ = ["Manager", "offload"]
 _Path = str | os.PathLike[str]
 
 
-Fallback = Literal["swap", "recompute"]
 """Treatment of a layer whose recompute by tokens is not proven: move whole tensors, or run the layer again."""
 OnFull = Literal["spill", "raise", "recompute"]
 """Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
@@ -81,7 +80,6 @@ def offload(
     plan: ActivationPlan | _Path | None = None,
     alpha: float | Sequence[float] | TokenLevels | None = None,
     levels: Mapping[int | str, _LayerLevels] | None = None,
-    fallback: Fallback = "swap",
     exact: bool = False,
     keep: Names | None = None,
     repeat: Names | None = None,
@@ -110,19 +108,17 @@ def offload(
         model: Module with repeated layers. It is modified only inside `with manager:`.
         plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
             `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
-        alpha: Fraction of the tokens, 0 to 1, whose token-wise activations are moved; those of the other tokens are
-            recomputed in backward. Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
+        alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
+            which dimension they run over, else of its bytes. The rest is recomputed in backward by replaying operators.
+            Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
             Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
             everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
             all but attention). Default None: planned, or 1.0 where `levels` is given.
         levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
-            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the layer's input only and runs the whole layer again,
-            attention included. Default None. `Manager.choose_levels` changes them between steps.
-        fallback: Treatment of a layer that is not proven to compute each token separately. "swap" (default) moves its
-            tensors whole; "recompute" runs the whole layer again, attention included. The report names the layers.
-        exact: True moves whole tensors for a layer whose recompute is not bit-identical to what it saved. Default False
-            accepts differences within a few roundings, as matrix kernels make for another number of tokens; the report
-            shows the largest one.
+            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None. `Manager.choose_levels` changes them between steps.
+        exact: True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it saved.
+            Default False accepts differences within a few roundings, as matrix kernels make for another number of
+            tokens; the report shows the largest one.
         keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
             "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
             name, to lists. Default None: the level decides.
@@ -189,7 +185,6 @@ def offload(
     if fixed is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
-    require_choice("fallback", fallback, get_args(Fallback))
     automatic = fixed is None and alpha is None and levels is None
     setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
@@ -215,7 +210,6 @@ def offload(
     tokenwise = Tapes(
         engine,
         setting,
-        fallback=Level.SAVE_INPUT if fallback == "recompute" else Level.SAVE_ALL,
         repeats_when_full=on_full == "recompute",
         exact=exact,
         bans=bans,

@@ -94,7 +94,6 @@ class Tapes:
         engine: Engine,
         default: Setting,
         *,
-        fallback: Level = Level.SAVE_ALL,
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,

@@ -74,7 +74,6 @@ def open_files() -> int:
         ({"host": 1.5}, "host: 1.5 is not a size"),
         ({"device": "80 gigs"}, "device: cannot read '80 gigs'"),
         ({"min_bytes": None}, "min_bytes: None is not a size"),
-        ({"fallback": "swop"}, "fallback: 'swop' is none of 'swap', 'recompute'"),
         ({"on_full": None}, "on_full: None is none of 'spill', 'raise', 'recompute'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
