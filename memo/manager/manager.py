@@ -115,7 +115,8 @@ def offload(
             everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
             all but attention). Default None: planned, or 1.0 where `levels` is given.
         levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
-            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None. `Manager.choose_levels` changes them between steps.
+            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
+            `Manager.choose_levels` changes them between steps.
         exact: True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it saved.
             Default False accepts differences within a few roundings, as matrix kernels make for another number of
             tokens; the report shows the largest one.
