@@ -80,7 +80,7 @@ def offload(
     plan: ActivationPlan | _Path | None = None,
     alpha: float | Sequence[float] | TokenLevels | None = None,
     levels: Mapping[int | str, _LayerLevels] | None = None,
-    exact: bool = False,
+    exact: bool = True,
     keep: Names | None = None,
     repeat: Names | None = None,
     device: int | str | None = None,
@@ -97,8 +97,8 @@ def offload(
 ) -> Manager:
     """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
 
-    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are wherever a
-    kernel's result for a token does not depend on how many tokens it computes (see `exact`).
+    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
+    `exact` is True.
 
     Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
     then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
@@ -117,8 +117,8 @@ def offload(
         levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
             TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
             `Manager.choose_levels` changes them between steps.
-        exact: True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it saved.
-            Default False accepts differences within a few roundings, as matrix kernels make for another number of
+        exact: Default True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it
+            saved. False accepts differences within a few roundings, as matrix kernels make for another number of
             tokens; the report shows the largest one.
         keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
             "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
