@@ -31,9 +31,10 @@ from memo.autoplan.device_budget import DeviceBudget
 from memo.machine.link_bandwidth import LinkRates
 from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
+from memo.mip.activation.plan import LayerPlan
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.tiers.protocol import Tier
 from memo.swap.token_levels import TokenLevels
@@ -154,7 +155,7 @@ def cases(*, quick: bool) -> list[Case]:
     return made[::4] if quick else made
 
 
-def manager(model: nn.Module, case: Case) -> tuple[Manager, Engine, TokenWise]:
+def manager(model: nn.Module, case: Case) -> tuple[Manager, Engine, Tapes]:
     """With paced lanes, and nothing decided yet."""
     backend = PacedBackend(d2h_bytes_per_s=case.link_bytes_per_s, h2d_bytes_per_s=case.link_bytes_per_s)
     tiers: list[Tier] = [HostTier(backend, round(case.host_layers * case.layer_bytes))]
@@ -163,7 +164,7 @@ def manager(model: nn.Module, case: Case) -> tuple[Manager, Engine, TokenWise]:
         disk = PacedDisk(room, write_bytes_per_s=case.disk_bytes_per_s, read_bytes_per_s=case.disk_bytes_per_s)
         tiers.append(DiskTier(disk, room))
     engine = Engine(backend, tiers, min_bytes=4096)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
@@ -241,8 +242,12 @@ def run(case: Case, rounds: int) -> Row:
         measured_s=medians.pop("plan"),
         fixed_s=medians,
         peak_bytes=peak,
-        levels=f"{first.all_tokens:.2f}/{first.matmul_tokens:.2f}/{first.attention_tokens:.2f}, kept {first.kept:.2f}",
+        levels=f"{_points(first)}, kept {first.kept:.2f}",
     )
+
+
+def _points(part: LayerPlan) -> str:
+    return "/".join(f"{part.fraction(name):.2f}" for name in ("all", "matmuls", "attention"))
 
 
 def _link(case: Case) -> LinkRates:

@@ -1,12 +1,13 @@
-"""Host cost of a divided layer: the step of a small GPT, layer by layer, against the same step without memo.
+"""Host cost of a managed layer: the step of a small GPT and of a small Llama against the same step without memo.
 
-    python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--no-write]
+    python -m benchmarks.tokenwise_cost [--beside CHECKOUT] [--rounds N] [--only SETTING ...] [--no-write]
 
 A forward of a divided layer is noted operator by operator, and backward runs it again along what was noted. With layers so
 small that their kernels take next to nothing, what is left is the host's own work; copies are answered at once by the
 stand-in tier of hook_cost. Told is the processor time of this thread, a layer, forward and backward apart: of the step
-without memo, with whole tensors moved, and with tokens divided between two levels and three. `--beside` measures another
-checkout (with an environment in its `.venv`) in turn with this one, round by round.
+without memo, with whole tensors moved (the engine alone), and with tokens divided between two levels and three. The GPT is
+of fused kernels; the Llama is written in torch's operators as transformers has it, and saves some forty tensors a layer.
+`--beside` measures another checkout (with an environment in its `.venv`) in turn with this one, round by round.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from benchmarks.hook_cost import KeepsTheSource
 from benchmarks.results import write_result
@@ -31,7 +35,7 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.token_levels import setting_of
 
 LAYERS = 16
@@ -43,29 +47,95 @@ Times = dict[str, tuple[float, float]]
 """Setting -> milliseconds a layer, of forward and of backward."""
 
 
-class Steps:
-    """One GPT, and a manager for each setting."""
+class Norm(nn.Module):
+    """Root mean square norm, written out."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class LlamaLayer(nn.Module):
+    """Grouped-query attention with rotary positions, and a gated MLP."""
+
+    def __init__(self, hidden: int = 64, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        self.width = width = hidden // heads
+        self.norm1, self.norm2 = Norm(hidden), Norm(hidden)
+        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(hidden, groups * width, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(hidden, 2 * hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (project(h).unflatten(-1, (-1, self.width)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    """Layers of a Llama, embedding and head."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.layers = nn.ModuleList(LlamaLayer() for _ in range(LAYERS))
+        self.head = nn.Linear(64, 64, bias=False)
+        angle = torch.arange(TOKENS)[:, None] * torch.logspace(0, -4, 8).repeat(2)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _gpt() -> nn.Module:
+    return GPT(preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=TOKENS))
+
+
+MODELS = {"gpt": _gpt, "llama": Llama}
+
+
+class Steps:
+    """One model of each kind, and a manager for each setting."""
+
+    def __init__(self, settings: list[str]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        self._model = GPT(preset("tiny", layers=LAYERS, hidden=64, heads=2, vocab_size=64, max_seq=TOKENS))
         self._ids = torch.randint(0, 64, (1, TOKENS))
-        self._arms: dict[str, Any] = {"without memo": contextlib.nullcontext()}
-        for name, setting in SETTINGS.items():
-            backend = CpuBackend()
-            backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
-            engine = Engine(backend, [KeepsTheSource()], min_bytes=1)
-            tokenwise = TokenWise(engine, setting_of(setting))
-            self._arms[name] = Manager(self._model, find_layers(self._model), engine, tokenwise=tokenwise)
+        self._arms: dict[str, tuple[nn.Module, Any]] = {}
+        for kind, make in MODELS.items():
+            model = make()
+            self._arms[f"{kind}, without memo"] = model, contextlib.nullcontext()
+            for name in settings:
+                backend = CpuBackend()
+                backend.empty = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
+                engine = Engine(backend, [KeepsTheSource()], min_bytes=1)
+                tokenwise = Tapes(engine, setting_of(SETTINGS[name]))
+                self._arms[f"{kind}, {name}"] = model, Manager(model, find_layers(model), engine, tokenwise=tokenwise)
 
     def round(self) -> Times:
-        return {name: self._step(context) for name, context in self._arms.items()}
+        return {name: self._step(model, context) for name, (model, context) in self._arms.items()}
 
-    def _step(self, context: Any) -> tuple[float, float]:
+    def _step(self, model: nn.Module, context: Any) -> tuple[float, float]:
         begin = time.thread_time_ns()
         with context:
-            loss = self._model(self._ids, self._ids)
+            loss = model(self._ids, self._ids)
         middle = time.thread_time_ns()
         loss.backward()
         end = time.thread_time_ns()
@@ -75,9 +145,9 @@ class Steps:
 class Beside:
     """The same in a process of another checkout, which this file need not be part of."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, settings: list[str]) -> None:
         source = Path(__file__).read_text()
-        command = [str(checkout / ".venv/bin/python"), "-c", source, "--serve"]
+        command = [str(checkout / ".venv/bin/python"), "-c", source, "--serve", "--only", *settings]
         self._process = subprocess.Popen(
             command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -93,9 +163,9 @@ class Beside:
         self._process.communicate()
 
 
-def serve() -> None:
+def serve(settings: list[str]) -> None:
     """One round for each line of the standard input."""
-    steps = Steps()
+    steps = Steps(settings)
     for _ in sys.stdin:
         print(json.dumps(steps.round()), flush=True)
 
@@ -109,17 +179,31 @@ def summary(rounds: list[Times]) -> dict[str, Any]:
     return told
 
 
+def plain(arm: str) -> str:
+    """The arm that tells what an arm's model takes alone."""
+    return f"{arm.partition(',')[0]}, without memo"
+
+
+def figures(ways: dict[str, Any], alone: dict[str, Any]) -> Iterator[str]:
+    """Forward, backward, and both over the model alone."""
+    for way, ms in ways.items():
+        yield f"{way[:-3]} {ms['median']:.3f} ({ms['min']:.3f})"
+    over = {kind: sum(ways[way][kind] - alone[way][kind] for way in ways) for kind in ("median", "min")}
+    yield f"over plain {over['median']:.3f} ({over['min']:.3f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve()
-    beside = None if options.beside is None else Beside(options.beside.resolve())
-    arms: dict[str, Any] = {"this": Steps(), **({} if beside is None else {"beside": beside})}
+        return serve(options.only)
+    beside = None if options.beside is None else Beside(options.beside.resolve(), options.only)
+    arms: dict[str, Any] = {"this": Steps(options.only), **({} if beside is None else {"beside": beside})}
     rounds: dict[str, list[Times]] = {name: [] for name in arms}
     for number in range(options.rounds + WARM_UP):
         for name, arm in arms.items():
@@ -129,10 +213,9 @@ def main() -> None:
     if beside is not None:
         beside.close()
     told = {name: summary(times) for name, times in rounds.items()}
-    for tree, settings in told.items():
-        for setting, ways in settings.items():
-            figures = ", ".join(f"{way[:-3]} {ms['median']:.2f} ({ms['min']:.2f})" for way, ms in ways.items())
-            print(f"{tree:7} {setting:13} ms a layer, median (least): {figures}")
+    for tree, arms_told in told.items():
+        for arm, ways in arms_told.items():
+            print(f"{tree:7} {arm:19} ms a layer, median (least): {', '.join(figures(ways, arms_told[plain(arm)]))}")
     result = {
         "torch": torch.__version__,
         "layers": LAYERS,

@@ -30,8 +30,8 @@ from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 
 import torch
 
-from memo.cli.activation_tables import activation_table
 from memo.cli.main import main as memo
+from memo.cli.tables.activation import activation_table
 from memo.errors import MemoError
 from memo.gpt import Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile

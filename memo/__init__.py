@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memo.manager.manager import Manager, offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
-    from memo.swap.recompute.record.memoized import memoize
+    from memo.swap.recompute.tape.declared import memoize
 else:
     from memo.lazy import attach
 
@@ -61,6 +61,6 @@ else:
             "manager.manager": "Manager offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
-            "swap.recompute.record.memoized": "memoize",
+            "swap.recompute.tape.declared": "memoize",
         },
     )

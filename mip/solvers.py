@@ -28,6 +28,9 @@ def _imported_alone(name: str) -> Any:
 
 pulp: Any = _imported_alone("pulp")
 
+PRIMAL_SIMPLEX = 4
+"""Value of HiGHS's option simplex_strategy."""
+
 OPTIMAL, FOUND = 1, 2
 """Values of PuLP's sol_status. With any other value the variables hold no solution."""
 
@@ -59,8 +62,14 @@ class _WarmHiGHS(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
 
-def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float) -> Solved:
+def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float, gap: float = 0.0) -> Solved:
     """Solves a model, warm-started from the values set by `setInitialValue`.
+
+    Args:
+        model: the model.
+        backend: the solver.
+        time_limit_s: seconds after which it gives what it has.
+        gap: part of the objective by which a solution may miss the optimum and still counts as optimal, with integers.
 
     Returns:
         Whether a solution was found and proven; its values are in the model's variables.
@@ -70,11 +79,15 @@ def solve_model(model: pulp.LpProblem, *, backend: Backend, time_limit_s: float)
     """
     limit = max(time_limit_s, 0.1)
     if backend is Backend.CBC:
-        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True)
+        solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=limit, threads=1, warmStart=True, gapRel=gap)
     else:
-        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=0.0)
+        solver = _WarmHiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap)
     try:
         model.solve(solver)
+        if backend is Backend.HIGHS and model.solverModel.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            # Its dual simplex lost its way, as in nearly infeasible programs; the primal one has not been seen to.
+            solver = pulp.HiGHS(msg=False, timeLimit=limit, threads=1, gapRel=gap, simplex_strategy=PRIMAL_SIMPLEX)
+            model.solve(solver)
     except Exception as error:  # PuLP lets whatever its backends raise through
         raise SolverFailed(f"{backend.value} failed: {type(error).__name__}: {str(error)[:200]}") from error
     if model.status == pulp.LpStatusUndefined:

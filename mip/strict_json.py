@@ -69,8 +69,8 @@ def read_as(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         raise PlanError(f"{shown}: cannot read: {error.strerror}") from None
 
 
-def require_format(root: dict[str, Any], *formats: str, version: int) -> None:
-    """Checks the `format` and `version` keys of a document.
+def require_format(root: dict[str, Any], *formats: str, version: int | None = None) -> None:
+    """Checks the `format` and `version` keys of a document; a version of None is not checked.
 
     Raises:
         PlanError: the format is none of `formats`, or the version is another.
@@ -79,7 +79,7 @@ def require_format(root: dict[str, Any], *formats: str, version: int) -> None:
     if given not in formats:
         said = "no format" if given is None else f"the format {str(given)[:80]!r}"
         raise PlanError(f"it names {said}, not {' or '.join(formats)}")
-    if type(root.get("version")) is not int or root["version"] != version:
+    if version is not None and (type(root.get("version")) is not int or root["version"] != version):
         raise PlanError(f"version is {str(root.get('version'))[:80]}; this program reads version {version}")
 
 
@@ -181,7 +181,7 @@ def decode(kind: type[T], value: object, where: str, *, ignore: Collection[str] 
     """Converts a JSON object to a dataclass. Fields with a default may be missing.
 
     Args:
-        kind: the dataclass; fields are str, int, float, enums, dataclasses, tuples, string-keyed mappings, or optional.
+        kind: the dataclass; fields are str, bool, int, float, enums, dataclasses, tuples, mappings by string, optional.
         value: the parsed JSON value.
         where: its place in the document, for messages.
         ignore: keys that are allowed besides the fields and not read.
@@ -238,7 +238,7 @@ def _reader(kind: Any) -> Reader:
         return functools.partial(decode, kind)  # type: ignore[arg-type]
     if issubclass(kind, enum.Enum):
         return functools.partial(_member, kind)
-    readers: dict[type, Reader] = {str: _text, int: _integer, float: _number}
+    readers: dict[type, Reader] = {str: _text, bool: _truth, int: _integer, float: _number}
     return readers[kind]
 
 
@@ -269,6 +269,12 @@ def _member(kind: type[enum.Enum], value: object, where: str) -> enum.Enum:
     if value not in known:
         raise PlanError(f"{where} is {str(value)[:80]!r}, none of {', '.join(map(str, known))}")
     return kind(value)
+
+
+def _truth(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"{where} is neither true nor false")
+    return value
 
 
 def _integer(value: object, where: str) -> int:

@@ -25,22 +25,27 @@ if TYPE_CHECKING:
     from memo.swap.placement import Placement as Placement
     from memo.swap.recompute.axis.operators import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
+    from memo.swap.recompute.explanation import LayerExplanation as LayerExplanation
+    from memo.swap.recompute.policy import Tapes as Tapes
     from memo.swap.recompute.rank_agreement import (
         equal_on_all_ranks as equal_on_all_ranks,
         gather_values as gather_values,
     )
-    from memo.swap.recompute.record.memoized import memoize as memoize
-    from memo.swap.recompute.record.token_local_functions import token_local as token_local
-    from memo.swap.recompute.token_wise import TokenWise as TokenWise
+    from memo.swap.recompute.tape.bans import Bans as Bans
+    from memo.swap.recompute.tape.declared import memoize as memoize, token_local as token_local
     from memo.swap.stats import Stats as Stats
     from memo.swap.tensor_kinds import (
         cast_of_parameter as cast_of_parameter,
+        has_storage as has_storage,
         layer_input as layer_input,
         local_part as local_part,
+        parameter_behind as parameter_behind,
     )
     from memo.swap.token_levels import (
         LayerCosts as LayerCosts,
         Level as Level,
+        Mix as Mix,
+        PointCost as PointCost,
         Setting as Setting,
         TokenLevels as TokenLevels,
         comparing_nbytes as comparing_nbytes,
@@ -61,11 +66,12 @@ else:
             "recompute.axis.operators": "is_attention",
             "recompute.axis.token_axis": "Axis",
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
-            "recompute.record.memoized": "memoize",
-            "recompute.record.token_local_functions": "token_local",
-            "recompute.token_wise": "TokenWise",
+            "recompute.tape.declared": "memoize token_local",
+            "recompute.tape.bans": "Bans",
+            "recompute.explanation": "LayerExplanation",
+            "recompute.policy": "Tapes",
             "stats": "Stats",
-            "tensor_kinds": "cast_of_parameter layer_input local_part",
-            "token_levels": "LayerCosts Level Setting TokenLevels comparing_nbytes setting_of",
+            "tensor_kinds": "cast_of_parameter has_storage layer_input local_part parameter_behind",
+            "token_levels": "LayerCosts Level Mix PointCost Setting TokenLevels comparing_nbytes setting_of",
         },
     )

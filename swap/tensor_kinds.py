@@ -29,6 +29,7 @@ __all__ = [
     "layer_input",
     "local_part",
     "never_moves",
+    "parameter_behind",
 ]
 
 # Autograd nodes of views, copies and casts. The walk back to a parameter stops at the first other node.
@@ -123,19 +124,24 @@ def never_moves(tensor: torch.Tensor) -> bool:
 
 
 def cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """True for autocast's low-precision copy of a parameter, for the local part of a sharded one, and for views of either.
+    """True for autocast's low-precision copy of a parameter, the local part of a sharded one, and views of either."""
+    return parameter_behind(tensor) is not None
+
+
+def parameter_behind(tensor: torch.Tensor) -> Parameter | None:
+    """Returns the parameter that a tensor is a view, a cast or the local part of; None for any other tensor.
 
     Walks the autograd graph back to the leaf, at most six nodes.
     """
     node: Any = tensor.grad_fn
     for _ in range(_MAX_HOPS):
         if node is None:
-            return False
+            return None
         name = node.name()
         if name not in _VIEWS_AND_CASTS:
-            return name == _LEAF and isinstance(node.variable, Parameter)
+            return node.variable if name == _LEAF and isinstance(node.variable, Parameter) else None
         node = node.next_functions[0][0]
-    return False
+    return None
 
 
 def layer_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

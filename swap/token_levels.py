@@ -1,6 +1,6 @@
 """Recompute levels: how much of a token's activations is saved, and how a layer's tokens are divided among the levels.
 
-Pure data: a planner chooses it, TokenWise (memo.swap.recompute.token_wise) applies it. A layer's tokens are divided into
+Pure data: a planner chooses it, Tapes (memo.swap.recompute.policy) applies it. A layer's tokens are divided into
 consecutive ranges in the order of the levels, so the saved part of any tensor is one prefix of its tokens.
 
     tokens      0            k1              k2            s
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from memo.errors import UsageError
 
@@ -23,6 +23,8 @@ __all__ = [
     "LEAST_TOKENS",
     "LayerCosts",
     "Level",
+    "Mix",
+    "PointCost",
     "Setting",
     "TokenLevels",
     "comparing_nbytes",
@@ -102,8 +104,31 @@ class TokenLevels:
         return f"levels {self.all:g} all, {self.matmuls:g} matmuls, {self.attention:g} attention"
 
 
-Setting = TokenLevels | Level
-"""Recompute setting of a layer: fractions of its tokens, or one level for all of them."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Fractions of a layer at named points of its curve: a setting beyond the three levels.
+
+    Raises:
+        UsageError: a fraction is not from 0 to 1, or they do not sum to 1.
+    """
+
+    points: Mapping[str, float]
+    """Fraction at each point, by name. A layer that cannot be divided is at one point. Not to be changed."""
+
+    def __post_init__(self) -> None:
+        shares = tuple(self.points.values())
+        if not all(-_SLACK <= share <= 1 + _SLACK for share in shares) or abs(sum(shares) - 1) > _SLACK:
+            raise UsageError(f"Mix: {dict(self.points)} are not fractions that sum to 1")
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.points.items()))
+
+    def __str__(self) -> str:
+        return "points " + ", ".join(f"{share:g} {name}" for name, share in self.points.items())
+
+
+Setting = TokenLevels | Level | Mix
+"""Recompute setting of a layer: fractions of its tokens, one level for all of them, or a mix of points."""
 
 
 def setting_of(value: object, *, argument: str = "alpha") -> TokenLevels | Level:
@@ -146,8 +171,24 @@ def _kept(fraction: float, tokens: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PointCost:
+    """One point of a layer's curve, with the whole layer at it."""
+
+    name: str
+    """`all`, `matmuls`, `attention` and `input` for the named points, `p1`, `p2`, ... for others."""
+    saved_bytes: int
+    """All bytes that are saved, of all sequences and tokens, the layer's input included."""
+    held_bytes: int = 0
+    """Peak bytes of the recompute beside the layer's saved tensors."""
+    recompute_s: float = 0.0
+    beside_bytes: int = 0
+    """Those of `saved_bytes` that autograd does not save; they stand beside the whole layer."""
+    recompute_flops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Cost of each level for one layer, measured in its last forward: a planner's input."""
+    """Cost of each level or point for one layer, measured in its last forward: a planner's input."""
 
     layer: str
     tokens: int
@@ -163,6 +204,10 @@ class LayerCosts:
     """Those of `bytes_per_token` that autograd does not save and a recompute at that level reuses."""
     recompute_s_per_token: dict[Level, float]
     """Shortest recompute time seen at that level; only levels that have run, and SAVE_ALL with 0."""
+    points: tuple[PointCost, ...] = ()
+    """The layer's curve, point `all` first. Where there are points, a planner reads them instead of the levels."""
+    divisible: bool = True
+    """Whether the layer can be at several points with a fraction each."""
 
     def nbytes(self, levels: TokenLevels) -> int:
         """Bytes that the layer moves with its tokens divided by `levels`."""

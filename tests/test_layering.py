@@ -38,10 +38,10 @@ IMPORTS = {
     "swap/tiers": "memo swap swap/memory swap/backends",
     "swap/engine": "memo kernels swap swap/backends swap/tiers",
     "swap/recompute/axis": "swap swap/engine",
-    "swap/recompute/record": "memo kernels swap swap/engine swap/recompute/axis",
-    "swap/recompute/guards": "memo swap swap/engine swap/recompute/record",
-    "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/record swap/recompute/guards",
-    "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/record swap/recompute",
+    "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
+    "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
+    "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",
+    "swap face": "memo swap swap/memory swap/engine swap/recompute/axis swap/recompute/tape swap/recompute",
     "memo/trace": "memo mip/address",
     "memo/machine": "memo swap/backends swap/disk swap face",
     "memo/parallel": "memo mip/inputs mip/activation swap face",
@@ -60,9 +60,10 @@ IMPORTS = {
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
-    "memo face": "memo allocator swap/recompute/record memo/parallel memo/loss memo/manager memo/profiling",
-    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate memo/trace memo/machine "
-    "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo face",
+    "memo face": "memo allocator swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
+    "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
+    "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace memo/machine "
+    "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo face memo/cli/tables",
 }
 # Package boundaries: within a package modules are imported directly, from elsewhere by its face.
 PACKAGES = sorted({folder.removesuffix(" face") for folder in IMPORTS} - {"memo"}, key=len)

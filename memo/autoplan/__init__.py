@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     )
     from memo.autoplan.layer_classes import (
         classes_of as classes_of,
-        levels_of as levels_of,
         mlp_tiles_of as mlp_tiles_of,
+        points_of as points_of,
     )
     from memo.autoplan.plan_outcome import PlanOutcome as PlanOutcome
     from memo.autoplan.step_evidence import AllGather as AllGather, single_rank as single_rank
@@ -27,7 +27,7 @@ else:
             "actuator": "Actuator",
             "controller": "AutoPlan",
             "device_budget": "device_budget_of missing_gradient_bytes",
-            "layer_classes": "classes_of levels_of mlp_tiles_of",
+            "layer_classes": "classes_of mlp_tiles_of points_of",
             "plan_outcome": "PlanOutcome",
             "step_evidence": "AllGather single_rank",
         },

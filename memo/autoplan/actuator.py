@@ -1,4 +1,4 @@
-"""Applies an ActivationPlan to one manager: placements to the Engine, recompute levels to TokenWise.
+"""Applies an ActivationPlan to one manager: placements to the Engine, points of recompute to Tapes.
 
 Owns the conversion of a plan's fractions, and the device bytes that a plan may use: what parameters, gradients,
 optimizer state and transient tensors leave of the budget.
@@ -16,7 +16,8 @@ from memo.autoplan.device_peaks import DevicePeaks, Outside
 from memo.autoplan.layer_classes import mlp_tiles_of
 from memo.events import Tier
 from memo.mip.activation import chunk_layers, lower_tier_nbytes
-from memo.swap import Level, Placement, TokenLevels
+from memo.mip.inputs import ALL, ATTENTION, MATMULS
+from memo.swap import Level, Mix, Placement, TokenLevels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from memo.events import Tracer
     from memo.machine import LinkRates
     from memo.mip.activation import ActivationPlan, LayerPlan
-    from memo.swap import Engine, Layer, LayerCosts, TokenWise
+    from memo.swap import Engine, Layer, LayerCosts, Tapes
 
 __all__ = ["Actuator", "settings_of"]
 
@@ -53,7 +54,7 @@ class Actuator:
     def __init__(
         self,
         engine: Engine,
-        tokenwise: TokenWise,
+        tokenwise: Tapes,
         layers: Sequence[Layer],
         budget: DeviceBudget,
         *,
@@ -130,11 +131,7 @@ class Actuator:
         While one layer's backward runs, the next layer's products return into whole buffers, however small the
         fraction.
         """
-        products = [
-            known.tokens
-            * (known.bytes_per_token.get(Level.SAVE_MATMULS, 0.0) + known.beside_per_token.get(Level.SAVE_MATMULS, 0.0))
-            for known in self.costs().values()
-        ]
+        products = [_products_bytes(known) for known in self.costs().values()]
         wanted = calls * sum(products)
         room = max(0, self.limits().device_bytes - peak_bytes)
         if room < max(products, default=0.0):
@@ -215,8 +212,10 @@ class Actuator:
             self._peaks.end_backward()
 
 
-def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int, Placement], dict[str, TokenLevels]]:
-    """Converts a plan to placements by layer number, for the Engine, and levels by layer name, for TokenWise."""
+def settings_of(
+    plan: ActivationPlan, layers: Sequence[Layer]
+) -> tuple[dict[int, Placement], dict[str, TokenLevels | Mix]]:
+    """Converts a plan to placements by layer number, for the Engine, and points by layer name, for Tapes."""
     known = plan.problem.profile.layer_profiles()
     begins = {chunk.start for chunk in chunk_layers(plan.problem, 0)}
     placements = {
@@ -229,9 +228,24 @@ def settings_of(plan: ActivationPlan, layers: Sequence[Layer]) -> tuple[dict[int
         )
         for number, part in enumerate(plan.layers)
     }
-    levels = {layer.name: _levels(part) for layer, part in zip(layers, plan.layers, strict=True)}
-    return placements, levels
+    points = {layer.name: _points(part) for layer, part in zip(layers, plan.layers, strict=True)}
+    return placements, points
 
 
-def _levels(part: LayerPlan) -> TokenLevels:
-    return TokenLevels(all=part.all_tokens, matmuls=part.matmul_tokens, attention=part.attention_tokens)
+def _points(part: LayerPlan) -> TokenLevels | Mix:
+    """Three levels where the plan has no other points."""
+    if set(part.points) <= {ALL, MATMULS, ATTENTION}:
+        return TokenLevels(all=part.fraction(ALL), matmuls=part.fraction(MATMULS), attention=part.fraction(ATTENTION))
+    return Mix(points=part.points)
+
+
+def _products_bytes(costs: LayerCosts) -> float:
+    """Bytes that a layer saves at `matmuls` and not at `attention`, and those beside it; 0 where it lacks one of them."""
+    level = Level.SAVE_MATMULS
+    if not costs.points:
+        return costs.tokens * (costs.bytes_per_token.get(level, 0.0) + costs.beside_per_token.get(level, 0.0))
+    known = {point.name: point for point in costs.points}
+    if not {MATMULS, ATTENTION} <= set(known):
+        return 0.0
+    products = known[MATMULS]
+    return max(0.0, float(products.saved_bytes - known[ATTENTION].saved_bytes)) + products.beside_bytes

@@ -1,7 +1,7 @@
 """Layer classes of a profile, from measurements of single layers.
 
 Used for the steps that a manager measures before it plans (memo.autoplan.profile_from_step) and for `memo.profile`
-(memo.profiling.measure). Layers of one name that save the same bytes at each level are one class and share their median
+(memo.profiling.measure). Layers of one name that save the same bytes at each point are one class and share their median
 times, so that noise does not make equal layers differ.
 """
 
@@ -11,19 +11,19 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING
 
-from memo.mip.inputs import LayerProfile, Level, LevelProfile
-from memo.swap import Level as SwapLevel
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, LayerProfile, PointProfile
+from memo.swap import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
 
     from memo.swap import LayerCosts
 
-__all__ = ["classes_of", "levels_of", "mlp_tiles_of"]
+__all__ = ["classes_of", "mlp_tiles_of", "points_of"]
 
-_LEVELS = {level: SwapLevel[level.name] for level in Level}
+_LEVELS = {ALL: Level.SAVE_ALL, MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
 _TIMES = ("forward_s", "backward_s", "attention_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
@@ -34,26 +34,47 @@ def mlp_tiles_of(modules: Iterable[nn.Module]) -> int:
     return max((tiles for tiles in found if isinstance(tiles, int)), default=1)
 
 
-def levels_of(costs: LayerCosts) -> tuple[LevelProfile, ...]:
-    """Converts costs to level profiles; a level that never ran, or saves nothing more, is left out."""
-    found: list[LevelProfile] = []
-    for level, name in _LEVELS.items():
-        if name not in costs.bytes_per_token:
+def points_of(costs: LayerCosts) -> tuple[int, tuple[PointProfile, ...]]:
+    """Converts costs to the bytes that are saved at every point, and the points.
+
+    A point that saves no less than the one before it is left out, and so is a level that never ran. A curve's points
+    say all that is saved, so that nothing is saved at every point.
+    """
+    if not costs.points:
+        return costs.always_bytes, _falling(_levels(costs))
+    curve = (
+        PointProfile(
+            name=point.name,
+            saved_bytes=point.saved_bytes,
+            beside_bytes=min(point.beside_bytes, point.saved_bytes),
+            recompute_s=point.recompute_s,
+            recompute_flops=point.recompute_flops,
+            held_bytes=point.held_bytes,
+        )
+        for point in costs.points
+    )
+    return 0, _falling(curve)
+
+
+def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
+    """The three levels as points, without those that never ran."""
+    for name, level in _LEVELS.items():
+        per_token = 0.0 if name == ALL else costs.recompute_s_per_token.get(level)
+        if level not in costs.bytes_per_token or per_token is None:
             continue
-        nbytes = round(costs.bytes_per_token[name] * costs.tokens)
-        if level is not Level.SAVE_ALL and nbytes >= found[-1].saved_bytes:
-            continue
-        per_token = 0.0 if level is Level.SAVE_ALL else costs.recompute_s_per_token.get(name)
-        if per_token is not None:
-            beside = round(costs.beside_per_token.get(name, 0.0) * costs.tokens)
-            found.append(
-                LevelProfile(
-                    level=level,
-                    saved_bytes=nbytes,
-                    beside_bytes=min(beside, nbytes),
-                    recompute_s=per_token * costs.tokens,
-                )
-            )
+        nbytes = round(costs.bytes_per_token[level] * costs.tokens)
+        beside = round(costs.beside_per_token.get(level, 0.0) * costs.tokens)
+        yield PointProfile(
+            name=name, saved_bytes=nbytes, beside_bytes=min(beside, nbytes), recompute_s=per_token * costs.tokens
+        )
+
+
+def _falling(points: Iterable[PointProfile]) -> tuple[PointProfile, ...]:
+    """The points that save less than all before them."""
+    found: list[PointProfile] = []
+    for point in points:
+        if not found or point.saved_bytes < found[-1].saved_bytes:
+            found.append(point)
     return tuple(found)
 
 
@@ -71,16 +92,16 @@ def classes_of(layers: Sequence[LayerProfile]) -> tuple[tuple[LayerProfile, ...]
 
 
 def _class_key(layer: LayerProfile) -> tuple[object, ...]:
-    levels = ((known.level, known.saved_bytes, known.beside_bytes) for known in layer.levels)
-    return layer.name, layer.always_bytes, layer.other_bytes, *levels
+    points = ((point.name, point.saved_bytes, point.beside_bytes, point.held_bytes) for point in layer.points)
+    return layer.name, layer.always_bytes, layer.other_bytes, layer.divisible, *points
 
 
 def _merged(name: str, alike: Sequence[LayerProfile]) -> LayerProfile:
     """Medians of the times, maxima of transients and storages."""
-    levels = tuple(
-        dataclasses.replace(known, recompute_s=statistics.median(layer.levels[number].recompute_s for layer in alike))
-        for number, known in enumerate(alike[0].levels)
+    points = tuple(
+        dataclasses.replace(known, recompute_s=statistics.median(layer.points[number].recompute_s for layer in alike))
+        for number, known in enumerate(alike[0].points)
     )
     times = {field: statistics.median(getattr(layer, field) for layer in alike) for field in _TIMES}
     peaks = {field: max(getattr(layer, field) for layer in alike) for field in _PEAKS}
-    return dataclasses.replace(alike[0], name=name, levels=levels, **times, **peaks)
+    return dataclasses.replace(alike[0], name=name, points=points, **times, **peaks)

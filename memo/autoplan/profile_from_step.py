@@ -1,6 +1,6 @@
 """Conversion of one measured step to the planner's input: a profile of the model and a description of the machine.
 
-Owns the arithmetic from the times of a step (memo.autoplan.step_timeline) and the layers' costs by level
+Owns the arithmetic from the times of a step (memo.autoplan.step_timeline) and the layers' costs by point
 (memo.swap.token_levels) to Profile and Hardware (memo.mip.inputs). Measures nothing itself.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.autoplan.layer_classes import classes_of, levels_of
+from memo.autoplan.layer_classes import classes_of, points_of
 from memo.errors import PlanError
 from memo.events import Lane
-from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs import ALL, ATTENTION, EndProfile, Hardware, LayerProfile, PointProfile, Profile, Role, Signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ def measured_profile(
 
     Args:
         times: the step's times, layer by layer.
-        costs: costs by level, for layers that can be recomputed by tokens; the other layers have SAVE_ALL only.
+        costs: costs by point, for layers that can be recomputed; the other layers have point `all` only.
         signature: batch shape of the step.
         mlp_tiles: tiles in which the layers compute their MLP.
 
@@ -63,20 +63,24 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         raise PlanError(f"{name} ran {times.calls} forwards and no backward in the step that was measured")
     calls = times.calls
     always_bytes = 0
-    levels: tuple[LevelProfile, ...] = (LevelProfile(level=Level.SAVE_ALL, saved_bytes=times.saved_bytes // calls),)
-    if (
-        costs is not None and len(costs.recompute_s_per_token) > 1
-    ):  # a level other than SAVE_ALL: its trial was accepted
-        always_bytes, levels = costs.always_bytes, levels_of(costs)
+    points: tuple[PointProfile, ...] = (PointProfile(name=ALL, saved_bytes=times.saved_bytes // calls),)
+    if costs is not None and _recomputes(costs):
+        always_bytes, points = points_of(costs)
     return LayerProfile(
         name="layer",
         always_bytes=always_bytes,
-        levels=levels,
+        points=points,
+        divisible=costs is None or costs.divisible,
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
         storages=-(-times.storages // calls),
         largest_storage_bytes=times.largest_storage_bytes,
     )
+
+
+def _recomputes(costs: LayerCosts) -> bool:
+    """Whether the layer has a curve, or a level other than SAVE_ALL has run: its trial was accepted."""
+    return bool(costs.points) or len(costs.recompute_s_per_token) > 1
 
 
 def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
@@ -117,7 +121,7 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
     """Predicts the profile of another batch shape from a measured one.
 
     Bytes, and the time of everything but attention, are linear in the tokens of the batch; attention's time is also
-    proportional to the sequence length. The recompute at SAVE_ATTENTION is the forward without attention, so the rest
+    proportional to the sequence length. The recompute at point `attention` is the forward without attention, so the rest
     of the forward's time is taken as attention's. Backward is split by the same ratio.
     """
     before = profile.signature
@@ -125,24 +129,15 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
     square = linear * signature.tokens / before.tokens
 
     def layer(known: LayerProfile) -> LayerProfile:
-        again = next(
-            (level.recompute_s for level in known.levels if level.level is Level.SAVE_ATTENTION), known.forward_s
-        )
+        attention = known.point(ATTENTION)
+        again = known.forward_s if attention is None else attention.recompute_s
         token_wise = min(again, known.forward_s) / known.forward_s if known.forward_s else 1.0
         factor = token_wise * linear + (1 - token_wise) * square
         return dataclasses.replace(
             known,
             always_bytes=round(known.always_bytes * linear),
             between_bytes=round(known.between_bytes * linear),
-            levels=tuple(
-                dataclasses.replace(
-                    level,
-                    saved_bytes=round(level.saved_bytes * linear),
-                    beside_bytes=round(level.beside_bytes * linear),
-                    recompute_s=level.recompute_s * linear,
-                )
-                for level in known.levels
-            ),
+            points=_scaled_points(known, linear),
             forward_s=known.forward_s * factor,
             backward_s=known.backward_s * factor,
             largest_storage_bytes=round(known.largest_storage_bytes * linear),
@@ -161,6 +156,25 @@ def scaled_profile(profile: Profile, signature: Signature) -> Profile:
         embedding=end(profile.embedding),
         head=end(profile.head),
     )
+
+
+def _scaled_points(layer: LayerProfile, factor: float) -> tuple[PointProfile, ...]:
+    """Points of more or fewer tokens; those that then save as much as the one before are left out."""
+    found: list[PointProfile] = []
+    for point in layer.points:
+        nbytes = round(point.saved_bytes * factor)
+        if not found or nbytes < found[-1].saved_bytes:
+            found.append(
+                dataclasses.replace(
+                    point,
+                    saved_bytes=nbytes,
+                    beside_bytes=round(point.beside_bytes * factor),
+                    recompute_s=point.recompute_s * factor,
+                    recompute_flops=point.recompute_flops * factor,
+                    held_bytes=round(point.held_bytes * factor),
+                )
+            )
+    return tuple(found)
 
 
 def seconds_of(profile: Profile) -> float:

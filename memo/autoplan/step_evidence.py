@@ -1,7 +1,7 @@
 """Evidence of one measured step for planning, and its merge over ranks that must use the same plan.
 
 Recompute repeats a layer's collectives, so ranks that communicate within a layer must treat it alike. Each rank
-measures its own steps; the plan is made of the slowest times, the slowest links, the smallest budgets, and the levels
+measures its own steps; the plan is made of the slowest times, the slowest links, the smallest budgets, and the points
 that all have.
 """
 
@@ -32,7 +32,7 @@ _RATES = (
     "disk_write_bytes_per_s",
     "disk_read_bytes_per_s",
 )
-_OF_LEVELS = ("saved_bytes", "beside_bytes", "recompute_s")
+_OF_POINTS = ("saved_bytes", "beside_bytes", "recompute_s", "recompute_flops", "held_bytes")
 
 
 class AllGather(Protocol):
@@ -109,18 +109,19 @@ def _slowest(profiles: Sequence[Profile]) -> Profile:
 
 
 def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
-    """Merges one layer over ranks, with the levels that all have; layers equal on one rank may differ on another."""
-    levels = []
-    for known in layers[0].levels:
-        everywhere = [level for layer in layers if (level := layer.level(known.level)) is not None]
+    """Merges one layer over ranks, with the points that all have; layers equal on one rank may differ on another."""
+    points = []
+    for known in layers[0].points:
+        everywhere = [point for layer in layers if (point := layer.point(known.name)) is not None]
         if len(everywhere) == len(layers):
-            most = {field: max(getattr(one, field) for one in everywhere) for field in _OF_LEVELS}
-            levels.append(dataclasses.replace(known, **most))
+            most = {field: max(getattr(one, field) for one in everywhere) for field in _OF_POINTS}
+            points.append(dataclasses.replace(known, **most))
     return dataclasses.replace(
         layers[0],
         name=layers[0].name.partition("#")[0],
         always_bytes=max(layer.always_bytes for layer in layers),
-        levels=tuple(levels),
+        points=tuple(points),
+        divisible=all(layer.divisible for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
         storages=max(layer.storages for layer in layers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.address_tables import printable
+from memo.cli.tables.address import printable
 from memo.errors import ExitCode, PlanInvalid
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memo.allocator import CachingUse, Segments, simulate_caching, trace_of
-from memo.cli.address_tables import arena_table, plan_summary, table
 from memo.cli.output_files import display_name, file_name, refuse_existing
+from memo.cli.tables.address import arena_table, plan_summary, table
 from memo.errors import ExitCode, UsageError
 from memo.mip import STDIN
 from memo.mip.address import (

@@ -11,8 +11,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from memo.cli.activation_tables import activation_summary, activation_table
 from memo.cli.output_files import display_name, file_name, refuse_existing
+from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
 from memo.gpt.arithmetic import Layout, derive_profile

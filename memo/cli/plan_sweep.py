@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memo.cli.activation_tables import utilisation
-from memo.cli.address_tables import table
 from memo.cli.output_files import atomic_write, print_written
+from memo.cli.tables.activation import utilisation
+from memo.cli.tables.address import table
 from memo.errors import ExitCode, Infeasible, MemoError, UsageError
 from memo.mip.activation import ActivationPlan, LayerPlan, device_peak_candidates, free_swap_tokens, predict_stages
+from memo.mip.inputs import ALL, MATMULS
 from memo.mip.simulate import prove
 from memo.units import format_bytes, format_duration, format_tokens
 
@@ -34,11 +35,9 @@ class Shares:
     """Mean shares over a plan's layers, weighted by the bytes that each layer saves at most."""
 
     alpha: float
-    """Share of the tokens at level `all`, the paper's alpha."""
-    matmuls: float
-    """Share of the tokens at level `matmuls`."""
-    attention: float
-    """Share of the tokens at level `attention`."""
+    """Share at point `all`, the paper's alpha."""
+    points: Mapping[str, float]
+    """Share at each of the other points that is used."""
     kept: float
     """Share of the saved bytes that stays on the device. The rest of kept, host and disk to 1 is recomputed."""
     host: float
@@ -49,18 +48,17 @@ class Shares:
         """Shares of a plan."""
         layers = list(zip(plan.problem.profile.layer_profiles(), plan.layers, strict=True))
         whole = float(sum(layer.full_bytes for layer, _ in layers)) or 1.0
-        token_wise = float(sum(layer.levels[0].saved_bytes for layer, _ in layers)) or 1.0
+        by_point = float(sum(layer.points[0].saved_bytes for layer, _ in layers)) or 1.0
 
-        def of_tokens(number: int) -> float:
-            return sum(layer.levels[0].saved_bytes * own.token_fractions[number] for layer, own in layers) / token_wise
+        def at(point: str) -> float:
+            return sum(layer.points[0].saved_bytes * own.fraction(point) for layer, own in layers) / by_point
 
         def of_bytes(share: Callable[[LayerPlan], float]) -> float:
             return sum(own.saved_bytes(layer) * share(own) for layer, own in layers) / whole
 
         return cls(
-            alpha=of_tokens(0),
-            matmuls=of_tokens(1),
-            attention=of_tokens(2),
+            alpha=at(ALL),
+            points={name: at(name) for _, own in layers for name in own.points if name != ALL},
             kept=of_bytes(lambda own: own.kept),
             host=of_bytes(lambda own: own.host),
             disk=of_bytes(lambda own: own.disk),
@@ -188,7 +186,7 @@ def _row(point: Point, *, by: SweepAxis) -> tuple[str, ...]:
     fit = point.fit
     if fit is None:
         return (name, *["-"] * 10, "does not fit")
-    shares = (fit.shares.alpha, fit.shares.matmuls, fit.shares.kept, fit.shares.host, fit.shares.disk)
+    shares = (fit.shares.alpha, fit.shares.points.get(MATMULS, 0.0), fit.shares.kept, fit.shares.host, fit.shares.disk)
     return (
         name,
         f"{fit.step_s:,.1f} s" if fit.step_s >= 100 else format_duration(fit.step_s),

@@ -10,9 +10,9 @@ import json
 from typing import TYPE_CHECKING
 
 import memo
-from memo.cli.address_tables import printable, table
 from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.step_source import OWN_MODEL, add_step_options, step_builder
+from memo.cli.tables.address import printable, table
 from memo.errors import ExitCode, UsageError
 from memo.mip import encode
 from memo.mip.activation import profile_to_json
@@ -86,7 +86,7 @@ def _table(profile: Profile) -> str:
         (name, "1", "-", "-", format_duration(end.forward_s), format_duration(end.backward_s), "-")
         for name, end in (("embedding", profile.embedding), ("head", profile.head))
     ]
-    header = ("class and level", "layers", "saved", "transient", "forward", "backward", "recompute")
+    header = ("class and point", "layers", "saved", "transient", "forward", "backward", "recompute")
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens, {signature.dtype}\n\n"
         f"{table(header, [*rows, *ends])}\n\noptimizer {format_duration(profile.optimizer_s)}"
@@ -103,16 +103,16 @@ def _rows(layer: LayerProfile, count: int) -> list[tuple[str, ...]]:
         format_duration(layer.backward_s),
         "-",
     )
-    levels = [
+    points = [
         (
-            f"  {known.level}",
+            f"  {known.name}",
             "",
             format_bytes(layer.fixed_bytes + known.saved_bytes),
-            "",
+            format_bytes(layer.backward_transient_bytes + known.held_bytes) if known.held_bytes else "",
             "",
             "",
             format_duration(known.recompute_s),
         )
-        for known in layer.levels[1:]
+        for known in layer.points[1:]
     ]
-    return [whole, *levels]
+    return [whole, *points]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from memo.cli.activation_tables import activation_summary, activation_table
-from memo.cli.address_tables import arena_table, plan_summary, printable, table
+from memo.cli.tables.activation import activation_summary, activation_table
+from memo.cli.tables.address import arena_table, plan_summary, printable, table
 from memo.errors import ExitCode, UsageError
 from memo.mip.activation import ActivationPlan, check_plan, read_any_plan
 from memo.mip.address import check

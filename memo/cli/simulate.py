@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.cli.output_files import atomic_write, file_path, print_written
-from memo.cli.simulation_tables import print_simulation, simulation_summary
+from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile

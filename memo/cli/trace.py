@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.cli.output_files import atomic_write, file_path, print_written, refuse_existing
-from memo.cli.trace_tables import print_diff, print_stats
+from memo.cli.tables.trace import print_diff, print_stats
 from memo.errors import ExitCode, UsageError
 from memo.trace import Report, Trace, build_report, compare_reports, diff_to_json, printable, read_traces
 

@@ -23,6 +23,8 @@ from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
+from memo.manager.direct_calls import DirectCalls
+from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
@@ -34,11 +36,12 @@ from memo.swap import (
     Group,
     Layer,
     LayerCosts,
+    LayerExplanation,
     LayerHook,
     Level,
     Setting,
+    Tapes,
     TokenLevels,
-    TokenWise,
     find_layers,
     hook_forward,
     layer_input,
@@ -47,7 +50,7 @@ from memo.swap import (
 from memo.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -65,7 +68,6 @@ __all__ = ["Manager", "offload"]
 _Path = str | os.PathLike[str]
 
 
-Fallback = Literal["swap", "recompute"]
 """Treatment of a layer whose recompute by tokens is not proven: move whole tensors, or run the layer again."""
 OnFull = Literal["spill", "raise", "recompute"]
 """Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
@@ -78,8 +80,9 @@ def offload(
     plan: ActivationPlan | _Path | None = None,
     alpha: float | Sequence[float] | TokenLevels | None = None,
     levels: Mapping[int | str, _LayerLevels] | None = None,
-    fallback: Fallback = "swap",
-    exact: bool = False,
+    exact: bool = True,
+    keep: Names | None = None,
+    repeat: Names | None = None,
     device: int | str | None = None,
     host: int | str = "auto",
     disk: _Path | Sequence[_Path] | None = None,
@@ -94,8 +97,8 @@ def offload(
 ) -> Manager:
     """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
 
-    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are wherever a
-    kernel's result for a token does not depend on how many tokens it computes (see `exact`).
+    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
+    `exact` is True.
 
     Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
     then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
@@ -105,19 +108,23 @@ def offload(
         model: Module with repeated layers. It is modified only inside `with manager:`.
         plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
             `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
-        alpha: Fraction of the tokens, 0 to 1, whose token-wise activations are moved; those of the other tokens are
-            recomputed in backward. Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
+        alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
+            which dimension they run over, else of its bytes. The rest is recomputed in backward by replaying operators.
+            Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
             Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
             everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
             all but attention). Default None: planned, or 1.0 where `levels` is given.
         levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
-            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the layer's input only and runs the whole layer again,
-            attention included. Default None. `Manager.choose_levels` changes them between steps.
-        fallback: Treatment of a layer that is not proven to compute each token separately. "swap" (default) moves its
-            tensors whole; "recompute" runs the whole layer again, attention included. The report names the layers.
-        exact: True moves whole tensors for a layer whose recompute is not bit-identical to what it saved. Default False
-            accepts differences within a few roundings, as matrix kernels make for another number of tokens; the report
-            shows the largest one.
+            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
+            `Manager.choose_levels` changes them between steps.
+        exact: Default True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it
+            saved. False accepts differences within a few roundings, as matrix kernels make for another number of
+            tokens; the report shows the largest one.
+        keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
+            "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
+            name, to lists. Default None: the level decides.
+        repeat: Names, as for `keep`, of operators that may be recomputed although the level keeps their results. Random
+            operators, and what memo cannot see, are kept all the same. Default None.
         device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
             keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
             the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
@@ -179,13 +186,13 @@ def offload(
     if fixed is not None and (alpha is not None or levels is not None):
         raise UsageError("plan: it excludes alpha and levels; give one of the three")
     require_choice("on_full", on_full, get_args(OnFull))
-    require_choice("fallback", fallback, get_args(Fallback))
     automatic = fixed is None and alpha is None and levels is None
     setting = setting_of(1.0 if alpha is None else alpha)
     found = find_layers(model, layers)
     where = device_of(model)
     budget = device_budget_of(where, None if device is None else parse_bytes(device, what="device"))
     smallest = parse_bytes(min_bytes, what="min_bytes")
+    bans = bans_by_layer(found, keep, repeat)
     order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
     fixed = None if fixed is None else own_part(fixed, order)
     room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, order))
@@ -201,12 +208,12 @@ def offload(
     )
     if order is not None:
         engine.expect(order.backward)
-    tokenwise = TokenWise(
+    tokenwise = Tapes(
         engine,
         setting,
-        fallback=Level.SAVE_INPUT if fallback == "recompute" else Level.SAVE_ALL,
         repeats_when_full=on_full == "recompute",
         exact=exact,
+        bans=bans,
     )
     manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
     with contextlib.ExitStack() as undo:
@@ -267,7 +274,7 @@ class Manager:
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
         *,
-        tokenwise: TokenWise | None = None,
+        tokenwise: Tapes | None = None,
     ) -> None:
         self._layers = layers
         self._engine = engine
@@ -279,7 +286,7 @@ class Manager:
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
-        self._tokenwise = TokenWise(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
+        self._tokenwise = Tapes(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
         self._plan_source: PlanSource | None = None
         self._steps = model_steps(model, engine.backend.device)
         engine.keep(model.parameters(), model.buffers())
@@ -288,6 +295,7 @@ class Manager:
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
         self._in_step = False
+        self._direct_calls = DirectCalls(layers)
 
     @property
     def stats(self) -> Stats:
@@ -332,7 +340,8 @@ class Manager:
             self._hooks += self._hook(position, layer)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
-        pack = self._engine.pack if idle else self._tokenwise.pack
+        pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
+        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -340,7 +349,10 @@ class Manager:
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
         if self._depth == 0:
+            seen = [self._layers[position].name for position in self._running]
             self._end_forwards()
+            if exception[:1] in ((), (None,)):
+                self._direct_calls.end(seen)
 
     def _end_forwards(self) -> None:
         if self._saving is not None:
@@ -394,14 +406,10 @@ class Manager:
         """
         if self._depth > 0:
             raise UsageError("levels: choose them between forwards, not inside `with manager:`")
-        names = [layer.name for layer in self._layers]
         chosen: dict[str, Setting] = {}
         for key, value in levels.items():
-            if isinstance(key, int) and not 0 <= key < len(names):
-                raise UsageError(f"levels: no layer {key}; there are {len(names)}")
-            if isinstance(key, str) and key not in names:
-                raise UsageError(f"levels: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
-            chosen[names[key] if isinstance(key, int) else key] = setting_of(value, argument=f"levels[{key!r}]")
+            layer = layer_at(self._layers, key, argument="levels")
+            chosen[layer.name] = setting_of(value, argument=f"levels[{key!r}]")
         if self._plan_source is not None:
             self._plan_source = None
             self._engine.place({})
@@ -418,6 +426,20 @@ class Manager:
             One LayerCosts for each layer that has run so, in bytes and seconds per token of one sequence.
         """
         return self._tokenwise.costs()
+
+    def explain(self, layer: int | str) -> LayerExplanation:
+        """Explains what the last forward of a layer did, what of it is kept and what is replayed in backward.
+
+        Args:
+            layer: Position or name.
+
+        Returns:
+            A snapshot, in bytes and microseconds; `print` shows it as tables.
+
+        Raises:
+            UsageError: No such layer, or no forward of it was recorded: none has run yet, or all that it saves moves.
+        """
+        return self._tokenwise.explain(layer_at(self._layers, layer, argument="explain"))
 
     def plan_with(self, source: PlanSource) -> None:
         """Sets the plan source that is asked at each forward from now on.

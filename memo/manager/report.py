@@ -13,7 +13,7 @@ from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from memo.autoplan import PlanOutcome
-    from memo.swap import Engine, TokenWise
+    from memo.swap import Engine, Tapes
 
 __all__ = ["DiskUse", "Report", "TierUse", "TokenWiseUse"]
 
@@ -85,7 +85,7 @@ class TokenWiseUse:
     """None: the device's time is not measured."""
 
     @classmethod
-    def of(cls, engine: Engine, tokenwise: TokenWise) -> TokenWiseUse | None:
+    def of(cls, engine: Engine, tokenwise: Tapes) -> TokenWiseUse | None:
         """Reads the counters; None where every tensor is moved whole by choice."""
         if tokenwise.is_idle:
             return None
@@ -166,7 +166,7 @@ class Report:
         *,
         layers: int,
         disk: DiskUse | None = None,
-        tokenwise: TokenWise | None = None,
+        tokenwise: Tapes | None = None,
         plan: PlanOutcome | None = None,
     ) -> Report:
         """Reads the counters of `engine`."""

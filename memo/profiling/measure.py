@@ -1,4 +1,4 @@
-"""`memo.profile`: bytes saved at each level and times of each layer, measured in real steps.
+"""`memo.profile`: bytes saved at each point and times of each layer, measured in real steps.
 
 Runs a few steps under `memo.offload` with a third of the tokens at each level, for bytes and recompute times; a few
 plain steps under a timer; and one step on byteless tensors, for transient memory. The device needs room for one plain
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import torch
 
-from memo.autoplan import classes_of, levels_of, mlp_tiles_of
+from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
 from memo.manager import offload
-from memo.mip.inputs import EndProfile, LayerProfile, Level, Profile, Role, Signature
+from memo.mip.inputs import ATTENTION, EndProfile, LayerProfile, Profile, Role, Signature
 from memo.profiling.layer_flops import Flops, forward_flops, repeated_flops
 from memo.profiling.layer_timer import TimedStep, time_step
 from memo.profiling.saved_storages import saved_storages
 from memo.profiling.transient_memory import TransientMemory, transient_memory_of
 from memo.record import Step
-from memo.swap import Layer, LayerCosts, Level as SwapLevel, comparing_nbytes, find_layers
+from memo.swap import Layer, LayerCosts, Level, comparing_nbytes, find_layers
 
 __all__ = ["profile"]
 
@@ -160,7 +160,7 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
         tokens=tokens,
         input_bytes=0,
         always_bytes=0,
-        bytes_per_token={SwapLevel.SAVE_ALL: nbytes / tokens},
+        bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
         recompute_s_per_token={},
     )
 
@@ -201,21 +201,22 @@ class _Measured:
     state_bytes: float
     """Bytes of weights, gradients and optimizer state per byte of weights."""
     repeated: float
-    """Fraction of the forward's matrix products that level SAVE_ATTENTION recomputes."""
+    """Fraction of the forward's matrix products that point `attention` recomputes."""
 
 
 def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
     costs, flop, forward_s = measured.costs[number], measured.flops[number], measured.times.forward_s[number]
     weights = sum(_bytes(parameter) for parameter in layer.module.parameters())
     repeated = (flop.whole - flop.attention) * measured.repeated
-    levels, storages = levels_of(costs), measured.storages[number]
+    (always_bytes, points), storages = points_of(costs), measured.storages[number]
     return LayerProfile(
         name=type(layer.module).__name__,
-        always_bytes=costs.always_bytes,
-        levels=tuple(
-            dataclasses.replace(known, recompute_flops=repeated) if known.level is Level.SAVE_ATTENTION else known
-            for known in levels
+        always_bytes=always_bytes,
+        points=tuple(
+            dataclasses.replace(known, recompute_flops=repeated) if known.name == ATTENTION else known
+            for known in points
         ),
+        divisible=costs.divisible,
         forward_s=forward_s,
         backward_s=measured.times.backward_s[number],
         forward_flops=flop.whole,
@@ -224,11 +225,11 @@ def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
         attention_s=forward_s * flop.attention / flop.whole if flop.whole else 0.0,
         # At the end of a layer's first forward a trial recompute is compared with what was saved.
         forward_transient_bytes=measured.transients.forward.get(layer.name, 0)
-        + (comparing_nbytes(max(storages, default=0)) if len(levels) > 1 else 0),
+        + (comparing_nbytes(max(storages, default=0)) if len(points) > 1 else 0),
         backward_transient_bytes=measured.transients.backward.get(layer.name, 0),
         static_bytes=round(weights * measured.state_bytes),
         # For recompute the results of attention's two projections are kept too, which autograd need not save.
-        storages=len(storages) + (2 if len(levels) > 1 else 0),
+        storages=len(storages) + (2 if len(points) > 1 else 0),
         largest_storage_bytes=max(storages, default=0),
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from memo.events import Lane, Tier as TierName
 from memo.manager import Manager
-from memo.swap import Engine, TokenLevels, TokenWise
+from memo.swap import Engine, Tapes, TokenLevels
 from memo.swap.backends import Done, OneComputeStream
 from memo.units import parse_bytes
 
@@ -44,7 +44,7 @@ class OffloadWithoutBytes:
     def __init__(self, model: nn.Module, layers: Sequence[Layer], alpha: float) -> None:
         self._tier = _UnboundedTier()
         engine = Engine(_BytelessBackend(), [self._tier], min_bytes=MIN_BYTES)
-        self.manager = Manager(model, layers, engine, tokenwise=TokenWise(engine, TokenLevels.of_alpha(alpha)))
+        self.manager = Manager(model, layers, engine, tokenwise=Tapes(engine, TokenLevels.of_alpha(alpha)))
 
     @property
     def moved_nbytes(self) -> int:

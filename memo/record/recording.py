@@ -208,9 +208,13 @@ class _Run:
         self.offload = None if alpha is None else OffloadWithoutBytes(step.model, layers, alpha)
 
     def warm_up(self) -> None:
-        """Runs a first step, in which recompute is tried and the order of backward is learned."""
-        self._run(Recorder())
-        self._step.model.zero_grad(set_to_none=True)
+        """Runs two steps, in which replays are tried and the order of backward is learned.
+
+        What a replay keeps and autograd does not save is held from the second call on.
+        """
+        for _ in range(2):
+            self._run(Recorder())
+            self._step.model.zero_grad(set_to_none=True)
 
     def record(self, *, exact: bool) -> Recording:
         recorder = Recorder()

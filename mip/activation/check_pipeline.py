@@ -10,7 +10,16 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo.mip.activation.check_step import Walk, copy_s, is_divided, moved, rounding_bytes, saved_bytes, whole_bytes
+from memo.mip.activation.check_step import (
+    Walk,
+    backward_transient_bytes,
+    copy_s,
+    is_divided,
+    moved,
+    rounding_bytes,
+    saved_bytes,
+    whole_bytes,
+)
 from memo.mip.inputs.pipeline_schedules import Kind
 
 if TYPE_CHECKING:
@@ -150,7 +159,8 @@ class _Walker:
                 self._walk.clock_s += max(work_s, self._read_ahead(at, latest))
             if turn.kind is Kind.INPUT:
                 self._gradients += self._known[index].between_bytes
-            self._stands(self._transient(index), index)
+            recomputing = 0.0 if second_half else backward_transient_bytes(self._known[index], self._plan.layers[index])
+            self._stands(max(self._transient(index), recomputing), index)
             if second_half:
                 self._gradients -= self._known[index].between_bytes
             key = turn.chunk, turn.microbatch, index

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan, LayerPlan
     from memo.mip.inputs.profile import LayerProfile
 
-__all__ = ["Walk", "copy_s", "is_divided", "moved", "rounding_bytes", "saved_bytes", "walk_microbatch", "whole_bytes"]
+__all__ = [
+    "Walk",
+    "backward_transient_bytes",
+    "copy_s",
+    "is_divided",
+    "moved",
+    "rounding_bytes",
+    "saved_bytes",
+    "walk_microbatch",
+    "whole_bytes",
+]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -67,7 +77,7 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
     for index in range(first, last + 1):
         layer = known[index]
         before = whole_bytes(known[index - 1], plan.layers[index - 1]) if index > first else 0
-        moving = max(layer.forward_transient_bytes, layer.backward_transient_bytes)
+        moving = max(layer.forward_transient_bytes, backward_transient_bytes(layer, plan.layers[index]))
         walk.stands(held + before + whole_bytes(layer, plan.layers[index]) + moving, index)
         if index > first:  # from here on the layer before has only its kept bytes
             held += saved_bytes(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
@@ -107,18 +117,22 @@ def rounding_bytes(known: Sequence[LayerProfile], *, divided: bool) -> float:
 
 
 def saved_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Bytes that a layer saves at the plan's levels."""
-    at = {level.level.value: level.saved_bytes for level in layer.levels}
-    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
-    return layer.always_bytes + layer.other_bytes + sum(at.get(name, 0) * fraction for name, fraction in fractions)
+    """Bytes that a layer saves at the plan's points."""
+    at = {point.name: point.saved_bytes for point in layer.points}
+    return layer.always_bytes + layer.other_bytes + sum(at[name] * share for name, share in plan.points.items())
 
 
 def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
-    """Bytes of a layer while it runs: all that autograd saves, and of a divided one the bytes beside."""
-    given = {level.level.value: level.beside_bytes for level in layer.levels}
-    fractions = zip(("all", "matmuls", "attention"), plan.token_fractions, strict=True)
-    divided = plan.matmul_tokens > 0 or plan.attention_tokens > 0
-    return layer.full_bytes + divided * sum(given.get(name, 0) * fraction for name, fraction in fractions)
+    """Bytes of a layer while it runs: all that autograd saves, and where a part is recomputed the bytes beside."""
+    given = {point.name: point.beside_bytes for point in layer.points}
+    recomputed = any(share > 0 for name, share in plan.points.items() if name != "all")
+    return layer.full_bytes + recomputed * sum(given[name] * share for name, share in plan.points.items())
+
+
+def backward_transient_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
+    """Peak bytes of a layer's backward, its recompute included, beside all that is saved."""
+    held = {point.name: point.held_bytes for point in layer.points}
+    return layer.backward_transient_bytes + sum(held[name] * share for name, share in plan.points.items())
 
 
 def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:

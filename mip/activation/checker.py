@@ -29,8 +29,8 @@ SECONDS_A_DAY = 24 * 60 * 60
 class Rule(enum.StrEnum):
     """Rules of a valid plan."""
 
-    LEVEL = "level"
-    """No token is at a level that its layer cannot have."""
+    POINT = "point"
+    """Nothing is at a point that its layer cannot have, and a layer that cannot be divided is at one point."""
     LAST = "last"
     """The last layer of a stage does not move."""
     TIER = "tier"
@@ -108,11 +108,13 @@ def _layers(plan: ActivationPlan) -> Violation | None:
     link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
     drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):
-        possible = {level.level.value for level in known.levels}
-        for name, fraction in zip(("all", "matmuls", "attention"), layer.token_fractions, strict=True):
-            if fraction > 0 and name not in possible:
-                message = f"layer {index} has tokens at level {name!r}, which its class {known.name!r} cannot have"
-                return Violation(rule=Rule.LEVEL, message=message, layer=index)
+        strange = set(layer.points) - {point.name for point in known.points}
+        if strange:
+            message = f"layer {index} is at point {min(strange)[:40]!r}, which its class {known.name!r} cannot have"
+            return Violation(rule=Rule.POINT, message=message, layer=index)
+        if not known.divisible and max(layer.points.values()) != 1:
+            message = f"layer {index} is at {len(layer.points)} points, and its class {known.name!r} cannot be divided"
+            return Violation(rule=Rule.POINT, message=message, layer=index)
         if index in lasts and layer.host + layer.disk > 0:
             return Violation(rule=Rule.LAST, message=f"layer {index} is a stage's last and moves", layer=index)
         for name, fraction, budget, way in (

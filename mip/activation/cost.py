@@ -119,7 +119,8 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
     whole = [layer.full_bytes + extra for layer, extra in zip(layers, recompute_extra_bytes, strict=True)]
     unmoved = [w - h - d for w, h, d in zip(whole, host, disk, strict=True)]
-    on_device = {"kept": kept, "recompute_extra_bytes": recompute_extra_bytes, "unmoved": unmoved}
+    held = [plan.held_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
+    on_device = {"kept": kept, "recompute_extra_bytes": recompute_extra_bytes, "unmoved": unmoved, "held": held}
     stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic)
     chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls)
     return StagePrediction(

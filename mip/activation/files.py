@@ -1,7 +1,8 @@
 """JSON files of profiles, hardware and activation plans: strict, versioned, equal bytes for equal values.
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
-checked, shown and simulated.
+checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, are read,
+too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from memo.mip.activation.plan import ActivationPlan
 from memo.mip.address.files import PLAN_FORMAT as ADDRESS_PLAN_FORMAT, address_plan_of
 from memo.mip.address.problem import Plan
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import Profile
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, Profile
 from memo.mip.strict_json import decode, encode, parse_json, read_as, require_format, write_json
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSION = 1
+VERSIONS = {PLAN_FORMAT: 2, PROFILE_FORMAT: 2, HARDWARE_FORMAT: 1}
+_LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
+"""Keys of a layer plan of version 1, and the points that they were fractions of."""
 
 Path_ = str | os.PathLike[str]
 T = TypeVar("T")
@@ -97,16 +100,16 @@ def read_any_plan(path: Path_) -> ActivationPlan | Plan:
 
     def either(text: str) -> ActivationPlan | Plan:
         root = parse_json(text)
-        require_format(root, PLAN_FORMAT, ADDRESS_PLAN_FORMAT, version=VERSION)
-        if root["format"] == ADDRESS_PLAN_FORMAT:
+        if root.get("format") == ADDRESS_PLAN_FORMAT:
             return address_plan_of(root)
+        require_format(root, PLAN_FORMAT, ADDRESS_PLAN_FORMAT)
         return _decode_root(root, ActivationPlan, PLAN_FORMAT)
 
     return read_as(path, either)
 
 
 def _document(name: str, value: object) -> str:
-    return write_json(name, VERSION, encode(value))
+    return write_json(name, VERSIONS[name], encode(value))
 
 
 def _parse(text: str, kind: type[T], name: str) -> T:
@@ -114,5 +117,33 @@ def _parse(text: str, kind: type[T], name: str) -> T:
 
 
 def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
-    require_format(root, name, version=VERSION)
+    if name != HARDWARE_FORMAT and root.get("format") == name and _is_version_1(root):
+        root = _upgraded(root)
+    require_format(root, name, version=VERSIONS[name])
     return decode(kind, root, "the file", ignore=("format", "version"))
+
+
+def _is_version_1(root: dict[str, Any]) -> bool:
+    return type(root.get("version")) is int and root["version"] == 1
+
+
+def _upgraded(root: dict[str, Any]) -> dict[str, Any]:
+    """A plan or profile of version 1 as one of version 2; what is not in the format stays as it is, to be refused."""
+    problem = root.get("problem")
+    profile = problem.get("profile") if isinstance(problem, dict) else root
+    classes = profile.get("classes") if isinstance(profile, dict) else None
+    for layer in _objects(classes):
+        if isinstance(layer.get("levels"), list) and "points" not in layer:
+            layer["points"] = layer.pop("levels")
+            for point in _objects(layer["points"]):
+                if "level" in point and "name" not in point:
+                    point["name"] = point.pop("level")
+    for plan in _objects(root.get("layers")):
+        if "points" not in plan:
+            defaults = {ALL: 1.0, MATMULS: 0.0, ATTENTION: 0.0}
+            plan["points"] = {name: plan.pop(key, defaults[name]) for key, name in _LEVELS.items()}
+    return {**root, "version": VERSIONS[PLAN_FORMAT]}
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,21 +1,23 @@
 """Linear program of activation planning, over groups of equal layers.
 
-For a layer i of stage s: x_l is the fraction of its tokens at level l, h and d are the bytes that go to host and disk.
+For a layer i of stage s: x_p is its fraction at point p of its class, h and d are the bytes that go to host and disk.
 Bytes are in units of the largest layer's, times in units of the mean layer's, to suit the solver's tolerances.
 
     minimise  sum_s T_s  +  (M - 1) T  +  small prices that break ties
 
-    (1)  sum_l x_l = 1                                       levels
-    (2)  S = fixed + sum_l x_l saved_l;  K = S - h - d >= 0  what is saved, what of it is kept
+    (1)  sum_p x_p = 1                                       points
+    (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
                                                              as long as the slowest
     (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
     (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
-    (6)  resident(p) + sum_j kept(p, j) K_j + whole(p, j) G_j + unmoved(p, j) (full_j + G_j - h_j - d_j) <= device
-         at each position p of a stage (memo.mip.activation.memory_peaks), with G = sum_l x_l beside_l: under 1F1B kept
-         is (flight - 1) for each layer, 1 more where j < behind(p), and whole 1 for those that are whole
+    (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + unmoved(q, j) (full_j + G_j - h_j - d_j)
+         + recomputing(q, j) H_j <= device
+         at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p and H = sum_p x_p
+         held_p: under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q), and whole 1 for those that
+         are whole
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -23,9 +25,11 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
-numbers are of this list, not of the paper's equations. There are no integers: fractions of tokens are rounded to tiles
-afterwards, downwards, which no row objects to; and a tier may hold any part of a layer's storages. Where a stage's
-layers are of one class most of them share their variables (`Sharing`).
+numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
+which no row objects to; and a tier may hold any part of a layer's storages. Of a layer that cannot be divided, x is
+given (`points`) or binary (`whole`); without either its x are fractions, too, a lower bound on the step
+(memo.mip.activation.whole_points). Only `whole` brings integers. Where a stage's layers are of one class most of them
+share their variables (`Sharing`).
 """
 
 from __future__ import annotations
@@ -41,15 +45,18 @@ from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
-from memo.mip.activation.rounding import most_lost_bytes
+from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes
 from memo.mip.inputs.pipeline_schedules import Kind
-from memo.mip.inputs.profile import LayerProfile, Level
+from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model
 
 __all__ = ["DAY_S", "Model", "Sharing"]
 
 DAY_S = 86400.0
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
+"""Of programs without and with integers; of the latter, what was found by then is taken."""
+WHOLE_GAP = 0.01
+"""Part of the objective by which a program with integers may miss its optimum."""
 
 MARGIN = 1e-6
 """Margin of hard budgets, in units of the largest layer's bytes; the solver tolerates violations of a tenth of it."""
@@ -78,13 +85,15 @@ class _Group:
     layer: LayerProfile
     members: list[int]
     """Positions within the stage."""
-    x: dict[Level, pulp.LpVariable]
+    x: dict[str, pulp.LpVariable]
     host: pulp.LpVariable | int
     disk: pulp.LpVariable | int
     saved: pulp.LpAffineExpression
     recompute: pulp.LpAffineExpression
     recompute_extra_bytes: pulp.LpAffineExpression
     """G: bytes that its recompute is given and autograd does not save."""
+    held: pulp.LpAffineExpression
+    """H: bytes that its recompute holds at once."""
 
     @property
     def kept(self) -> pulp.LpAffineExpression:
@@ -100,6 +109,8 @@ class Model:
         staying: so many layers at the end of each stage stay whole and all others move whole, so that rounding takes
             less of the tiers; None: any part of any layer may stay.
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
+        points: for each layer of the profile the one point that it is at, or None where it is free; no layers share.
+        whole: layers that cannot be divided are at one point each; no layers share.
     """
 
     def __init__(
@@ -109,10 +120,13 @@ class Model:
         sharing: Sharing = Sharing.INTERIOR,
         staying: int | None = None,
         relaxed: Resource | None = None,
+        points: Sequence[str | None] | None = None,
+        whole: bool = False,
     ) -> None:
         self.problem = problem
         self.staying = staying
-        self._sharing = sharing
+        self._points, self._whole = points, whole
+        self._sharing = Sharing.NONE if points is not None or whole else sharing
         self._rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
@@ -123,7 +137,7 @@ class Model:
         self._program = pulp.LpProblem("activation_plan", pulp.LpMinimize)
         self._limits: list[tuple[pulp.LpConstraint, Resource, str, float]] = []
         self._excess = self._program.add_variable("excess", 0, None) if relaxed else None
-        self._relaxed = relaxed
+        self.relaxed = relaxed
         self._prices = pulp.LpAffineExpression()
         self._slowest_stage = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
@@ -138,13 +152,16 @@ class Model:
         self._program += step + self._prices if self._excess is None else self._excess
 
     def solve(self) -> bool:
-        """Solves the program; False if it is infeasible. The solution can be read afterwards.
+        """Solves the program; False if it is infeasible, or with integers if nothing was found in time.
+
+        The solution can be read afterwards.
 
         Raises:
-            SolverFailed: the solver crashed, or ran out of time.
+            SolverFailed: the solver crashed, or a program without integers ran out of time.
         """
-        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=TIME_LIMIT_S)
-        if not solved.proven:
+        gap, limit_s = (WHOLE_GAP, WHOLE_TIME_LIMIT_S) if self._whole else (0.0, TIME_LIMIT_S)
+        solved = solve_model(self._program, backend=Backend.HIGHS, time_limit_s=limit_s, gap=gap)
+        if not solved.proven and not self._whole:
             raise SolverFailed(f"no answer to the activation plan's program in {TIME_LIMIT_S:.0f} s")
         self.solved = solved.found
         return self.solved
@@ -153,6 +170,11 @@ class Model:
     def shares(self) -> bool:
         """Whether some layers share variables."""
         return any(len(group.members) > 1 for groups in self._stages for group in groups)
+
+    @property
+    def objective(self) -> float:
+        """What is minimised, but for prices that break ties: the step's time, or the excess over the relaxed tier."""
+        return self.step_s if self.relaxed is None else self.excess_bytes
 
     @property
     def step_s(self) -> float:
@@ -210,19 +232,19 @@ class Model:
 
     def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
-        x = {known.level: self._program.add_variable(f"x_{known.level}_{name}", 0, 1) for known in layer.levels}
+        x = self._point_variables(layer, stage, members[0], name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
-        given = [known for known in layer.levels if known.beside_bytes]
+        given = [known for known in layer.points if known.beside_bytes]
         alone = self.problem.pipeline.peak_in_flight(stage) == ((1,),)
-        if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.levels[0]]:
-            self._program += x[Level.SAVE_ALL] == 1  # it is whole in any case: nothing of it is gathered
+        if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.points[0]]:
+            self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
         budgets, rates = self.problem.budgets, self._rates
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
         drive = link and rates.disk_write_bytes_per_s > 0 and rates.disk_read_bytes_per_s > 0
-        to_host = link and (budgets.host_bytes or self._relaxed is Resource.HOST)
-        to_disk = drive and (budgets.disk_bytes or self._relaxed is Resource.DISK)
+        to_host = link and (budgets.host_bytes or self.relaxed is Resource.HOST)
+        to_disk = drive and (budgets.disk_bytes or self.relaxed is Resource.DISK)
         group = _Group(
             stage=stage,
             chunk=chunk,
@@ -233,11 +255,16 @@ class Model:
             disk=self._program.add_variable(f"d_{name}", 0, None) if to_disk else 0,
             saved=pulp.lpSum(
                 [layer.fixed_bytes / self._byte]
-                + [x[known.level] * (known.saved_bytes / self._byte) for known in layer.levels]
+                + [x[known.name] * (known.saved_bytes / self._byte) for known in layer.points]
             ),
-            recompute=pulp.lpSum(x[known.level] * (known.recompute_s / self._second) for known in layer.levels),
-            recompute_extra_bytes=pulp.lpSum(x[known.level] * (known.beside_bytes / self._byte) for known in given),
+            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points),
+            recompute_extra_bytes=pulp.lpSum(x[known.name] * (known.beside_bytes / self._byte) for known in given),
+            held=pulp.lpSum(x[known.name] * (known.held_bytes / self._byte) for known in layer.points),
         )
+        if layer.divisible:
+            beside, held = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
+            group.recompute_extra_bytes += beside / self._byte if given else 0.0
+            group.held += held / self._byte
         if to_host or to_disk:
             # (2)
             self._program += group.kept >= 0
@@ -245,6 +272,16 @@ class Model:
             # (10)
             self._program += group.kept == 0
         return group
+
+    def _point_variables(self, layer: LayerProfile, stage: int, member: int, name: str) -> dict[str, pulp.LpVariable]:
+        """The fractions x of a group, which are bounds alone where its point is given."""
+        at = None if self._points is None else self._points[stage_layers(self.problem, stage)[member]]
+        category = pulp.LpInteger if self._whole and not layer.divisible else pulp.LpContinuous
+        found = {}
+        for point in layer.points:
+            least, most = (0, 1) if at is None else (int(point.name == at),) * 2
+            found[point.name] = self._program.add_variable(f"x_{point.name}_{name}", least, most, category)
+        return found
 
     # Rows.
 
@@ -327,11 +364,11 @@ class Model:
         for candidate in _undominated(device_peak_candidates(self.problem, stage)):
             used = pulp.LpAffineExpression()
             for group in self._stages[stage]:
-                kept, whole, unmoved = (
+                kept, whole, unmoved, recomputing = (
                     sum(counts[member] for member in group.members)
-                    for counts in (candidate.kept, candidate.whole, candidate.unmoved)
+                    for counts in (candidate.kept, candidate.whole, candidate.unmoved, candidate.recomputing)
                 )
-                used += kept * group.kept + whole * group.recompute_extra_bytes
+                used += kept * group.kept + whole * group.recompute_extra_bytes + recomputing * group.held
                 used += unmoved * self._unmoved(group) if unmoved else 0
             room = (device - candidate.resident_bytes) / self._byte
             # (6)
@@ -344,7 +381,9 @@ class Model:
             return whole
         key = (group.stage, group.members[0])
         if key not in self._unmoved_bytes:
-            lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
+            lost = 0.0
+            if group.layer.divisible:
+                lost = most_lost_bytes(group.layer, self.problem.profile.signature.rank_tokens) / self._byte
             name = f"unmoved_{group.stage}_{group.members[0]}"
             unmoved = self._unmoved_bytes[key] = self._program.add_variable(name, 0, None)
             self._program += unmoved >= whole - moved
@@ -383,7 +422,7 @@ class Model:
             (host, budgets.host_bytes, Resource.HOST),
             (disk, budgets.disk_bytes, Resource.DISK),
         ):
-            room = budget - rounding if tier is self._relaxed else max(0, budget - rounding)
+            room = budget - rounding if tier is self.relaxed else max(0, budget - rounding)
             # (7)
             self._budget(used, room / self._byte, tier, "of the node")
         if budgets.disk_wear_bytes_per_day is None or not written:
@@ -399,7 +438,7 @@ class Model:
             self._add(row, Resource.WEAR, "of the node", unit=self._byte * DAY_S)
 
     def _budget(self, used: pulp.LpAffineExpression, room: float, resource: Resource, where: str) -> None:
-        if self._relaxed is resource and self._excess is not None:
+        if self.relaxed is resource and self._excess is not None:
             used, room = used - self._excess, room - MARGIN  # a budget larger by the excess then has its margin
         else:
             room = max(room - MARGIN, min(room, 0.0))
@@ -415,17 +454,17 @@ class Model:
         return self._byte / bytes_per_s / self._second
 
     def _layer_plan(self, group: _Group) -> LayerPlan:
-        x = {level: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for level, variable in group.x.items()}
-        rest = 1.0 - x.get(Level.SAVE_MATMULS, 0.0) - x.get(Level.SAVE_ATTENTION, 0.0)
+        x = {name: min(max(float(variable.varValue or 0.0), 0.0), 1.0) for name, variable in group.x.items()}
+        if self._whole and not group.layer.divisible:
+            x = {name: float(share > 0.5) for name, share in x.items()}
+        x[ALL] = max(1.0 - sum(share for name, share in x.items() if name != ALL), 0.0)
         saved = float(pulp.value(group.saved))
         host, disk = (max(float(pulp.value(part) or 0.0), 0.0) for part in (group.host, group.disk))
         host, disk = (part if part > MARGIN else 0.0 for part in (host, disk))
         if saved - host - disk < MARGIN and host + disk > 0.0:
             saved = host + disk
         return LayerPlan(
-            all_tokens=max(rest, 0.0),
-            matmul_tokens=x.get(Level.SAVE_MATMULS, 0.0),
-            attention_tokens=x.get(Level.SAVE_ATTENTION, 0.0),
+            points=x,
             kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,

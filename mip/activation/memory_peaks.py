@@ -35,20 +35,32 @@ class PeakCandidate:
     """By layer: number that hold it whole, where its recompute is then also given bytes."""
     unmoved: tuple[int, ...]
     """By layer: number that hold all of it but the moved bytes."""
+    recomputing: tuple[int, ...]
+    """By layer: number whose recompute runs."""
 
     def nbytes(
-        self, *, kept: Sequence[float], recompute_extra_bytes: Sequence[float], unmoved: Sequence[float]
+        self,
+        *,
+        kept: Sequence[float],
+        recompute_extra_bytes: Sequence[float],
+        unmoved: Sequence[float],
+        held: Sequence[float],
     ) -> float:
         """Bytes on the device, given the bytes of each layer by kind."""
-        counted = ((self.kept, kept), (self.whole, recompute_extra_bytes), (self.unmoved, unmoved))
+        counted = (
+            (self.kept, kept),
+            (self.whole, recompute_extra_bytes),
+            (self.unmoved, unmoved),
+            (self.recomputing, held),
+        )
         return self.resident_bytes + sum(
             count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
         )
 
     def dominates(self, other: PeakCandidate) -> bool:
         """Whether this candidate holds at least as much of everything as the other."""
-        mine = (*self.kept, *self.whole, *self.unmoved, self.resident_bytes)
-        others = (*other.kept, *other.whole, *other.unmoved, other.resident_bytes)
+        mine = (*self.kept, *self.whole, *self.unmoved, *self.recomputing, self.resident_bytes)
+        others = (*other.kept, *other.whole, *other.unmoved, *other.recomputing, other.resident_bytes)
         return all(a >= b for a, b in zip(mine, others, strict=True))
 
 
@@ -75,6 +87,8 @@ class _Residence(enum.Enum):
     KEPT = enum.auto()
     WHOLE = enum.auto()
     UNMOVED = enum.auto()
+    RECOMPUTING = enum.auto()
+    """Beside being whole: what the recompute holds."""
 
 
 class _Tally:
@@ -90,7 +104,7 @@ class _Tally:
         layer = self._layers[number]
         if how is _Residence.WHOLE:
             self.resident_bytes += times * layer.full_bytes
-            if not any(level.beside_bytes for level in layer.levels):
+            if not any(point.beside_bytes for point in layer.points):
                 return
         self._counts[how][number] += times
 
@@ -155,10 +169,14 @@ class _MomentPeaks:
         for number in own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
-            resident = self._layers[number].transient_bytes + heads_own
+            resident = heads_own
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident += sum(layer.between_bytes for layer in self._layers[number : own.stop])
-            yield self._at(f"layer {self._indices[number]}", resident, self._running(whole), ends_turn=ends_turn)
+            layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(whole)
+            yield self._at(name, resident + layer.transient_bytes, running, ends_turn=ends_turn)
+            if kind in (Kind.BACKWARD, Kind.INPUT) and any(point.held_bytes for point in layer.points):
+                resident += layer.backward_transient_bytes
+                yield self._at(name, resident, running, ends_turn=ends_turn, recomputing=number)
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))
             yield self._at("the head", self._head.saved_bytes + self._head.transient_bytes, running)
@@ -176,12 +194,20 @@ class _MomentPeaks:
         return found
 
     def _at(
-        self, name: str, nbytes: int, running: Mapping[int, _Residence], *, ends_turn: bool = False
+        self,
+        name: str,
+        nbytes: int,
+        running: Mapping[int, _Residence],
+        *,
+        ends_turn: bool = False,
+        recomputing: int | None = None,
     ) -> PeakCandidate:
         tally = self._others.copy()
         tally.resident_bytes += nbytes
         for number, how in running.items():
             tally.add(number, how)
+        if recomputing is not None:
+            tally.add(recomputing, _Residence.RECOMPUTING)
         if self._moment.ahead is not None and (ends_turn or self._moment.kind is Kind.FORWARD):
             chunk, second_half = self._moment.ahead
             number = self._chunks[chunk][0 if second_half else -1]

@@ -6,9 +6,10 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
 
     device     while layer i runs, in either direction:  static + saved by the embedding
                + sum of kept bytes of layers j < i-1  +  whole bytes of layers i-1 and i (the two rounding buffers): all
-               that autograd saves, and what the recompute of their tokens is given besides
-               + transient bytes of layer i; while the head runs: layer n-1 is the buffer in use, and the head's own
-               bytes come on top
+               that autograd saves, and what their recompute is given besides
+               + transient bytes of layer i: the larger of forward's and backward's, and in backward (of a split one the
+               first half) at least backward's and what the recompute holds; while the head runs: layer n-1 is the
+               buffer in use, and the head's own bytes come on top
     copy out   of layer i starts when layer i+1 starts forward and must end before layer i+2 (or the head) starts:
                a window of F(i+1). The last layer is never moved: it is needed next
     copy in    of layer i starts when layer i+1 starts backward, with its recompute, and must end before layer i
@@ -16,6 +17,8 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
     lanes      host bytes h and disk bytes d cross the link at once, in equal shares while both last; then disk bytes go
                on through the disk's lane. With L the link's rate and W <= L the disk's, a copy takes
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
+    points     a layer that can be divided has a fraction of its tokens at each of its points, and bytes and seconds are
+               the sum of these fractions; one that cannot is at one point
     rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
                pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
                for each storage of layers that can move; and where it divides a layer, its largest storage
@@ -39,14 +42,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import PlanError
 from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
 from memo.mip.activation.pipeline_time import microbatches_s
 from memo.mip.inputs.hardware import Hardware
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
-from memo.mip.inputs.profile import LayerProfile, Level, Profile, check_amounts
+from memo.mip.inputs.profile import ALL, LayerProfile, Profile, check_amounts
 
 __all__ = [
     "ONE_STAGE",
@@ -257,33 +260,38 @@ def stage_layers(problem: ActivationProblem, stage: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """Plan of one layer: a fraction of its tokens for each level, a fraction of the saved bytes for each tier.
+    """Plan of one layer: a fraction for each point of its class, a fraction of the saved bytes for each tier.
 
-    Tokens of one level are a consecutive range, in the order all, matmuls, attention.
+    Tokens at one point are a consecutive range, in the order of the class's points.
     """
 
-    all_tokens: float = 1.0
-    matmul_tokens: float = 0.0
-    attention_tokens: float = 0.0
+    points: Mapping[str, float] = dataclasses.field(default_factory=lambda: {ALL: 1.0})
+    """Fraction of the layer at each point, by name; points that are left out have 0. Not to be changed."""
     kept: float = 1.0
     host: float = 0.0
     disk: float = 0.0
 
     def __post_init__(self) -> None:
-        for what, parts in (("tokens", self.token_fractions), ("bytes", (self.kept, self.host, self.disk))):
+        shares = tuple(self.points.values())
+        for what, parts in (("points", shares), ("bytes", (self.kept, self.host, self.disk))):
+            shown = ", ".join(f"{part:g}" for part in parts[:8])
             if not all(math.isfinite(part) and 0 <= part <= 1 + TOLERANCE for part in parts):
-                raise PlanError(f"layer plan: {parts} are no fractions of its {what}")
+                raise PlanError(f"layer plan: ({shown}) are no fractions of its {what}")
             if abs(sum(parts) - 1) > TOLERANCE:
-                raise PlanError(f"layer plan: {parts}, the fractions of its {what}, do not add up to 1")
+                raise PlanError(f"layer plan: ({shown}), the fractions of its {what}, do not add up to 1")
+        object.__setattr__(self, "points", {name: share for name, share in self.points.items() if share})
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.points.items()), self.kept, self.host, self.disk))
+
+    def fraction(self, point: str) -> float:
+        """Fraction of the layer at this point."""
+        return self.points.get(point, 0.0)
 
     @property
-    def token_fractions(self) -> tuple[float, float, float]:
-        """Fractions of tokens at the levels all, matmuls, attention."""
-        return self.all_tokens, self.matmul_tokens, self.attention_tokens
-
-    def fraction(self, level: Level) -> float:
-        """Fraction of tokens at this level."""
-        return dict(zip(Level, self.token_fractions, strict=True))[level]
+    def recomputes(self) -> bool:
+        """Whether a part of the layer is at another point than `all`."""
+        return any(name != ALL for name in self.points)
 
     @property
     def divided(self) -> bool:
@@ -291,21 +299,25 @@ class LayerPlan:
         return sum(part > 0 for part in (self.kept, self.host, self.disk)) > 1
 
     def saved_bytes(self, layer: LayerProfile) -> float:
-        """Bytes that the layer saves at these levels, in all tiers together."""
-        return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.level) for known in layer.levels)
+        """Bytes that the layer saves at these points, in all tiers together."""
+        return layer.fixed_bytes + sum(known.saved_bytes * self.fraction(known.name) for known in layer.points)
 
     def beside_bytes(self, layer: LayerProfile) -> float:
         """Bytes on the device beside all that autograd saves, while the layer is whole there.
 
-        0 where its tokens are not divided: nothing is gathered to move, and nothing is given to a recompute.
+        0 where all of it is saved: nothing is gathered to move, and nothing is given to a recompute.
         """
-        if not self.matmul_tokens and not self.attention_tokens:
+        if not self.recomputes:
             return 0.0
-        return sum(known.beside_bytes * self.fraction(known.level) for known in layer.levels)
+        return sum(known.beside_bytes * self.fraction(known.name) for known in layer.points)
+
+    def held_bytes(self, layer: LayerProfile) -> float:
+        """Bytes that the recompute holds at once, on top of backward's transient."""
+        return sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
 
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
-        return sum(known.recompute_s * self.fraction(known.level) for known in layer.levels)
+        return sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

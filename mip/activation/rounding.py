@@ -1,4 +1,4 @@
-"""Rounding of a solution's token fractions to ranges that the runtime can cut, within every budget.
+"""Rounding of the fractions of layers that can be divided to token ranges that the runtime can cut, within every budget.
 
 Owns the rounding alone. Fewer tokens are saved than asked, so every tier holds less and more is recomputed; where
 recomputed bytes stay on the device between the halves of a backward, the moved bytes are not reduced.
@@ -7,20 +7,23 @@ recomputed bytes stay on the device between the halves of a backward, the moved 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, StagePrediction, chunk_layers
-from memo.mip.inputs.profile import LayerProfile, Level
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 
-__all__ = ["LEAST_TOKENS", "in_tiles", "most_lost_bytes", "tile_of"]
+__all__ = ["LEAST_TOKENS", "in_tiles", "most_gained_bytes", "most_lost_bytes", "tile_of"]
 
 LONG_TILE, SHORT_TILE = 256, 8
 """Tokens; a sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
 LONG_TOKENS = 8 * LONG_TILE
 LEAST_TOKENS = 16
-"""Smallest range that is recomputed: kernels of smaller products round differently."""
+"""Smallest range whose products are recomputed: kernels of smaller products round differently."""
+
+_LEVELS = {ALL, MATMULS, ATTENTION}
 
 
 def tile_of(tokens: int) -> int:
@@ -30,27 +33,58 @@ def tile_of(tokens: int) -> int:
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
     """Upper bound of the saved bytes that rounding takes from a layer: a tile per range, and the least last range."""
-    return sum(known.saved_bytes for known in layer.levels) * (tile_of(tokens) + LEAST_TOKENS) / tokens
+    return sum(known.saved_bytes for known in layer.points) * _most_moved(layer, tokens)
+
+
+def most_gained_bytes(layer: LayerProfile, tokens: int) -> tuple[float, float]:
+    """Upper bounds of the (beside, held) bytes that rounding adds to a layer, where it goes on to points that have more.
+
+    Those beside of a class whose last point has none are not bounded: `in_tiles` then adds tokens to that point alone.
+    """
+    pairs = list(itertools.pairwise(layer.points))
+    held = sum(max(0, deeper.held_bytes - point.held_bytes) for point, deeper in pairs)
+    beside = sum(max(0, deeper.beside_bytes - point.beside_bytes) for point, deeper in pairs) if _grows(layer) else 0
+    most = _most_moved(layer, tokens)
+    return beside * most, held * most
+
+
+def _grows(layer: LayerProfile) -> bool:
+    """Whether a range always gets what the one before it loses."""
+    held = any(point.held_bytes for point in layer.points)
+    return held or bool(layer.points[-1].beside_bytes) or _has_further_points(layer)
+
+
+def _has_further_points(layer: LayerProfile) -> bool:
+    return not _LEVELS.issuperset(point.name for point in layer.points)
+
+
+def _most_moved(layer: LayerProfile, tokens: int) -> float:
+    """Upper bound of the fraction of the tokens by which rounding moves the end of a range.
+
+    Where another range than the last can be too short, it may be given up to a last one that was made longer.
+    """
+    lengthened = 2 if _has_further_points(layer) else 1
+    return (tile_of(tokens) + lengthened * LEAST_TOKENS) / tokens
 
 
 def in_tiles(
     problem: ActivationProblem, plans: Sequence[LayerPlan]
 ) -> tuple[tuple[LayerPlan, ...], tuple[StagePrediction, ...]]:
-    """Rounds token ranges to tiles; no layer saves more than asked.
+    """Rounds token ranges to tiles; no layer saves more than asked. A layer that cannot be divided stays as it is.
 
-    The second range gets what the first one loses, if the device has room for the bytes that recomputes are then given.
+    A range gets what the one before it loses, if the device has room for the bytes that recomputes are then given.
 
     Returns:
         The rounded layer plans, and the predictions of each stage under them.
     """
     tokens, known = problem.profile.signature.rank_tokens, problem.profile.layer_profiles()
-    layers = _moving_as_much(problem, [_rounded(plan, tokens) for plan in plans], plans)
+    grown = [_rounded(plan, layer, tokens) for plan, layer in zip(plans, known, strict=True)]
+    layers = _moving_as_much(problem, grown, plans)
     stages = predict_stages(problem, layers)
     if all(stage.peak_device_bytes <= problem.budgets.device_bytes for stage in stages):
         return layers, stages
     shrunk = [
-        _rounded(plan, tokens, middle_grows=layer.level(Level.SAVE_ATTENTION) is None)
-        for plan, layer in zip(plans, known, strict=True)
+        _rounded(plan, layer, tokens, middle_grows=_grows(layer)) for plan, layer in zip(plans, known, strict=True)
     ]
     layers = _moving_as_much(problem, shrunk, plans)
     return layers, predict_stages(problem, layers)
@@ -69,7 +103,7 @@ def _moving_as_much(
         for index in chunk
     }
     return tuple(
-        _with_moved(new, plan, known[index]) if index in split else new
+        _with_moved(new, plan, known[index]) if index in split and known[index].divisible else new
         for index, (new, plan) in enumerate(zip(rounded, plans, strict=True))
     )
 
@@ -83,26 +117,55 @@ def _with_moved(plan: LayerPlan, before: LayerPlan, layer: LayerProfile) -> Laye
     return dataclasses.replace(plan, kept=1.0 - share, host=host, disk=disk)
 
 
-def _rounded(plan: LayerPlan, tokens: int, *, middle_grows: bool = True) -> LayerPlan:
-    """Rounds one layer's ranges down to tiles; `middle_grows`: the second range gets what the first one loses."""
-    tile = tile_of(tokens)
-    whole = not plan.attention_tokens and not plan.matmul_tokens
-    first = tokens if whole else _down(plan.all_tokens * tokens, tile, tokens)
-    if not middle_grows:
-        second = min(first + _down(plan.matmul_tokens * tokens, tile, tokens), tokens)
-    elif plan.attention_tokens:
-        second = max(_down((plan.all_tokens + plan.matmul_tokens) * tokens, tile, tokens), first)
-    else:
-        second = tokens
-    if tokens - LEAST_TOKENS < second < tokens:
-        second = max(0, tokens - LEAST_TOKENS) // tile * tile
-        first = min(first, second)
+def _rounded(plan: LayerPlan, layer: LayerProfile, tokens: int, *, middle_grows: bool = True) -> LayerPlan:
+    """Rounds one layer's ranges down to tiles; `middle_grows`: a range gets what the one before it loses.
+
+    Otherwise the class's last point gets what all others lose.
+    """
+    if not layer.divisible:
+        return plan
+    tile, names = tile_of(tokens), [point.name for point in layer.points]
+    shares = [plan.fraction(name) for name in names]
+    used = [number for number, share in enumerate(shares) if share]
+    last = used[-1] if middle_grows else len(names) - 1
+    if used == [0]:
+        return plan
+    ends = [tokens] * len(names)
+    for number in range(last):
+        if middle_grows:
+            ends[number] = _down(sum(shares[: number + 1]) * tokens, tile, tokens)
+        else:
+            before = ends[number - 1] if number else 0
+            ends[number] = min(before + _down(shares[number] * tokens, tile, tokens), tokens)
+    ends = _without_short_ranges(ends, names, tile)
+    counts = [end - begin for begin, end in itertools.pairwise([0, *ends])]
     return dataclasses.replace(
-        plan,
-        all_tokens=first / tokens,
-        matmul_tokens=(second - first) / tokens,
-        attention_tokens=(tokens - second) / tokens,
+        plan, points={name: count / tokens for name, count in zip(names, counts, strict=True) if count}
     )
+
+
+def _without_short_ranges(ends: Sequence[int], names: Sequence[str], tile: int) -> list[int]:
+    """Gives ranges of less than LEAST_TOKENS to the one after them, and makes the last one longer.
+
+    Point `all` recomputes nothing and `matmuls` no product: their ranges may be of any length.
+    """
+    tokens, kept = ends[-1], list(ends)
+
+    def short(number: int) -> bool:
+        begin = kept[number - 1] if number else 0
+        return names[number] not in (ALL, MATMULS) and begin < kept[number] < begin + LEAST_TOKENS
+
+    for number in range(1, len(kept)):
+        if kept[number] < tokens and short(number):
+            kept[number] = kept[number - 1]
+    last = kept.index(tokens)
+    if short(last):
+        begin = max(0, tokens - LEAST_TOKENS) // tile * tile
+        kept[:last] = [min(end, begin) for end in kept[:last]]
+        cut = kept.index(begin) if begin in kept else last  # the range before it, which is now shorter
+        if short(cut):
+            kept[cut:last] = [kept[cut - 1]] * (last - cut)
+    return kept
 
 
 def _down(count: float, tile: int, tokens: int) -> int:

@@ -1,7 +1,8 @@
 """Entry point of activation planning: `solve_problem` returns a checked plan, or raises with what would fit.
 
-Owns the sequence: keep everything where that fits, else solve the linear program, round token ranges to what the
-runtime can cut, predict, and check. A plan that the independent checker refuses is never returned.
+Owns the sequence: keep everything where that fits, else solve the linear program, choose the points of layers that
+cannot be divided, round token ranges to what the runtime can cut, predict, and check. A plan that the independent
+checker refuses is never returned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from memo.mip.activation.plan import (
     LayerPlan,
 )
 from memo.mip.activation.rounding import in_tiles
-from memo.mip.inputs.profile import LayerProfile, Profile
+from memo.mip.activation.whole_points import at_points, round_points
+from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
 __all__ = ["solve_problem"]
@@ -34,7 +36,7 @@ MOST_BINDING = 4
 MOST_LAYERS = 16
 _AT_LAYER = "at layer "
 ALMOST_ALL = 1e-6
-"""Fraction of a layer's tokens above which all are taken to be saved."""
+"""Fraction of a layer above which all of it is taken to be saved."""
 LEAST_SAVING = 1e-6
 """Fraction of a step; smaller savings come from the prices that break ties."""
 
@@ -52,7 +54,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    model = _best_model(problem)
+    model = _with_whole_points(problem, _best_model(problem))
     layers, stages = in_tiles(problem, model.layer_plans())
     plan = ActivationPlan(
         problem=problem, layers=layers, stages=stages, binding=_binding_texts(model.limits(), model.step_s)
@@ -63,8 +65,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
 
 def _best_model(problem: ActivationProblem) -> Model:
     """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
-    models = [model for staying in _staying_options(problem) for model in _models(problem, staying)]
-    solved = [model for model in models if model.solve()]
+    solved = [model for model in _programs(problem) if model.solve()]
     if not solved:
         raise Infeasible(_infeasible_text(problem))
     exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
@@ -74,8 +75,29 @@ def _best_model(problem: ActivationProblem) -> Model:
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
+def _with_whole_points(problem: ActivationProblem, model: Model) -> Model:
+    """The solved program in which each layer that cannot be divided is at one point."""
+    if _divisible(problem):
+        return model
+    found = round_points(model)
+    if found is None:
+        models = (Model(one.problem, staying=one.staying, whole=True) for one in _programs(problem))
+        found = min(
+            (rest for whole in models if whole.solve() and (rest := at_points(whole)).solve()),
+            key=lambda whole: whole.step_s,
+            default=None,
+        )
+    if found is None:
+        raise Infeasible(_infeasible_text(problem))
+    return found
+
+
+def _programs(problem: ActivationProblem) -> list[Model]:
+    return [model for staying in _staying_options(problem) for model in _models(problem, staying)]
+
+
 def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
-    """The program, and where level all has bytes beside the layer, a second one with the undivided layers fixed.
+    """The program, and where point `all` has bytes beside the layer, a second one with the undivided layers fixed.
 
     Only a divided layer has bytes beside it, a discontinuity that a linear program cannot express. The undivided layers
     are those that a program without such bytes leaves whole.
@@ -87,22 +109,26 @@ def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
     free = Model(_with_layers(problem, [_without_beside(layer) for layer in layers]), staying=staying)
     if free.solve():
         plans = zip(layers, free.layer_plans(), strict=True)
-        known = [_undivided(layer) if plan.all_tokens >= 1 - ALMOST_ALL else layer for layer, plan in plans]
+        known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
         yield Model(_with_layers(problem, known), staying=staying)
 
 
+def _divisible(problem: ActivationProblem) -> bool:
+    return all(layer.divisible for layer in problem.profile.classes)
+
+
 def _has_beside(profile: Profile) -> bool:
-    return any(layer.levels[0].beside_bytes for layer in profile.classes)
+    return any(layer.points[0].beside_bytes for layer in profile.classes)
 
 
 def _without_beside(layer: LayerProfile) -> LayerProfile:
-    return dataclasses.replace(layer, levels=(dataclasses.replace(layer.levels[0], beside_bytes=0), *layer.levels[1:]))
+    return dataclasses.replace(layer, points=(dataclasses.replace(layer.points[0], beside_bytes=0), *layer.points[1:]))
 
 
 def _undivided(layer: LayerProfile) -> LayerProfile:
-    """The class with level all alone."""
+    """The class with point `all` alone."""
     whole = _without_beside(layer)
-    return dataclasses.replace(whole, name=f"{layer.name}, whole", levels=whole.levels[:1])
+    return dataclasses.replace(whole, name=f"{layer.name}, whole", points=whole.points[:1])
 
 
 def _with_layers(problem: ActivationProblem, layers: Sequence[LayerProfile]) -> ActivationProblem:
@@ -200,7 +226,15 @@ def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     variants = [problem]
     if _has_beside(problem.profile):
         variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
-    models = [
-        Model(one, staying=staying, relaxed=tier) for one in variants for staying in _staying_options(problem, tier)
-    ]
-    return min((model for model in models if model.solve()), key=lambda model: model.excess_bytes, default=None)
+
+    def solved_programs(*, whole: bool = False) -> list[Model]:
+        options = _staying_options(problem, tier)
+        models = [Model(one, staying=staying, relaxed=tier, whole=whole) for one in variants for staying in options]
+        return [model for model in models if model.solve()]
+
+    solved = solved_programs()
+    if not _divisible(problem):  # solved with given points, since a program with integers has no dual values
+        given = [at_points(model) for model in solved_programs(whole=True)]
+        rounded = [round_points(model) for model in solved]
+        solved = [model for model in rounded if model is not None] + [model for model in given if model.solve()]
+    return min(solved, key=lambda model: model.excess_bytes, default=None)

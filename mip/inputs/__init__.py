@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     )
     from memo.mip.inputs.pipeline_schedules import Kind as Kind, PipelineSchedule as PipelineSchedule, Turn as Turn
     from memo.mip.inputs.profile import (
+        ALL as ALL,
+        ATTENTION as ATTENTION,
+        INPUT as INPUT,
+        MATMULS as MATMULS,
         EndProfile as EndProfile,
         LayerProfile as LayerProfile,
-        Level as Level,
-        LevelProfile as LevelProfile,
+        PointProfile as PointProfile,
         Profile as Profile,
         Role as Role,
         Signature as Signature,
@@ -31,6 +34,6 @@ else:
             "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
-            "profile": "EndProfile LayerProfile Level LevelProfile Profile Role Signature",
+            "profile": "ALL ATTENTION INPUT MATMULS EndProfile LayerProfile PointProfile Profile Role Signature",
         },
     )

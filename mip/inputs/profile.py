@@ -3,37 +3,55 @@
 Pure data. Every byte and every second is of one rank and one microbatch. A profile is measured or derived by
 arithmetic, and says which. Layers of one class are equal and share one `LayerProfile`.
 
-    saved bytes          [ always: input, attention output, statistics | other: no token dimension | token-wise ]
-    SAVE_ALL                      saved                                       saved                  saved
-    SAVE_MATMULS                  saved                                       saved                  matmul outputs *
-    SAVE_ATTENTION                saved                                       saved                  nothing *
+    saved bytes          [ always: input, attention output, statistics | other: no token dimension | by point ]
+    all                           saved                                       saved                  saved
+    matmuls                       saved                                       saved                  matmul outputs *
+    attention                     saved                                       saved                  nothing *
     *  and, beside what autograd saves, what a recompute is given: other products' results, dropout masks
 
-The level is chosen per token, so any mix of the three is possible in the token-wise part. `recompute_s` is the time of
-recomputing all tokens at that level; half of the tokens take half of it.
+A class has points of one curve: from point to point fewer bytes are saved, and more seconds recomputed. A layer that can
+be divided may be at several points with a fraction each: half of it at a point saves half of that point's bytes, and
+takes half of its seconds. `recompute_s` is the time of recomputing the whole layer at that point. Seconds that were
+measured need not lie on the curve's convex hull; a plan gains nothing from a point above it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 
 from memo.errors import PlanError
 
 __all__ = [
+    "ALL",
+    "ATTENTION",
+    "INPUT",
+    "MATMULS",
     "MAX_LAYERS",
     "EndProfile",
     "LayerProfile",
-    "Level",
-    "LevelProfile",
+    "PointProfile",
     "Profile",
     "Role",
     "Signature",
     "check_amounts",
 ]
 
+ALL = "all"
+"""Name of the first point of every class: everything is saved."""
+MATMULS = "matmuls"
+"""Outputs of matrix products are saved; results of element-wise operations are recomputed."""
+ATTENTION = "attention"
+"""Attention's output is saved; everything else is recomputed."""
+INPUT = "input"
+"""The layer's input alone is saved; attention is recomputed, too. Points without a name of their own are p1, p2, ..."""
+
 MAX_LAYERS = 10_000
+MAX_POINTS = 256
+MAX_NAME = 40
+"""Characters of a point's name."""
 MAX_TILES = 1 << 20
 MAX_NBYTES = 1 << 62
 MAX_AMOUNT = 1e30
@@ -56,16 +74,6 @@ def check_amounts(noun: object, where: str) -> None:
             raise PlanError(f"{where}: {field.name} is {value}, not a finite amount of 0 or more")
 
 
-class Level(enum.StrEnum):
-    """Part of the token-wise bytes that is saved for a token; the rest is recomputed in backward."""
-
-    SAVE_ALL = "all"
-    SAVE_MATMULS = "matmuls"
-    """Outputs of matrix products are saved; results of element-wise operations are recomputed."""
-    SAVE_ATTENTION = "attention"
-    """Nothing of the token-wise part is saved. Attention is never recomputed: its output is always saved."""
-
-
 class Role(enum.StrEnum):
     """Origin of a profile's numbers."""
 
@@ -75,23 +83,29 @@ class Role(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LevelProfile:
-    """One level of a layer, with every token at it."""
+class PointProfile:
+    """One point of a layer's curve, with the whole layer at it."""
 
-    level: Level
+    name: str
+    """An identifier, which means the same point in every layer of a class."""
     saved_bytes: int
-    """Saved bytes of the token-wise part; what is always saved comes on top."""
+    """Saved bytes that depend on the point; what is always saved comes on top."""
     beside_bytes: int = 0
-    """Bytes on the device beside the whole layer where its tokens are at several levels. Of `saved_bytes`, these are
+    """Bytes on the device beside the whole layer where not all of it is at point `all`. Of `saved_bytes`, these are
     what a recompute is given and autograd does not save, and what is gathered from several pieces into one block to
     move."""
     recompute_s: float = 0.0
     recompute_flops: float = 0.0
+    held_bytes: int = 0
+    """Peak bytes of the recompute beside the layer's saved tensors, on top of its backward's transient. 0: a
+    recompute holds what a forward holds."""
 
     def __post_init__(self) -> None:
-        check_amounts(self, f"level {self.level}")
+        if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= MAX_NAME):
+            raise PlanError(f"a point is named {self.name[:80]!r}; a name is letters, digits and underscores")
+        check_amounts(self, f"point {self.name}")
         if self.beside_bytes > self.saved_bytes:
-            raise PlanError(f"level {self.level}: of {self.saved_bytes} bytes saved {self.beside_bytes} stand beside")
+            raise PlanError(f"point {self.name}: of {self.saved_bytes} bytes saved {self.beside_bytes} stand beside")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +114,15 @@ class LayerProfile:
 
     name: str
     always_bytes: int
-    """Layer input, attention output and statistics, saved at every level."""
+    """Bytes saved at every point: layer input, attention output and statistics."""
     other_bytes: int = 0
-    """Saved tensors without a token dimension, at every level, too."""
-    levels: tuple[LevelProfile, ...]
-    """Levels that the layer can have, SAVE_ALL first; the only one where tokens cannot be recomputed."""
+    """Saved tensors without a token dimension, at every point, too."""
+    points: tuple[PointProfile, ...]
+    """Points that the layer can have: `all` first, the only one where nothing can be recomputed, then ever fewer saved
+    bytes."""
+    divisible: bool = True
+    """Whether one layer can be at several points, with a fraction of its tokens at each. If not, each layer is at one
+    point, and different layers of the class may be at different ones."""
     forward_s: float
     backward_s: float
     """Without any recompute."""
@@ -124,40 +142,49 @@ class LayerProfile:
     static_bytes: int = 0
     """This rank's part of the layer's parameters, gradients and optimizer state."""
     storages: int = 0
-    """Number of storages that a tier must place, at the level with the most; 0 where unknown."""
+    """Number of storages that a tier must place, at the point with the most; 0 where unknown."""
     largest_storage_bytes: int = 0
-    """Bytes of the largest storage at any level, which goes to one tier whole; 0 where unknown."""
+    """Bytes of the largest storage at any point, which goes to one tier whole; 0 where unknown."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")
-        names = [level.level for level in self.levels]
-        if not names or names[0] is not Level.SAVE_ALL or sorted(names, key=list(Level).index) != names:
-            raise PlanError(
-                f"layer class {self.name[:80]!r}: its levels are {names}; 'all' comes first, each once at most"
-            )
+        self._check_points()
+
+    def _check_points(self) -> None:
+        where, names = f"layer class {self.name[:80]!r}", [point.name for point in self.points]
+        if names[:1] != [ALL]:
+            raise PlanError(f"{where}: its points are {names[:8]}; '{ALL}' comes first")
         if len(set(names)) != len(names):
-            raise PlanError(f"layer class {self.name[:80]!r}: a level appears twice")
-        if self.levels[0].recompute_s or self.levels[0].recompute_flops:
-            raise PlanError(f"layer class {self.name[:80]!r}: level 'all' recomputes nothing")
+            raise PlanError(f"{where}: two points have one name")
+        if len(names) > MAX_POINTS:
+            raise PlanError(f"{where}: {len(names)} points; at most {MAX_POINTS} are possible")
+        whole = self.points[0]
+        if whole.recompute_s or whole.recompute_flops or whole.held_bytes:
+            raise PlanError(f"{where}: point '{ALL}' recomputes nothing")
+        for before, point in itertools.pairwise(self.points):
+            if point.saved_bytes >= before.saved_bytes:
+                raise PlanError(
+                    f"{where}: point {point.name} saves {point.saved_bytes} bytes, not fewer than {before.name} before it"
+                )
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes saved at every level."""
+        """Bytes saved at every point."""
         return self.always_bytes + self.other_bytes
 
     @property
     def full_bytes(self) -> int:
         """All bytes that autograd saves, which are on the device while the layer runs in either direction."""
-        return self.fixed_bytes + self.levels[0].saved_bytes
+        return self.fixed_bytes + self.points[0].saved_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """Larger transient of the two passes; a recompute in backward has a forward's."""
+        """Larger transient of the two passes; a recompute in backward has a forward's, or its point's `held_bytes`."""
         return max(self.forward_transient_bytes, self.backward_transient_bytes)
 
-    def level(self, level: Level) -> LevelProfile | None:
-        """The profile of a level; None where the layer cannot have it."""
-        return next((known for known in self.levels if known.level is level), None)
+    def point(self, name: str) -> PointProfile | None:
+        """The point of this name; None where the layer does not have it."""
+        return next((known for known in self.points if known.name == name), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

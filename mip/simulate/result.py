@@ -60,6 +60,8 @@ class LayerWork:
     """Peak bytes of its forward beside what it saves."""
     backward_transient_nbytes: int = 0
     """Peak bytes of its backward beside what its forward saved."""
+    recompute_held_nbytes: int = 0
+    """Further bytes while it recomputes: of a split backward, in the first half."""
     between_nbytes: int = 0
     """Gradients held between the halves of its backward."""
 

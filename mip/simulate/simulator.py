@@ -86,6 +86,8 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
     kept, host, disk = (math.floor(saved * share + _ALMOST) for share in (plan.kept, plan.host, plan.disk))
     whole = layer.full_bytes + math.floor(plan.beside_bytes(layer) + _ALMOST)
     recompute_s = plan.recompute_s(layer)
+    backward = layer.transient_bytes if recompute_s else layer.backward_transient_bytes
+    recomputing = layer.backward_transient_bytes + math.floor(plan.held_bytes(layer) + _ALMOST)
     return LayerWork(
         name=name,
         forward_s=layer.forward_s,
@@ -99,7 +101,8 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         },
         between_nbytes=layer.between_bytes,
         forward_transient_nbytes=layer.forward_transient_bytes,
-        backward_transient_nbytes=layer.transient_bytes if recompute_s else layer.backward_transient_bytes,
+        backward_transient_nbytes=backward,
+        recompute_held_nbytes=max(0, recomputing - backward),
     )
 
 

@@ -240,7 +240,8 @@ class Stage:
     ) -> None:
         """Runs one layer's backward; `stays`: the second half of the same backward begins with this call."""
         work = call.work
-        self._hold(Tier.DEVICE, work.backward_transient_nbytes, f"{work.name} backward")
+        transient = work.backward_transient_nbytes + (0 if kind is Kind.WEIGHT else work.recompute_held_nbytes)
+        self._hold(Tier.DEVICE, transient, f"{work.name} backward")
         if kind is Kind.INPUT:
             self._hold(Tier.DEVICE, work.between_nbytes)
         self._reach(call, following, same_turn=same_turn)
@@ -252,7 +253,7 @@ class Stage:
         if returning and not call.computed_again:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
         self._work(Lane.COMPUTE, work.name, "backward", work.backward_s * _share(kind))
-        self._hold(Tier.DEVICE, -work.backward_transient_nbytes)
+        self._hold(Tier.DEVICE, -transient)
         if kind is Kind.WEIGHT:
             self._hold(Tier.DEVICE, -work.between_nbytes)
         if kind is not Kind.INPUT:

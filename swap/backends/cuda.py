@@ -5,11 +5,15 @@ recompute it differs from the one at construction. Streams are identified by raw
 to get and compare that a torch.cuda.Stream takes. Device buffers are allocated on the caller's stream, so the caching
 allocator reuses their memory in that stream's order; `record_stream` makes the allocator wait for other streams that
 used them.
+
+A stream that has waited for a copy has waited for all that its lane was given before. So a lane waits once for an event, and
+a compute stream once for the latest of several copies: the engine drops a layer's sources latest copy first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -80,14 +84,32 @@ class _CudaEvent:
 
 
 class _CudaCopy(_CudaEvent):
-    """Event at the end of a copy; `begin` and `clock` are None where copies are not timed."""
+    """Event at the end of a copy; `begin` and `clock` are None where copies are not timed.
 
-    __slots__ = ("_begin", "_clock")
+    `waited` is its lane's: by compute stream, the number of the latest copy that the stream has waited for.
+    """
 
-    def __init__(self, event: torch.cuda.Event, begin: torch.cuda.Event | None, clock: _Clock | None) -> None:
+    __slots__ = ("_begin", "_clock", "_number", "_waited")
+
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        begin: torch.cuda.Event | None,
+        clock: _Clock | None,
+        number: int,
+        waited: dict[int, int],
+    ) -> None:
         super().__init__(event)
         self._begin = begin
         self._clock = clock
+        self._number = number
+        self._waited = waited
+
+    def order_once(self, handle: int, stream: torch.cuda.Stream) -> None:
+        """Orders later work of a compute stream after this copy, unless it has waited for this or a later one."""
+        if self._waited.get(handle, 0) < self._number:
+            stream.wait_event(self._event)
+            self._waited[handle] = self._number
 
     def interval_ns(self) -> tuple[int, int] | None:
         if self._begin is None or self._clock is None or not self._event.query():
@@ -96,15 +118,23 @@ class _CudaCopy(_CudaEvent):
 
 
 class CudaStream:
-    """Implements CopyStream for one GPU. With a `clock`, each copy is enclosed by two timed events."""
+    """Implements CopyStream for one GPU. With a `clock`, each copy is enclosed by two timed events.
+
+    Copies are issued by one thread at a time: their numbers are their order.
+    """
 
     def __init__(self, device: torch.device, clock: _Clock | None) -> None:
         self.stream = torch.cuda.Stream(device)
         self._clock = clock
+        self._latest: Event | None = None  # waited for last
+        self._numbers = itertools.count(1)
+        self._waited: dict[int, int] = {}
 
     def wait(self, event: Event) -> None:
         """Orders later copies after `event`."""
-        _order(event, self.stream)
+        if event is not self._latest:
+            _order(event, self.stream)
+            self._latest = event
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> _CudaCopy:
         """Issues a copy in either direction; asynchronous where the host buffer is page-locked."""
@@ -117,7 +147,7 @@ class CudaStream:
                 begin.record(self.stream)
             copy_pieces(target, source)
             end.record(self.stream)
-        return _CudaCopy(end, begin, self._clock)
+        return _CudaCopy(end, begin, self._clock, next(self._numbers), self._waited)
 
 
 class _CudaStamp(_CudaEvent):
@@ -191,7 +221,18 @@ class CudaBackend:
 
     def compute_wait(self, event: Event, stream: int | None = None) -> None:
         """Makes a compute stream wait for `event`; blocks the host for an event of a host thread."""
-        _order(event, self._stream(stream))
+        handle = self.current_stream() if stream is None else stream
+        if type(event) is _CudaCopy:
+            event.order_once(handle, self._streams[handle])
+        else:
+            _order(event, self._streams[handle])
+
+    def is_past(self, event: Event) -> bool:
+        """Returns False for an event of the GPU: to ask takes as long as to order a stream after it."""
+        if isinstance(event, _CudaEvent) or not event.query():
+            return False
+        event.synchronize()
+        return True
 
     def would_block(self, event: Event) -> bool:
         """Returns True for an event of a host thread that is not done."""
@@ -218,6 +259,10 @@ class CudaBackend:
             raise torch.OutOfMemoryError(str(error)) from None
         self._owner[buffer.untyped_storage()] = self.current_stream()
         return buffer
+
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Notes the owner, which only the allocator knows of the program's memory."""
+        self._owner[buffer.untyped_storage()] = self.current_stream()
 
     def host_slab(self, nbytes: int) -> PinnedSlab:
         """Reserves addresses of page-locked memory on the GPU's NUMA node."""

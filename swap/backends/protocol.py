@@ -196,6 +196,13 @@ class Backend(Protocol):
             MemoError: The event's operation failed, where that is known by now.
         """
 
+    def is_past(self, event: Event) -> bool:
+        """Returns True if the host knows without asking a device that `event` is done; no wait for it is needed then.
+
+        Raises:
+            MemoError: The event's operation failed.
+        """
+
     def would_block(self, event: Event) -> bool:
         """Returns True if `compute_wait(event)` would block the calling thread, which could issue other work meanwhile.
 
@@ -211,6 +218,9 @@ class Backend(Protocol):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates device memory on the caller's compute stream."""
+
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Declares memory that the program allocated on the caller's compute stream, and has written there."""
 
     def host_slab(self, nbytes: int) -> HostSlab:
         """Reserves addresses for `nbytes` of host memory, page-locked where the device has a bus to cross.
@@ -254,8 +264,18 @@ class OneComputeStream:
         """Returns False."""
         return False
 
+    def is_past(self, event: Event) -> bool:
+        """Returns True for an event that is done; raises its failure."""
+        if not event.query():
+            return False
+        event.synchronize()
+        return True
+
     def compute_uses(self, buffer: torch.Tensor, stream: int | None = None, *, writes: bool = True) -> None:
         """Does nothing: the thread's own order suffices."""
+
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        """Does nothing, likewise."""
 
     def begin_range(self, name: str) -> int:
         """Does nothing: there is no profiler range."""

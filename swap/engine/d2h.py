@@ -24,7 +24,7 @@ from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.token_prefix import pack_prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.layer_calls import Group
@@ -82,7 +82,7 @@ class CopyOut:
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; the storage stays LIVE.
         """
-        prefix, source = saved.prefix, saved.source
+        prefix, source, telemetry = saved.prefix, saved.source, self._telemetry
         assert source is not None
         nbytes = saved.nbytes if prefix is None else prefix.head_nbytes
         if nbytes == 0:  # all of it will be recomputed
@@ -97,14 +97,20 @@ class CopyOut:
             self._pack_prefixes([saved])
             source = prefix.packed(source)
         tier = place.tier
-        with self._telemetry.issuing(tier.lane_out, saved.module):
-            saved.out = place.copy_out(source, after=written or self._order.written(saved.home))
-        self._telemetry.stats.moved(tier.name, nbytes)
+        if written is None:
+            written = self._order.written(saved.home)
+        if telemetry.trace is None:
+            saved.out = place.copy_out(source, after=written)
+        else:
+            with telemetry.trace.range(f"{tier.lane_out} {saved.group.module}"):
+                saved.out = place.copy_out(source, after=written)
+        telemetry.stats.moved(tier.name, nbytes)
         saved.move_to(LEAVING)
-        if tier.name is _DEVICE and not _is_shared(saved):
+        if tier.name is not _DEVICE:
+            if telemetry.trace is not None:
+                telemetry.trace.copying(saved.id, nbytes, tier.lane_out, saved.out)
+        elif not _is_shared(saved):
             self._drop_source(saved)  # the compute stream made the copy, so its later work is ordered after it
-        elif tier.name is not _DEVICE and self._telemetry.trace is not None:
-            self._telemetry.trace.copying(saved.id, nbytes, tier.lane_out, saved.out)
 
     def send_living(self, group: Group) -> None:
         """Issues the copies out of a group's storages that are still LIVE."""
@@ -147,14 +153,14 @@ class CopyOut:
 
         A copy that only the host could wait for is late; its source stays while late sources have room.
         """
-        late = 0
+        late, would_block = 0, self._backend.would_block
         for _ in range(len(self._late)):
             group = self._late.popleft()
             before = late
-            for home, leaving in by_home(saved for saved in group.living() if saved.state is LEAVING).items():
+            for home, leaving in by_home([saved for saved in group.living() if saved.state is LEAVING]).items():
                 ready, stops_host = [], False
                 for saved in leaving:
-                    if saved.out is not None and self._backend.would_block(saved.out):
+                    if saved.out is not None and would_block(saved.out):
                         if not _is_shared(saved) and late + saved.nbytes <= self._room_for_late(ended):
                             late += saved.nbytes
                             continue
@@ -172,9 +178,10 @@ class CopyOut:
             return self._late_bytes
         return sum(saved.nbytes for saved in ended.living())
 
-    def _drop_sources(self, ready: Iterable[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
+    def _drop_sources(self, ready: Sequence[SavedStorage], home: int, module: str, *, stops_host: bool) -> None:
+        # The latest copy first: a lane runs its copies in order, so a device that has it waited for has waited for them all.
         began = self._telemetry.begin_wait(home, stops_host=stops_host)
-        for saved in ready:
+        for saved in reversed(ready):
             self._drop_source(saved)
         self._telemetry.waited(began, _DISK_QUEUE if stops_host else _DRAIN, module, stream=home)
 
@@ -183,10 +190,10 @@ class CopyOut:
             self._order.copied_out(saved)
         except StoreWriteError as error:
             self._copy_elsewhere(saved, error)
-        saved.source = None
+        saved.source, stats = None, self._telemetry.stats
         if saved.prefix is not None:
-            self._telemetry.stats.device_bytes -= saved.prefix.drop_packed()
-        self._telemetry.stats.device_bytes -= saved.nbytes
+            stats.device_bytes -= saved.prefix.drop_packed()
+        stats.device_bytes -= saved.nbytes
         saved.move_to(AWAY)
 
     def _copy_elsewhere(self, saved: SavedStorage, error: StoreWriteError) -> None:

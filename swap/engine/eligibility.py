@@ -54,6 +54,8 @@ class Eligibility:
         """True if the storage of a plain strided tensor never moves (R3); records the answer."""
         if not (storage in group.external or tensor.device != self._device or never_moves(tensor)):
             types = self._parameter_types.get(nbytes // tensor.itemsize)
+            if types is None and not self._sharded:
+                return False
             no_cast = types is None or types == {tensor.dtype}
             if (no_cast and not self._sharded) or not cast_of_parameter(tensor):
                 return False

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from memo.swap.engine.d2h import CopyOut
 from memo.swap.engine.eligibility import STAYS, Eligibility
@@ -26,7 +28,7 @@ from memo.swap.engine.h2d import Reload
 from memo.swap.engine.handles import Handle, Kept, Sharded
 from memo.swap.engine.layer_calls import LayerCalls
 from memo.swap.engine.release import Release
-from memo.swap.engine.saved_storage import BACK, Hold, SavedStorage, content_of
+from memo.swap.engine.saved_storage import BACK, UNCHANGED, Hold, SavedStorage, content_of
 from memo.swap.engine.stream_order import StreamOrder
 from memo.swap.engine.telemetry import Telemetry
 from memo.swap.engine.tier_choice import TierChoice
@@ -53,6 +55,7 @@ CAPTURED = (
     "a CUDA graph is being captured: tensors saved meanwhile stay on the device, since a replay allocates nothing;"
     " capture parts that fit, or train without graphs"
 )
+STRIDED = torch.strided
 MOST_GEOMETRIES = 10_000  # bounds the cache in a run over ever new sequence lengths
 
 
@@ -229,12 +232,17 @@ class Engine:
         """Returns the record of a storage that autograd saved; None where it stays or is unknown."""
         return self._eligibility.saved_as(storage)
 
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """True for a storage that never moves: small, a parameter's or buffer's, or found to be such at a save."""
+        return storage.nbytes() < self._min_bytes or self._find(ref(storage)) is STAYS
+
     def copy_out_held(self, group: Group, prefixes: Mapping[SavedStorage, TokenPrefix]) -> None:
         """Copies out a held group's storages: the first tokens of those in `prefixes`, the others whole."""
         with self._lock:
             group.held = False
             for saved in group.living():
                 saved.prefix = prefixes.get(saved)
+            group.together = any(prefix.call.together for prefix in prefixes.values())
             if not group.wait_for_next:
                 self._copy_out.send_living(group)
 
@@ -266,9 +274,9 @@ class Engine:
         """
         group = self._layer_calls.open
         kind = type(tensor)
-        if group is None or kind is torch.nn.Parameter or (self._is_capturing() and self.is_captured()):
+        if group is None or kind is Parameter or (self._is_capturing() and self.is_captured()):
             return Kept(tensor)
-        if kind is not torch.Tensor or tensor.layout is not torch.strided:
+        if kind is not Tensor or tensor.layout is not STRIDED:
             return self._pack_other(tensor)
         storage = tensor.untyped_storage()
         known = self._find(ref(storage))
@@ -279,7 +287,7 @@ class Engine:
             if hold is not None and has_hidden_state(tensor):
                 return Kept(tensor)  # it reads the same bytes in another way
             if content is None:
-                content = content_of(tensor)
+                content = content_of(tensor) if tensor._version else UNCHANGED
             if hold is not None and hold.saved.content == content:
                 self._stats.deduplicated += 1
                 if hold.saved.home != self._here():  # its memory must outlive the work of this stream, too
@@ -294,9 +302,10 @@ class Engine:
             self._stats.packed += 1
         if self._dropped:
             self._release.end_dropped()
-        empty = self._empty_tensors.get(tensor.dtype)
+        dtype = tensor.dtype
+        empty = self._empty_tensors.get(dtype)
         if empty is None:
-            empty = self._empty_tensors[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
+            empty = self._empty_tensors[dtype] = torch.empty(0, dtype=dtype, device=self._device)
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
         return Handle(tensor, hold, self._geometries.setdefault(geometry, geometry), empty)
 
@@ -342,19 +351,20 @@ class Engine:
         assert type(handle) is Handle
         if handle.guard._version != handle.version:
             raise handle.modified()
-        saved = handle.hold.saved
-        here = self._here()
+        saved, reload = handle.hold.saved, self._reload
         try:
+            if by_backward and saved.group.together and saved.group is not self._layer_calls.reading:
+                self._reload.recompute_together(saved.group)
             while True:
                 with self._lock:
                     prefix = saved.prefix
                     if prefix is None or saved.source is not None or prefix.filled:
-                        if by_backward and saved.group is not self._layer_calls.reading and not self._reload.closed:
-                            self._reload.reach(saved.group)
+                        if by_backward and saved.group is not self._layer_calls.reading and not reload.closed:
+                            reload.reach(saved.group)
                         if saved.state is not BACK:
-                            self._reload.bring(saved)
-                        elif saved.user != here:
-                            self._reload.hand_over(saved)
+                            reload.bring(saved)
+                        elif saved.user != self._here():
+                            reload.hand_over(saved)
                         buffer = saved.source
                         if buffer is None:
                             buffer = saved.returned
@@ -364,7 +374,7 @@ class Engine:
                             self.backend.compute_uses(buffer, writes=False)
                         break
                 # Not under the lock: its results may be gone again when we have the lock, and are then asked for once more.
-                self._reload.recompute(saved, prefix)
+                reload.recompute(saved, prefix)
         finally:  # also after an error: nobody else would end what was dropped meanwhile
             if self._dropped:
                 self._release.end_dropped()
@@ -382,7 +392,7 @@ class Engine:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group, *, content: Content
     ) -> Hold:
         """Begins the life of a storage."""
-        telemetry = self._telemetry
+        telemetry, stats = self._telemetry, self._stats
         source: torch.Tensor = self._uint8.new(storage)  # all of its bytes; keeps them alive
         home = self.backend.saving_stream(source)
         saved = SavedStorage(source, nbytes, content, group, home, self._on_drop, telemetry.changed)
@@ -390,8 +400,8 @@ class Engine:
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
-        telemetry.stats.live_entries += 1
-        telemetry.stats.came_to_device(nbytes)
+        stats.live_entries += 1
+        stats.came_to_device(nbytes)
         if telemetry.trace is not None:
             telemetry.trace.changed(saved, tensor)
         if not group.wait_for_next and not group.held:

@@ -82,7 +82,7 @@ class Reload:
         if saved.source is not None:
             self._forward_source(saved)
             return
-        how = _PREFETCHED
+        telemetry, how = self._telemetry, _PREFETCHED
         if saved.state is AWAY:
             self._refuse_if_closed(saved)
             how = _FETCHED
@@ -100,20 +100,25 @@ class Reload:
             assert saved.returned is not None
             self._telemetry.stats.device_bytes -= saved.prefix.finish_reload(saved.returned, self._backend)
         saved.move_to(BACK)
-        self._telemetry.used(saved, how)
+        telemetry.stats.uses[how] += 1
+        if telemetry.trace is not None:
+            telemetry.trace.used(saved, how)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6)."""
-        telemetry = self._telemetry
-        stops_host = saved.returning is not None and self._backend.would_block(saved.returning)
-        began = telemetry.begin_wait(stops_host=stops_host)
-        try:
-            self._order.copied_back(saved)
-        finally:
-            telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
+        """Orders the caller's stream after the reload (E4) and after the buffer's last user (E6).
+
+        What the host issues from now on is after a reload that it knows to be done: no wait, and no time to measure.
+        """
+        telemetry, backend, returning = self._telemetry, self._backend, saved.returning
+        if returning is not None and not backend.is_past(returning):
+            began = telemetry.begin_wait(stops_host=backend.would_block(returning))
+            try:
+                self._order.copied_back(saved)
+            finally:
+                telemetry.waited(began, _RELOAD, saved.group.module, saved.id)
         if saved.prefix is not None:
             self._order.taken_over(saved)
-        saved.user = self._backend.current_stream()
+        saved.user = backend.current_stream()
 
     def recompute(self, saved: SavedStorage, prefix: TokenPrefix) -> None:
         """Recomputes the missing tokens of `saved` and of its layer's other storages, while their first tokens arrive.
@@ -125,7 +130,7 @@ class Reload:
             self._refuse_if_closed(saved)
             if saved.group is not self._layer_calls.reading and not self.closed:
                 self.reach(saved.group)
-            if saved.state is AWAY:
+            if saved.state is AWAY and saved.place is not None:
                 self._fetch([saved])
         began = self._backend.stamp()
         with self._telemetry.issuing("recompute", saved.module):
@@ -133,6 +138,21 @@ class Reload:
         self._telemetry.recomputed(began, saved.module)
         if not prefix.filled and saved.source is None:
             raise AssertionError(f"the recompute of {saved.module} did not give saved storage {saved.id}")
+
+    def recompute_together(self, group: Group) -> None:
+        """Runs a recompute that has collectives as soon as backward reaches its layer.
+
+        So all ranks run it at the same place among the collectives of backward itself, whichever of the recomputed
+        tensors each asks for first.
+
+        Raises:
+            SwapError: the engine is closed.
+        """
+        for saved in group.living():
+            prefix = saved.prefix
+            if prefix is not None and prefix.call.together and not prefix.filled and saved.source is None:
+                self.recompute(saved, prefix)
+                return
 
     def reach(self, group: Group) -> None:
         """Records that backward has reached `group`; reloads it and prefetches the groups expected after it (R7)."""
@@ -144,18 +164,22 @@ class Reload:
         if self._telemetry.trace is not None:
             self._telemetry.trace.backward_reached(group.module)
         self._release.poll_limbo()
-        if not self._fetch_group(group, [saved for saved in group.living() if saved.state is AWAY]):
+        # Storages without bytes in a tier have nothing to transfer: a recompute brings their buffers, or fills new ones.
+        away = [saved for saved in group.living() if saved.state is AWAY and saved.place is not None]
+        if away and not self._fetch_group(group, away):
             return
         room = self.prefetch_bytes
         for ahead, following in enumerate(self._layer_calls.after(group)):
-            # Storages without bytes in a lower tier have nothing to transfer: they are made when backward asks for them.
-            away = [saved for saved in following.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
-            nbytes = sum(saved.nbytes for saved in away)
-            if ahead and (room is None or nbytes > room):  # one layer ahead is what overlap needs in any case
+            if ahead and room is None:  # one layer ahead is what overlap needs in any case
                 break
+            away = _away_in_lower_tiers(following)
+            if room is not None:
+                nbytes = sum([saved.nbytes for saved in away])
+                if ahead and nbytes > room:
+                    break
+                room -= nbytes
             if not self._fetch_group(following, away):
                 break
-            room = None if room is None else room - nbytes
 
     def prefetch_first(self) -> None:
         """Prefetches, during the last layer of a forward, the group that backward is expected to reach first.
@@ -164,9 +188,7 @@ class Reload:
         """
         first = next(self._layer_calls.upcoming(), None)
         if first is not None:
-            self._fetch_group(
-                first, [saved for saved in first.living() if saved.state is AWAY and _is_in_lower_tier(saved)]
-            )
+            self._fetch_group(first, _away_in_lower_tiers(first))
 
     def _drop_reloaded(self, group: Group) -> None:
         """Drops a group's reload buffers until the second half of its split backward; the tiers still have the bytes.
@@ -192,7 +214,9 @@ class Reload:
                 saved.place = saved.out = None
                 saved.move_to(LIVE)
         stats.bytes_forwarded += saved.nbytes
-        self._telemetry.used(saved, _LIVE)
+        stats.uses[_LIVE] += 1
+        if self._telemetry.trace is not None:
+            self._telemetry.trace.used(saved, _LIVE)
 
     def _fetch_group(self, group: Group, away: Sequence[SavedStorage]) -> bool:
         """Issues the reloads of `away`; False if the device had no room for all of them.
@@ -200,12 +224,15 @@ class Reload:
         The rest is reloaded on demand, when less device memory is taken than now.
         """
         in_turn = away[::-1]  # backward asks in about this order
+        on_device = [saved for saved in in_turn if saved.place is not None and saved.place.tier.name is _DEVICE]
+        if on_device:
+            in_turn = [saved for saved in in_turn if saved not in on_device]
         try:
-            self._fetch([saved for saved in in_turn if not _is_in_device_tier(saved)])
-            for saved in in_turn:
-                if _is_in_device_tier(saved):
-                    # One by one: each releases its copy in the device tier before the next allocates a buffer.
-                    self._fetch([saved])
+            if in_turn:
+                self._fetch(in_turn)
+            for saved in on_device:
+                # One by one: each releases its copy in the device tier before the next allocates a buffer.
+                self._fetch([saved])
         except torch.OutOfMemoryError:
             self._telemetry.warn("prefetch", f"no device memory to reload {group.module} ahead; reloading on demand")
             return False
@@ -217,57 +244,91 @@ class Reload:
         Raises:
             torch.OutOfMemoryError: no room for all of them; the reloads of those that got a buffer are issued.
         """
+        here = self._backend.current_stream()
         for home, those in by_home(wanted).items():
+            if home == here:
+                self._fetch_at_home(home, those)
+                continue
             with self._backend.stream_context(home):
                 self._fetch_at_home(home, those)
 
     def _fetch_at_home(self, home: int, wanted: Sequence[SavedStorage]) -> None:
         """Issues the reloads of storages of one home stream, all after one event (E3)."""
-        buffers: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
+        backend, empty = self._backend, self._backend.empty
+        made: list[tuple[SavedStorage, torch.Tensor, torch.Tensor]] = []
+        nbytes = 0
         try:
             for saved in wanted:
-                buffer = self._backend.empty(saved.nbytes)
-                targets.append(buffer if saved.prefix is None else saved.prefix.reload_target(buffer, self._backend))
-                buffers.append(buffer)
-                beside = 0 if saved.prefix is None else saved.prefix.unpacking_nbytes
-                self._telemetry.stats.came_to_device(saved.nbytes + beside)
+                prefix, size = saved.prefix, saved.nbytes
+                buffer = target = empty(size)
+                if prefix is not None:
+                    target = prefix.reload_target(buffer, backend)
+                    nbytes += prefix.unpacking_nbytes
+                made.append((saved, buffer, target))
+                nbytes += size
         finally:
-            if buffers:
+            if made:
+                self._telemetry.stats.came_to_device(nbytes)
                 event = self._order.allocated(home)
-                for saved, buffer, target in zip(wanted, buffers, targets, strict=False):
+                for saved, buffer, target in made:
                     self._issue_reload(saved, buffer, target, event)
 
     def _issue_reload(self, saved: SavedStorage, buffer: torch.Tensor, target: torch.Tensor, event: Event) -> None:
-        stats = self._telemetry.stats
         place = saved.place
         if place is not None:  # None where all of it is recomputed
             nbytes = saved.nbytes if saved.prefix is None else saved.prefix.head_nbytes
-            tier = place.tier
-            with self._telemetry.issuing(tier.lane_in, saved.module):
+            tier, trace = place.tier, self._telemetry.trace
+            if trace is None:
                 saved.returning = place.copy_in(target, after=event)
+            else:
+                with trace.range(f"{tier.lane_in} {saved.group.module}"):
+                    saved.returning = place.copy_in(target, after=event)
             if tier.name is not _DEVICE:
-                stats.bytes_reloaded += nbytes
-                if self._telemetry.trace is not None:
-                    self._telemetry.trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
+                self._telemetry.stats.bytes_reloaded += nbytes
+                if trace is not None:
+                    trace.copying(saved.id, nbytes, tier.lane_in, saved.returning)
         saved.returned = buffer
         saved.user = saved.home
         saved.move_to(RETURNING)
 
-    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor) -> None:
-        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier."""
+    def _fill(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor, *, owned: bool = False) -> None:
+        """Writes recomputed tokens of a storage into its reload buffer, behind the tokens from the tier.
+
+        With `owned` and nothing in a tier, `recomputed` may be the buffer itself.
+        """
         hold = wanted.hold()
         if hold is None:
             return  # no handle is left
         saved = hold.saved
         with self._lock:
-            if saved.source is not None or saved.prefix is None or not saved.prefix.lacks(span.first):
+            prefix = saved.prefix
+            if saved.source is not None or prefix is None or not prefix.lacks(span.first):
                 return
             if saved.state is AWAY:
+                if owned and prefix.is_all(span) and self._adopt(saved, recomputed):
+                    self._telemetry.stats.bytes_recomputed += prefix.adopted()
+                    return
                 self._fetch([saved])
             assert saved.returned is not None
             self._order.taken_over(saved)
-            self._telemetry.stats.bytes_recomputed += saved.prefix.fill(saved.returned, recomputed, span, self._backend)
+            self._telemetry.stats.bytes_recomputed += prefix.fill(saved.returned, recomputed, span, self._backend)
+
+    def _adopt(self, saved: SavedStorage, recomputed: torch.Tensor) -> bool:
+        """Makes a recomputed storage the reload buffer; False where it is not exactly that, on the home stream.
+
+        It was allocated and written on the caller's stream, which is the home. So its order on the home is the program's
+        (E3, E4), other streams that ask for it wait for the home (E6, `user`), no copy of it is ever in flight (E5), and
+        its memory goes back to the home like that of any other reload buffer.
+        """
+        storage = recomputed.untyped_storage()
+        if self._backend.current_stream() != saved.home or not recomputed.numel() == storage.nbytes() == saved.nbytes:
+            return False
+        self._backend.allocated_here(recomputed)
+        self._telemetry.stats.came_to_device(saved.nbytes)
+        saved.returned = recomputed
+        saved.user = saved.home
+        saved.move_to(RETURNING)
+        return True
 
     def _refuse_if_closed(self, saved: SavedStorage) -> None:
         if self.closed and not saved.on_device:
@@ -277,11 +338,10 @@ class Reload:
             )
 
 
-def _is_in_lower_tier(saved: SavedStorage) -> bool:
-    """True if its bytes rest in another tier than the device's."""
-    return saved.place is not None and saved.place.tier.name is not _DEVICE
-
-
-def _is_in_device_tier(saved: SavedStorage) -> bool:
-    """True if its bytes rest in the device tier."""
-    return saved.place is not None and saved.place.tier.name is _DEVICE
+def _away_in_lower_tiers(group: Group) -> list[SavedStorage]:
+    """Storages of a group whose bytes rest in other tiers than the device's; those are reloaded when backward asks."""
+    return [
+        saved
+        for saved in group.living()
+        if saved.state is AWAY and saved.place is not None and saved.place.tier.name is not _DEVICE
+    ]

@@ -36,7 +36,19 @@ class Group:
         wait_for_next: copies out begin only when another layer follows.
     """
 
-    __slots__ = ("alive", "began", "external", "held", "index", "key", "module", "quota", "saved", "wait_for_next")
+    __slots__ = (
+        "alive",
+        "began",
+        "external",
+        "held",
+        "index",
+        "key",
+        "module",
+        "quota",
+        "saved",
+        "together",
+        "wait_for_next",
+    )
 
     def __init__(self, index: int, key: Call, module: str, *, wait_for_next: bool) -> None:
         self.index = index
@@ -44,6 +56,7 @@ class Group:
         self.module = module
         self.wait_for_next = wait_for_next
         self.held = False  # copies out begin only when it is decided what of each storage moves (Engine.copy_out_held)
+        self.together = False  # other ranks recompute it at the same place in their backward
         self.saved: list[ref[Hold]] = []
         self.alive = 0  # storages that still have handles
         self.external: set[torch.UntypedStorage] = set()  # of the layer's arguments but its hidden states: these stay

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from memo.errors import SwapError
 from memo.events import StallCause
-from memo.swap.engine.saved_storage import GONE, LEAVING
+from memo.swap.engine.saved_storage import BACK, GONE, LEAVING
 
 if TYPE_CHECKING:
     import threading
@@ -61,11 +61,12 @@ class Release:
 
     def drop(self, saved: SavedStorage) -> None:
         """Finalizer of a storage whose last handle is gone. Any thread, also inside the engine's own locked sections."""
-        if self._lock.acquire(blocking=False):
+        lock = self._lock
+        if lock.acquire(False):
             try:
                 self._end(saved)
             finally:
-                self._lock.release()
+                lock.release()
         else:
             self.dropped.append(saved)
         # The holder of the lock may have released it between the failed acquire and the append.
@@ -132,13 +133,15 @@ class Release:
         stats.live_entries -= 1
         if not stats.live_entries and self.when_idle is not None:
             self.when_idle()
-        group, layer_calls = saved.group, self._layer_calls
+        group = saved.group
         group.alive -= 1
-        if not group.alive and group is not layer_calls.open:
-            layer_calls.forget(group)
-            if group is layer_calls.reading and self._telemetry.trace is not None:
-                self._telemetry.trace.backward_left()
-        if self._order.in_flight(saved) is None:
+        if not group.alive:
+            layer_calls = self._layer_calls
+            if group is not layer_calls.open:
+                layer_calls.forget(group)
+                if group is layer_calls.reading and self._telemetry.trace is not None:
+                    self._telemetry.trace.backward_left()
+        if saved.state is BACK or self._order.in_flight(saved) is None:  # BACK: the reload has been waited for
             self._free(saved)
         elif saved.state is LEAVING and saved.out is not None and saved.out.cancel():
             assert saved.place is not None
@@ -151,12 +154,13 @@ class Release:
             self._limbo.append(saved)  # E5
 
     def _free(self, saved: SavedStorage) -> None:
+        stats, place = self._telemetry.stats, saved.place
         if saved.source is not None or saved.returned is not None:
-            self._telemetry.stats.device_bytes -= saved.nbytes
+            stats.device_bytes -= saved.nbytes
         saved.source = saved.returned = None
         if saved.prefix is not None:
-            self._telemetry.stats.device_bytes -= saved.prefix.drop_packed() + saved.prefix.discard()
-        if saved.place is not None:
-            saved.place.release()
+            stats.device_bytes -= saved.prefix.drop_packed() + saved.prefix.discard()
+        if place is not None:
             saved.place = None
+            place.release()
         saved.move_to(GONE)

@@ -15,6 +15,7 @@ finalizer: whoever dereferences it in time keeps the life going, and whoever com
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -38,6 +39,7 @@ __all__ = [
     "LEAVING",
     "LIVE",
     "RETURNING",
+    "UNCHANGED",
     "Content",
     "Geometry",
     "Hold",
@@ -74,6 +76,10 @@ Content = tuple[int, Geometry | None]
 """State of the version counter, and the part of the storage that it counts for where that is not all of it."""
 
 
+UNCHANGED: Content = (0, None)
+"""Never changed in place."""
+
+
 def content_of(tensor: torch.Tensor) -> Content:
     """Identifies what a tensor's storage holds now: equal contents of one storage may share one copy of it.
 
@@ -82,7 +88,7 @@ def content_of(tensor: torch.Tensor) -> Content:
     """
     version = tensor._version
     if version == 0:
-        return 0, None  # never changed in place
+        return UNCHANGED
     owner = tensor if tensor._base is None else tensor._base
     if owner.numel() * owner.itemsize == owner.untyped_storage().nbytes():
         return version, None
@@ -203,7 +209,7 @@ class Hold:
 
 def by_home(storages: Iterable[SavedStorage]) -> dict[int, list[SavedStorage]]:
     """Storages by home stream, in their order; mostly all have one home."""
-    found: dict[int, list[SavedStorage]] = {}
+    found: dict[int, list[SavedStorage]] = collections.defaultdict(list)
     for saved in storages:
-        found.setdefault(saved.home, []).append(saved)
+        found[saved.home].append(saved)
     return found

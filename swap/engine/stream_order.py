@@ -1,4 +1,4 @@
-"""Orderings between compute streams and copies (R5): E1 to E6 and E8 are methods here, E7 is the host tier's.
+"""Orderings between compute streams and copies (R5): E1 to E6 are methods here, E7 is the host tier's.
 
 A program may have several compute streams: two half batches layer by layer, branches of a layer, microbatches. A saved
 storage has one *home*, the stream that it was saved on. Its reload buffer is allocated there too, since autograd runs
@@ -13,9 +13,10 @@ order the caller's.
     E5  a buffer whose copy is in flight when its last handle dies stays in limbo until that copy is done
     E6  a stream that reads or writes a buffer runs after what another stream wrote into it: recomputed or scattered tokens
     E7  a copy out into room that was given back waits for the reload that left it (memo.swap.tiers.host_and_disk)
-    E8  the streams of a recompute that ends in the middle of its layer wait for one another
 
-There are no others. Tests remove them one by one, and the race checker proves each necessary.
+A buffer that a recompute allocated and wrote on the home stream (`Reload._adopt`) is ordered there by the program, and
+elsewhere by E6; nothing copies it. There are no other orderings. Tests remove them one by one, and the race checker proves
+each necessary.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from typing import TYPE_CHECKING
 from memo.swap.engine.saved_storage import LEAVING, RETURNING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.saved_storage import SavedStorage
 
@@ -80,16 +79,6 @@ class StreamOrder:
         if here != saved.user:
             backend.compute_wait(backend.compute_event(saved.user))
             saved.user = here
-
-    def broken_off(self, streams: Collection[int]) -> None:
-        """E8: later work of each stream runs after all that the others have issued.
-
-        The layer's own waits have not been reached, and memory that its streams share is free from now on.
-        """
-        if len(streams) > 1:
-            for event in [self._backend.compute_event(stream) for stream in streams]:
-                for stream in streams:
-                    self._backend.compute_wait(event, stream)
 
     def _leaves(self, saved: SavedStorage) -> None:
         """Tells the allocator that the home stream used the source, whose memory another stream may have allocated."""

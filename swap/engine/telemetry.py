@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from memo.events import StallCause, Tracer, UseKind
+    from memo.events import StallCause, Tracer
     from memo.swap.backends.protocol import Backend, Stamp
     from memo.swap.engine.saved_storage import SavedStorage
 
@@ -126,12 +126,6 @@ class Telemetry:
                     return
                 self._pending.popleft()
                 count(begin_ns, end_ns)
-
-    def used(self, saved: SavedStorage, how: UseKind) -> None:
-        """Counts how backward found a storage at its first read."""
-        self.stats.uses[how] += 1
-        if self.trace is not None:
-            self.trace.used(saved, how)
 
     def warn(self, cause: str, message: str) -> None:
         """Warns once of each `cause`; every occurrence goes to the trace. `message` says what is done instead."""

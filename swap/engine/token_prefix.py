@@ -7,6 +7,9 @@ other.
     source   |head|rest|head|rest|    two rows: the heads are packed into one block, which moves
     buffer   |head|    |head|    |    with one row the reload goes straight into the buffer, beside the recompute
 
+Where nothing moves and a recompute makes the storage as it was, all of it and on its home stream, what it made is the
+buffer: nothing is allocated or copied.
+
 Packing and unpacking run on the caller's compute stream (memo.kernels.staging). A layer's storages are packed in one launch
 and unpacked one by one, since each reload ends at its own time.
 """
@@ -20,14 +23,14 @@ from memo.kernels import pack_views, staging_nbytes, staging_offsets, unpack_vie
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import torch
 
     from memo.swap.backends.protocol import Backend
     from memo.swap.engine.saved_storage import Hold
 
-__all__ = ["Recompute", "Rows", "TokenPrefix", "TokenRange", "Wanted", "pack_prefixes"]
+__all__ = ["Recompute", "Rows", "Take", "TokenPrefix", "TokenRange", "Wanted", "pack_prefixes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,21 @@ class Wanted(Protocol):
         """Its storage's Hold; dead when no handle is left."""
 
 
+class Take(Protocol):
+    """Receives recomputed tokens."""
+
+    def __call__(self, span: TokenRange, wanted: Wanted, recomputed: torch.Tensor, /, *, owned: bool = False) -> None:
+        """Receives the tokens in `span` of one saved tensor; the caller's stream has written them.
+
+        Args:
+            span: the tokens.
+            wanted: the saved tensor.
+            recomputed: their bytes, contiguous.
+            owned: `recomputed` is a storage allocated on the caller's stream that nobody writes from now on, and that
+                is read on other streams only where the backend is told (`Backend.compute_uses`): the engine may keep it.
+        """
+
+
 class Recompute(Protocol):
     """Recompute of the tokens of a layer's saved storages that no tier has."""
 
@@ -69,8 +87,8 @@ class Recompute(Protocol):
     def together(self) -> bool:
         """True if it has collectives: all ranks must run it at the same place in their backward."""
 
-    def recompute(self, take: Callable[[TokenRange, Wanted, torch.Tensor], None]) -> None:
-        """Computes the tokens that are still missing; `take` receives those of each wanted tensor, as bytes."""
+    def recompute(self, take: Take) -> None:
+        """Computes the tokens that are still missing; `take` receives those of each wanted tensor."""
 
 
 class TokenPrefix:
@@ -114,6 +132,15 @@ class TokenPrefix:
     def lacks(self, first: int) -> bool:
         """True if the reload buffer does not have the tokens from `first` on yet."""
         return self._computed_from > first
+
+    def is_all(self, span: TokenRange) -> bool:
+        """True if nothing moves and `span` is all tokens."""
+        return self.first == 0 and span.first == 0 and span.stop == self.tokens
+
+    def adopted(self) -> int:
+        """Records that a recompute's own memory is the reload buffer; returns its bytes."""
+        self._computed_from = 0
+        return self.rows.nbytes(self.tokens)
 
     def head(self, block: torch.Tensor) -> torch.Tensor:
         """View of the moving bytes of a source or reload buffer, as rows x tokens x width."""

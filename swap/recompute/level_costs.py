@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memo.swap.token_levels import LayerCosts, Level
+from memo.swap.token_levels import LayerCosts, Level, PointCost
 
 __all__ = ["Costs", "now_s"]
 
@@ -30,6 +30,8 @@ class Costs:
         self._bytes_per_token: dict[Level, float] = {}
         self._beside_per_token: dict[Level, float] = {}
         self._seconds_per_token: dict[Level, float] = {Level.SAVE_ALL: 0.0}
+        self.points: tuple[PointCost, ...] = ()
+        """The layer's curve, where its tokens cannot be divided."""
 
     def counted(
         self,
@@ -48,16 +50,6 @@ class Costs:
         self._always_bytes = always_bytes
         self._bytes_per_token = bytes_per_token
         self._beside_per_token = beside_per_token or {}
-
-    def counted_whole(self, *, tokens: int, input_bytes: int, nbytes: int) -> None:
-        """Records the bytes of a forward that was not divided; bytes by level of the same length are kept."""
-        if tokens != self._tokens or len(self._bytes_per_token) <= 1:
-            self.counted(
-                tokens=tokens,
-                input_bytes=input_bytes,
-                always_bytes=0,
-                bytes_per_token={Level.SAVE_ALL: nbytes / tokens},
-            )
 
     def ran(self, level: Level, tokens: int, seconds: float) -> None:
         """Records the time of a recompute. The shortest per token counts: others waited for a copy or were the first."""
@@ -86,4 +78,6 @@ class Costs:
             bytes_per_token=dict(self._bytes_per_token),
             beside_per_token=dict(self._beside_per_token),
             recompute_s_per_token=dict(self._seconds_per_token),
+            points=self.points,
+            divisible=not self.points,
         )

@@ -176,6 +176,14 @@ class Ranks:
             dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
         return bool(have)
 
+    def all_of(self, layer: str, said: tuple[bool, ...]) -> tuple[bool, ...]:
+        """At each position: true when all ranks of the layer's groups have said so. A collective call."""
+        for group in self._groups.get(layer, ()):
+            answers = gather_values(said, group)
+            alike = all(len(theirs) == len(said) for theirs in answers)
+            said = tuple(alike and all(theirs[at] for theirs in answers) for at in range(len(said)))
+        return said
+
     def _compare(self, ours: _Told, given: str, group: dist.ProcessGroup) -> None:
         """Records layers whose settings differ between ranks of the group or of their other groups; all if shapes differ."""
         answers = gather_values((dict(ours), given), group)

@@ -1,111 +1,150 @@
-"""Trial of a recompute: runs it at the end of the forward and compares its tensors with the saved ones."""
+"""Trial of a replay: runs it at the end of the forward, and compares what it gives with what autograd saved, bit for bit.
+
+A replay of a part of the tokens may round in another way, as products of fewer rows do, within a stated bound.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memo.errors import MemoError
-from memo.swap.recompute.axis.operator_rules import Unproven
-from memo.swap.recompute.checksums import Checksums
+from memo.swap.recompute.axis.token_axis import cut
 from memo.swap.recompute.comparison import have_same_bits, relative_difference
-from memo.swap.recompute.guards.rng_and_autocast import RandomState
-from memo.swap.recompute.record.operator_log import Diverged
-from memo.swap.token_levels import Level
+from memo.swap.recompute.tape.replay import ReplayFailed
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.replay import Span, Wanted
-    from memo.swap.recompute.token_split import Division
+    from memo.swap.recompute.ranges.ranged_plan import Piece, Span
+    from memo.swap.recompute.ranges.ranged_replay import RangedReplay
+    from memo.swap.recompute.tape.plan import Plan
+    from memo.swap.recompute.tape.replay import Replay, Wanted
 
-__all__ = ["BOUND", "OutOfRoom", "try_out"]
+__all__ = ["BOUND", "Unlike", "try_out", "try_out_ranges"]
 
-# Largest accepted root-mean-square difference between a recomputed and a saved tensor, in units of the type's epsilon and
-# of the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
+# Largest accepted root-mean-square difference between a replayed and a saved tensor, in units of the type's epsilon and of
+# the tensor's own root mean square. A matrix product of another height may run through another kernel, which adds in
 # another order: one rounding of the result in half precision, a few in single and double. Wrong tokens differ by about 1.
 BOUND = {torch.float64: 16.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
-class OutOfRoom(Unproven):
-    """The device had no memory for a trial, which does not refuse the layer: a later step tries again."""
+class Unlike(Exception):
+    """The replay gave something else; `step` is the earliest one at fault, None where that is not known."""
+
+    def __init__(self, step: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
 
 
-def try_out(division: Division, device: torch.device, *, exact: bool) -> float:
-    """Runs the recompute of `division`; returns the largest difference found, in units of BOUND, 0 for equal bytes.
+def try_out(replay: Replay) -> None:
+    """Runs a replay while all that was saved is still there.
 
     Raises:
-        OutOfRoom: there was no device memory for it.
-        Unproven: the recompute gives something else, fails, or draws random numbers; or, where it must be `exact`, it rounds
-            in another way.
+        Unlike: a step could not run again, or a storage differs where autograd saved a part of it.
+        torch.OutOfMemoryError: there was no device memory for it.
     """
-    random = RandomState(device)
-    worst = 0.0
+    plan = replay.plan
+    worst: int | None = None
 
-    def compare(span: Span, want: Wanted, part: torch.Tensor) -> None:
+    def compare(span: Any, want: Any, made: torch.Tensor, /, *, owned: bool = False) -> None:
         nonlocal worst
         hold = want.hold()
-        if hold is None:
-            return  # nobody will ask for it
-        saved = hold.saved
-        assert saved.source is not None
-        worst = max(worst, _difference(division.parts[saved].part_of(saved.source, span), part, want))
+        if hold is None or hold.saved.source is None:
+            return
+        position = next(number for number, other in enumerate(replay.wanted) if other is want)
+        content = plan.tape.last[plan.wanted[position]]
+        if not _equal(plan, plan.wanted[position], hold.saved.source, made):
+            writer = plan.tape.contents[content].writer
+            worst = writer if worst is None else min(worst, writer)
 
     try:
-        for call in division.calls:
-            call.run(compare, timed=True)
-        _check_in_place_changes(division, device)
-    except Diverged as how:
-        raise Unproven(f"its recompute did something else: {how}") from None
-    except (Unproven, MemoError) as error:
-        raise Unproven(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        if division.calls[0].together:
-            raise  # of this rank alone, and the others wait for it in a collective
-        raise OutOfRoom("there was no device memory to try its recompute out") from error
-    except Exception as error:
-        what = str(error).splitlines()[0] if str(error) else ""
-        raise Unproven(f"it cannot run again ({type(error).__name__}: {what})") from error
-    finally:
-        drew = not random.is_now()
-        if drew:
-            random.restore()
-    if drew:
-        raise Unproven("its recompute draws random numbers")
-    if exact and worst > 0:
-        raise Unproven("its recompute rounds in another way, and is to be exact")
+        replay.run(compare)
+    except ReplayFailed as failure:
+        raise Unlike(failure.step, f"it cannot run again ({failure})") from failure.__cause__
+    except MemoError as error:
+        raise Unlike(None, str(error)) from error
+    if worst is not None:
+        raise Unlike(worst, f"repeating {plan.tape.steps[worst].name} gave something else")
+
+
+def _equal(plan: Plan, storage: int, source: torch.Tensor, made: torch.Tensor) -> bool:
+    """True where all that autograd saved of a storage has the same bits. Gaps between elements do not count."""
+    if have_same_bits(made.view(1, -1), source.view(1, -1)):
+        return True
+    for value in {use.value for use in plan.tape.saved if plan.tape.geometry(use.value)[0] == storage}:
+        _, offset, size, stride, dtype = plan.tape.geometry(value)
+        ours, theirs = (
+            torch.empty(0, dtype=dtype, device=block.device)
+            .set_(block.untyped_storage(), offset, size, stride)
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .view(1, -1)
+            for block in (made, source)
+        )
+        if not have_same_bits(ours, theirs):
+            return False
+    return True
+
+
+def try_out_ranges(replays: Sequence[RangedReplay], *, exact: bool) -> float:
+    """Runs the replays of token ranges while all that was saved is still there.
+
+    Returns:
+        Largest difference found, in units of BOUND; 0 for equal bits.
+
+    Raises:
+        Unlike: a step could not run on a part of the tokens, or what it gave differs by more than the bound; or, where it is
+            to be `exact`, by as much as a rounding.
+        torch.OutOfMemoryError: there was no device memory for it.
+    """
+    worst = 0.0
+    for replay in replays:
+
+        def compare(piece: Piece, want: Wanted, made: torch.Tensor, replay: RangedReplay = replay) -> None:
+            nonlocal worst
+            hold = want.hold()
+            if hold is None or hold.saved.source is None:
+                return
+            position = next(number for number, other in enumerate(replay.wanted) if other is want)
+            off = _difference(replay.span, replay.span.wanted[position], hold.saved.source, made, piece)
+            worst = math.inf if math.isnan(off) else max(worst, off)
+
+        try:
+            replay.run(compare)
+        except ReplayFailed as failure:
+            raise Unlike(None, f"a part of its tokens cannot run again ({failure})") from failure.__cause__
+        except MemoError as error:
+            raise Unlike(None, str(error)) from error
+    if not worst <= 1.0 or (exact and worst > 0):  # after all replays, in which other ranks may take part
+        raise Unlike(None, f"a part of its tokens differs by {worst:.3g} times the bound")
     return worst
 
 
-def _check_in_place_changes(division: Division, device: torch.device) -> None:
-    """Runs the recompute once more; raises Unproven where a kernel below the dispatcher works in place.
-
-    Not for layers that other ranks take part in: a rank that has failed by now would leave them waiting.
-    """
-    for call in division.calls:
-        if call.together or call.span.level is Level.SAVE_INPUT:
-            continue
-        checksums = Checksums(device)
-        call.run(lambda span, want, part: None, timed=False, checksums=checksums)
-        if checksums.differ():
-            raise Unproven(
-                "a kernel that torch does not see changes in place what an operator gave; mark the function that calls it"
-                " with memo.memoize"
-            )
-
-
-def _difference(saved: torch.Tensor, again: torch.Tensor, want: Wanted) -> float:
-    """Difference of saved bytes (rows x tokens x width) from recomputed ones, in units of BOUND. Raises Unproven above 1."""
-    theirs = saved.flatten(1)  # a row's tokens lie one behind the other
-    ours = again.view(theirs.shape)
-    if have_same_bits(ours, theirs):
+def _difference(span: Span, storage: int, source: torch.Tensor, made: torch.Tensor, piece: Piece) -> float:
+    """Largest difference of the tokens of a piece, over all that autograd saved of a storage, in units of BOUND."""
+    rows, count = span.rows, piece.stop - piece.first
+    tape, content = rows.tape, rows.tape.last[storage]
+    division = rows.rows[content]
+    whole = source.view(division.rows, rows.tokens, division.width)[:, piece.first : piece.stop]
+    if have_same_bits(made.view(division.rows, -1), whole.flatten(1)):
         return 0.0
-    if want.dtype not in BOUND or theirs.shape[1] % want.dtype.itemsize:
-        raise Unproven(f"a recomputed tensor of {want.dtype} differs from the saved one")
-    off = relative_difference(ours.view(want.dtype), theirs.view(want.dtype))
-    off /= torch.finfo(want.dtype).eps * BOUND[want.dtype]
-    if not off <= 1.0:  # also where it is no number
-        raise Unproven(
-            f"what it recomputes of a tensor of shape {want.layout.shape} and {want.dtype} differs from what it saved"
-            f" by {off:.3g} times the bound"
-        )
-    return off
+    worst = 0.0
+    for value in {use.value for use in tape.saved if use.content == content}:
+        _, offset, size, stride, dtype = tape.geometry(value)
+        theirs = torch.empty(0, dtype=dtype, device=source.device).set_(source.untyped_storage(), offset, size, stride)
+        axis = rows.axes.get((value, content))
+        if axis is None:
+            return math.inf  # saved of a division that does not fit it
+        theirs = cut(theirs, axis, piece.first, piece.stop, rows.tokens).contiguous().view(1, -1)
+        _, offset, size, stride, dtype = rows.geometry(value, content, count)
+        ours = torch.empty(0, dtype=dtype, device=made.device).set_(made.untyped_storage(), offset, size, stride)
+        ours = ours.contiguous().view(1, -1)
+        if have_same_bits(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            continue
+        if dtype not in BOUND:
+            return math.inf
+        worst = max(worst, relative_difference(ours, theirs) / (torch.finfo(dtype).eps * BOUND[dtype]))
+    return worst

@@ -20,7 +20,7 @@ from memo.manager.manager import Manager
 from memo.manager.plan_source import checked_plan
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.stats import Stats
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import TokenLevels
@@ -131,10 +131,10 @@ class Run:
             total_bytes=budget, peak_bytes=lambda: device.peak, restart=device.restart, used_bytes=lambda: device.live
         )
 
-    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, TokenWise]:
+    def manager(self, host: int, levels: TokenLevels) -> tuple[Manager, Engine, Tapes]:
         backend = CountedBackend(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
         engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
-        tokenwise = TokenWise(engine, levels)
+        tokenwise = Tapes(engine, levels)
         return Manager(self.model, find_layers(self.model), engine, tokenwise=tokenwise), engine, tokenwise
 
 

@@ -34,33 +34,33 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.stage_plans import extract_stage_plan
 from memo.mip.inputs.hardware import PRESETS
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, LayerProfile, PointProfile, Profile, Role, Signature
 from memo.parallel.pipeline_order import PipelineOrder
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.placement import Placement
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.device import DeviceTier
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
-from memo.swap.token_levels import LayerCosts, Level as SwapLevel, TokenLevels
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, Mix, PointCost, TokenLevels
 
 ROOM = 1 << 28
-FIXED = LayerPlan(all_tokens=0.25, matmul_tokens=0.5, attention_tokens=0.25, kept=0.5, host=0.5)
+FIXED = LayerPlan(points={ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, kept=0.5, host=0.5)
 
 
-def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, TokenWise]:
+def checked_manager(model: torch.nn.Module, *, policy: Any = "lazy") -> tuple[Manager, Engine, Tapes]:
     backend = CheckingBackend(policy, seed=1)
     tiers = [HostTier(backend, ROOM, segment_bytes=1 << 20), DiskTier(CheckingDisk(backend, ROOM), ROOM)]
     engine = Engine(backend, tiers, min_bytes=1024)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
-def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, TokenWise]:
+def paced_manager(model: torch.nn.Module, *, host: int = ROOM) -> tuple[Manager, Engine, Tapes]:
     """In real time, over a link of 20 MB/s."""
     backend = PacedBackend(d2h_bytes_per_s=20e6, h2d_bytes_per_s=20e6)
     engine = Engine(backend, [HostTier(backend, host, segment_bytes=1 << 20)], min_bytes=1024)
-    tokenwise = TokenWise(engine, TokenLevels(all=1.0))
+    tokenwise = Tapes(engine, TokenLevels(all=1.0))
     return Manager(model, find_layers(model), engine, tokenwise=tokenwise), engine, tokenwise
 
 
@@ -263,7 +263,7 @@ def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: flo
         )
     assert manager.plan is not None, planning.outcome().reason_unsupported
     assert manager.plan.declined is None
-    assert len(manager.plan.problem.profile.classes[0].levels) == 3, "both levels of recompute were timed"
+    assert len(manager.plan.problem.profile.classes[0].points) == 3, "both levels of recompute were timed"
     assert engine.tiers[0].peak <= host * whole
     manager.close()
 
@@ -286,6 +286,59 @@ def test_products_are_mixed_in_only_where_the_device_has_room_for_a_layers(monke
     assert actuator.spare_share(950_001, 1) == 0.0, (
         "the host has room for all of them, but they come back to the device"
     )
+    assert actuator.spare_share(950_000, 1) == 0.5
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("points", "setting"),
+    [
+        ({ALL: 0.25, MATMULS: 0.5, ATTENTION: 0.25}, TokenLevels(all=0.25, matmuls=0.5, attention=0.25)),
+        ({ALL: 0.5, "p3": 0.5}, Mix(points={ALL: 0.5, "p3": 0.5})),
+        ({INPUT: 1.0}, Mix(points={INPUT: 1.0})),
+    ],
+)
+def test_a_plan_of_three_levels_is_settings_of_tokens_and_any_other_a_mix(
+    points: dict[str, float], setting: object
+) -> None:
+    known = LayerProfile(
+        name="layer",
+        always_bytes=10,
+        points=tuple(
+            PointProfile(name=name, saved_bytes=1000 - 200 * number)
+            for number, name in enumerate((ALL, MATMULS, ATTENTION, "p3", INPUT))
+        ),
+        forward_s=1.0,
+        backward_s=2.0,
+    )
+    plan = given_plan(3)
+    profile = dataclasses.replace(plan.problem.profile, classes=(known,), layers=("layer",) * 3)
+    parts = (LayerPlan(points=points),) * 2 + (LayerPlan(),)
+    plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, profile=profile), layers=parts)
+    placements, settings = settings_of(plan, find_layers(stack(layers=3)))
+    assert list(settings.values()) == [setting, setting, TokenLevels(all=1.0)]
+    assert placements[0].nbytes == int(parts[0].saved_bytes(known))
+
+
+def test_of_a_curve_the_products_are_what_matmuls_saves_and_attention_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, engine, tokenwise = paced_manager(fresh(3))
+    memory = DeviceBudget(total_bytes=1_000_000, peak_bytes=lambda: 0, restart=lambda: None)
+    actuator = Actuator(engine, tokenwise, manager.layers, memory, tracer=None)
+    costs = LayerCosts(
+        layer="layers.0",
+        tokens=100,
+        input_bytes=0,
+        always_bytes=0,
+        bytes_per_token={},
+        recompute_s_per_token={},
+        points=(
+            PointCost(name=ALL, saved_bytes=200_000),
+            PointCost(name=MATMULS, saved_bytes=60_000, beside_bytes=5_000),
+            PointCost(name=ATTENTION, saved_bytes=15_000),
+        ),
+    )
+    monkeypatch.setattr(actuator, "costs", lambda: {"layers.0": costs})
+    assert actuator.spare_share(950_001, 1) == 0.0
     assert actuator.spare_share(950_000, 1) == 0.5
     manager.close()
 
@@ -321,10 +374,10 @@ def given_plan(layers: int) -> ActivationPlan:
     known = LayerProfile(
         name="any",
         always_bytes=1000,
-        levels=(
-            LevelProfile(level=Level.SAVE_ALL, saved_bytes=4000),
-            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=2000, recompute_s=0.1),
-            LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=0.3),
+        points=(
+            PointProfile(name=ALL, saved_bytes=4000),
+            PointProfile(name=MATMULS, saved_bytes=2000, recompute_s=0.1),
+            PointProfile(name=ATTENTION, saved_bytes=0, recompute_s=0.3),
         ),
         forward_s=1.0,
         backward_s=2.0,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from memo.autoplan.actuator_protocol import Limits
 from memo.autoplan.profile_from_step import beside_layers, measured_hardware, measured_profile, scaled_profile
+from memo.autoplan.step_evidence import StepEvidence, worst
 from memo.autoplan.step_timeline import LaneUse, LayerTimes, StepTimes
 from memo.errors import PlanError
 from memo.events import Lane
 from memo.machine.link_bandwidth import LinkRates
-from memo.mip.inputs.profile import Level, Profile, Role, Signature
-from memo.swap.token_levels import LayerCosts, Level as SwapLevel
+from memo.mip.inputs.profile import ALL, ATTENTION, INPUT, MATMULS, PointProfile, Profile, Role, Signature
+from memo.swap.token_levels import LayerCosts, Level as SwapLevel, PointCost
 
 MS = 1_000_000
 SIGNATURE = Signature(model="m", batch=2, tokens=100, dtype="float32")
@@ -63,14 +66,73 @@ def test_like_layers_are_one_class_with_their_median_times() -> None:
     assert known.forward_s == pytest.approx(0.011)
     assert known.backward_s == pytest.approx(0.020), "of 30 ms, 4 were recompute and 6 waiting"
     assert known.always_bytes == 1000
-    assert [(one.level, one.saved_bytes, one.beside_bytes) for one in known.levels] == [
-        (Level.SAVE_ALL, 3000, 0),
-        (Level.SAVE_MATMULS, 1200, 500),
-        (Level.SAVE_ATTENTION, 0, 0),
+    assert [(one.name, one.saved_bytes, one.beside_bytes) for one in known.points] == [
+        (ALL, 3000, 0),
+        (MATMULS, 1200, 500),
+        (ATTENTION, 0, 0),
     ]
-    assert [one.recompute_s for one in known.levels] == pytest.approx([0, 1e-3, 4e-3])
+    assert [one.recompute_s for one in known.points] == pytest.approx([0, 1e-3, 4e-3])
     assert profile.embedding.forward_s == pytest.approx(0.003)
     assert profile.head.forward_s == pytest.approx(0.007)
+
+
+def curved(name: str, *, held: int = 7) -> LayerCosts:
+    """A layer with a curve; what its levels say is not read."""
+    points = (
+        PointCost(name=ALL, saved_bytes=4000),
+        PointCost(name="p1", saved_bytes=3000, held_bytes=held, recompute_s=0.001, beside_bytes=20),
+        PointCost(name="p2", saved_bytes=3000, held_bytes=0, recompute_s=0.002),
+        PointCost(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+        PointCost(name="p3", saved_bytes=390, recompute_s=0.02),
+    )
+    return dataclasses.replace(costs(name), recompute_s_per_token={}, points=points, divisible=False)
+
+
+def test_a_curve_is_the_profiles_and_says_all_that_is_saved() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    profile = measured_profile(times(layers), {name: curved(name) for name in layers}, SIGNATURE)
+    (known,) = profile.classes
+    assert (known.fixed_bytes, known.full_bytes, known.divisible) == (0, 4000, False)
+    assert known.points == (
+        PointProfile(name=ALL, saved_bytes=4000),
+        PointProfile(name="p1", saved_bytes=3000, held_bytes=7, recompute_s=0.001, beside_bytes=20),
+        PointProfile(name=INPUT, saved_bytes=400, held_bytes=900, recompute_s=0.01, recompute_flops=5.0),
+        PointProfile(name="p3", saved_bytes=390, recompute_s=0.02),
+    ), "p2 saves no less than p1"
+    shorter = scaled_profile(profile, Signature(model="m", batch=1, tokens=100, dtype="float32")).classes[0]
+    assert (shorter.points[1].saved_bytes, shorter.points[1].held_bytes) == (1500, 4)
+    assert shorter.points[2].recompute_flops == 2.5
+    few = scaled_profile(profile, Signature(model="m", batch=1, tokens=1, dtype="float32")).classes[0]
+    assert [one.name for one in few.points] == [ALL, "p1", INPUT], "2 bytes at p3, as at input"
+
+
+def test_layers_of_other_curves_are_other_classes() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    profile = measured_profile(times(layers), {"a": curved("a"), "b": curved("b", held=8)}, SIGNATURE)
+    assert profile.layers == ("layer", "layer#2")
+
+
+def test_ranks_agree_on_the_points_that_all_have_with_the_most_bytes_and_seconds() -> None:
+    def evidence(*points: PointCost, divisible: bool = True) -> StepEvidence:
+        own = dataclasses.replace(costs("a"), points=points, divisible=divisible)
+        return StepEvidence(profile=measured_profile(times({"a": layer(10, 30)}), {"a": own}, SIGNATURE))
+
+    whole = PointCost(name=ALL, saved_bytes=100)
+    merged = worst(
+        [
+            evidence(whole, PointCost(name="p1", saved_bytes=50, held_bytes=3, recompute_s=1.0)),
+            evidence(
+                whole,
+                PointCost(name="p1", saved_bytes=40, held_bytes=9, recompute_s=2.0),
+                PointCost(name="p2", saved_bytes=0, recompute_s=3.0),
+                divisible=False,
+            ),
+        ]
+    )
+    assert merged.profile is not None
+    (known,) = merged.profile.classes
+    assert known.points[1:] == (PointProfile(name="p1", saved_bytes=50, held_bytes=9, recompute_s=2.0),)
+    assert not known.divisible
 
 
 def test_layers_that_save_other_bytes_are_other_classes() -> None:
@@ -82,7 +144,7 @@ def test_layers_that_save_other_bytes_are_other_classes() -> None:
 def test_a_layer_without_token_levels_moves_whole() -> None:
     profile = measured_profile(times({"a": layer(20, 40, calls=2)}), {}, SIGNATURE)
     (known,) = profile.classes
-    assert [one.level for one in known.levels] == [Level.SAVE_ALL]
+    assert [one.name for one in known.points] == [ALL]
     assert known.full_bytes == 4000
     assert known.forward_s == pytest.approx(0.010), "of one call"
 
@@ -99,11 +161,11 @@ def profile() -> Profile:
 def test_another_length_takes_attention_by_the_square() -> None:
     longer = scaled_profile(profile(), Signature(model="m", batch=2, tokens=200, dtype="float32"))
     known = longer.classes[0]
-    assert (longer.role, known.always_bytes, known.levels[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
-    assert (known.levels[1].saved_bytes, known.levels[1].beside_bytes) == (2400, 1000)
+    assert (longer.role, known.always_bytes, known.points[0].saved_bytes) == (Role.DERIVED, 2000, 6000)
+    assert (known.points[1].saved_bytes, known.points[1].beside_bytes) == (2400, 1000)
     # 4 of 10 ms are token-wise and double, 6 are attention's and quadruple
     assert known.forward_s == pytest.approx(2 * 0.004 + 4 * 0.006)
-    assert known.levels[2].recompute_s == pytest.approx(0.008)
+    assert known.points[2].recompute_s == pytest.approx(0.008)
 
 
 def test_another_batch_takes_everything_in_proportion() -> None:

@@ -103,8 +103,8 @@ def test_what_one_rank_cannot_do_is_planned_for_none() -> None:
     plan = autos[0].plan
     assert plan == autos[1].plan
     assert plan is not None
-    assert [len(layer.levels) for layer in plan.problem.profile.layer_profiles()] == [3, 3, 3, 1, 1, 1]
-    assert [layer.all_tokens for layer in plan.layers[3:]] == [1.0] * 3
+    assert [len(layer.points) for layer in plan.problem.profile.layer_profiles()] == [3, 3, 3, 1, 1, 1]
+    assert [layer.fraction("all") for layer in plan.layers[3:]] == [1.0] * 3
 
 
 def test_a_rank_that_measured_nothing_leaves_all_at_the_safest_setting() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from activation_problems import random_problem, with_curves
 
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.mip.activation.checker import check_plan
-from memo.mip.activation.files import hardware_to_json, profile_to_json, read_activation_plan
+from memo.mip.activation.files import hardware_to_json, plan_to_json, profile_to_json, read_activation_plan
+from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import PRESETS
 
 PAPER = ["plan", "--model", "7b", "--seq", "1m", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
@@ -320,3 +322,32 @@ def test_a_schedule_that_cannot_be_is_refused_in_a_line(
     asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", *flags]
     assert main(asked) == ExitCode.USAGE
     assert words in assert_one_line(capsys)
+
+
+def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers that cannot be divided, with points beyond the three levels: the table has a column for each that is used."""
+    problem = with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, divisible=False, held=True)
+    plan = solve_problem(problem)
+    used = {name for part in plan.layers for name in part.points}
+    path = tmp_path / "plan.json"
+    path.write_text(plan_to_json(plan))
+    assert main(["check", str(path)]) == ExitCode.OK
+    assert main(["simulate", str(path)]) == ExitCode.OK
+    capsys.readouterr()
+    assert main(["show", str(path)]) == ExitCode.OK
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("layers"))
+    assert header.split() == ["layers", "points:", "all", *sorted(used - {"all"}), "bytes:", "kept", "host", "disk"]
+    report = of_json(capsys, ["show", str(path)])
+    assert sum((part["points"] != {"all": 1.0}) for part in report["layer_plans"]) > 1
+    profile, machine = tmp_path / "profile.json", tmp_path / "machine.json"
+    profile.write_text(profile_to_json(problem.profile))
+    machine.write_text(hardware_to_json(problem.hardware))
+    budgets = ["--device", str(problem.budgets.device_bytes), "--host", str(problem.budgets.host_bytes)]
+    again = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets])
+    assert {name for part in again["layer_plans"] for name in part["points"]} > {"all"}
+    swept = of_json(capsys, ["plan", "--profile", str(profile), "--gpu", str(machine), *budgets, "--sweep", "device"])
+    shares = [point["fit"]["shares"] for point in swept["points"] if point["fit"]]
+    assert all(share["alpha"] + sum(share["points"].values()) == pytest.approx(1.0) for share in shares)
+    assert any(share["points"] for share in shares)

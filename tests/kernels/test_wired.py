@@ -16,7 +16,7 @@ from memo.swap.backends.cuda import CudaBackend
 from memo.swap.engine import token_prefix
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import setting_of
 
@@ -74,7 +74,7 @@ def managed(model: Stack, device: torch.device) -> Manager:
         return checked(model, "random", alpha=(0.25, 0.5, 0.25)).manager
     backend = CudaBackend(device)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of((0.25, 0.5, 0.25))))
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of((0.25, 0.5, 0.25))))
 
 
 def steps(device: torch.device, *, with_memo: bool) -> list[Step]:

@@ -103,18 +103,60 @@ class Counting(torch.nn.Dropout):
         return x
 
 
+class Copy(torch.autograd.Function):
+    """Copies by a kernel that torch does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.numpy()[:] = x.detach().numpy()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Unseen(torch.nn.Dropout):
+    """In place of a layer's dropout; copies once and again, from its second call on if it is `late`."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.left = int(late)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.left > 0:
+            self.left -= 1
+            return x
+        return Copy.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def computed_differently(rank: int) -> None:
-    plain, managed = Training(None), Training({"host": "8MiB", "alpha": 0.25})
+    """One rank counts its calls, its own business, and has a layer whose sums it cannot repeat: nor does the other."""
+    plain, managed = Training(None), Training({"host": "8MiB", "alpha": 0.0})
     if rank:
-        managed.layers[2].dropout = Counting()
+        managed.layers[1].dropout = Counting()
+        managed.layers[2].dropout = Unseen(late=False)
     with closing(managed.manager):
-        for _ in range(2):
+        for _ in range(3):
             assert_equal(managed.step(), plain.step())
-        said = gather_values(managed.use().refused)
-        assert (
-            said[0] == said[1] == {managed.manager.layers[2].name: "its forward changes attribute 'calls' of a module"}
-        )
-        assert managed.use().accepted == 3
+        assert gather_values(managed.use().refused) == [{}, {}]
+        assert managed.use().accepted == 4
+        moved = gather_values(managed.manager.stats.bytes_host)
+        assert moved[0] == moved[1], moved
+        if rank:
+            assert managed.layers[1].dropout.calls == 6
+
+
+def turned_different(rank: int) -> None:
+    """A rank takes another way once all have agreed: it repeats the same collectives, with nothing exchanged."""
+    plain, managed = Training(None), Training({"host": "8MiB", "alpha": 0.0})
+    if rank:
+        managed.layers[2].dropout = Unseen(late=True)
+    with closing(managed.manager):
+        for _ in range(3):
+            assert_equal(managed.step(), plain.step())
+        assert gather_values(managed.use().refused) == [{}, {}]
 
 
 def less_memory(rank: int) -> None:
@@ -139,7 +181,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     memo.parallel.world.TIMEOUT = PATIENCE
     with join(CPU):
-        for case in (told_differently, computed_differently, less_memory):
+        for case in (told_differently, computed_differently, turned_different, less_memory):
             if case.__name__ in sys.argv[1:]:
                 case(dist.get_rank())
                 print(f"equal though {case.__name__}", flush=True)

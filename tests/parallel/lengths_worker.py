@@ -30,7 +30,7 @@ import memo.manager.manager
 from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
 from memo.parallel.rank_agreement import gather_values
-from memo.swap.recompute.record.token_local_functions import token_local
+from memo.swap.recompute.tape.declared import token_local
 
 PATIENCE = datetime.timedelta(seconds=60)
 LENGTHS = [[40, 40, 56, 24, 60, 40], [24, 56, 56, 40, 32, 56]]

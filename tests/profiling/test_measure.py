@@ -19,7 +19,7 @@ from memo.gpt.config import GPTConfig, preset
 from memo.gpt.train_config import Precision
 from memo.mip.activation.plan import Budgets
 from memo.mip.inputs.hardware import hardware_preset
-from memo.mip.inputs.profile import Level, Profile, Role
+from memo.mip.inputs.profile import ALL, Profile, Role
 from memo.mip.simulate.proof import prove
 from memo.profiling.layer_timer import time_step
 from memo.record.recording import Step, gpt_step
@@ -49,18 +49,18 @@ def test_bytes_and_flops_are_those_of_arithmetic_at_every_level(measured: Profil
     assert derived.storages <= found.storages <= derived.storages + 2, (
         "the rotary tables may be among the first layer's"
     )
-    assert [(one.level, one.saved_bytes) for one in found.levels] == [(o.level, o.saved_bytes) for o in derived.levels]
+    assert [(one.name, one.saved_bytes) for one in found.points] == [(o.name, o.saved_bytes) for o in derived.points]
     assert found.forward_flops == derived.forward_flops
     assert found.attention_flops == derived.attention_flops
     # Levels were measured with about a third of the tokens at each; all of them repeat what a third does, three times.
-    assert found.levels[2].recompute_flops == pytest.approx(derived.levels[2].recompute_flops)
+    assert found.points[2].recompute_flops == pytest.approx(derived.points[2].recompute_flops)
 
 
 def test_what_is_repeated_takes_time_and_more_of_it_where_less_is_saved(measured: Profile) -> None:
     (found,) = measured.classes
-    assert found.levels[0].recompute_s == 0.0
-    assert found.levels[1].recompute_s > 0.0
-    assert found.levels[2].recompute_s > 0.0
+    assert found.points[0].recompute_s == 0.0
+    assert found.points[1].recompute_s > 0.0
+    assert found.points[2].recompute_s > 0.0
     assert found.forward_s > 0.0
     assert found.backward_s > 0.0
     assert measured.optimizer_s > 0.0
@@ -168,10 +168,11 @@ def mixer_step(*, runs: int = 1) -> Step:
     return Step(model=model, loss=lambda: model(given), inputs=(given,))
 
 
-def test_a_layer_that_cannot_recompute_a_part_has_no_other_level(tmp_path: Path) -> None:
+def test_a_layer_whose_products_mix_its_tokens_can_recompute_too(tmp_path: Path) -> None:
     profile = memo.profile(mixer_step, name="mixer", batch=1, tokens=96, repeats=1, disk=tmp_path)
     (found,) = profile.classes
-    assert [known.level for known in found.levels] == [Level.SAVE_ALL]
+    assert [known.name for known in found.points] == [ALL, "attention"]
+    assert found.points[1].saved_bytes < found.points[0].saved_bytes
     # Each layer saves its input and tanh's result, of 96 x 64 numbers each.
     assert found.full_bytes == 2 * 96 * 64 * 4
 

@@ -26,7 +26,7 @@ from memo.manager.manager import Manager
 from memo.record.recording import Recording, Role, Step, gpt_step, load_step, record_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier
 from memo.swap.token_levels import TokenLevels
 
@@ -128,12 +128,12 @@ def test_offloaded_the_real_engine_over_real_bytes_allocates_the_same(variant: s
 
 
 def real_engine_lives(step: Step, alpha: float) -> list[tuple[int, int, int]]:
-    """The second step of a manager whose copies run at once, into a disk that holds them."""
+    """The third step of a manager whose copies run at once, into a disk that holds them."""
     backend = CheckingBackend("eager")
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, 64 << 20), None)], min_bytes=64 << 10)
-    tokenwise = TokenWise(engine, TokenLevels.of_alpha(alpha))
+    tokenwise = Tapes(engine, TokenLevels.of_alpha(alpha))
     manager = Manager(step.model, find_layers(step.model), engine, tokenwise=tokenwise)
-    for recorder in (Recorder(), Recorder()):
+    for recorder in (Recorder(), Recorder(), Recorder()):
         recorder.adopt([*step.model.parameters(), *step.inputs])
         with recorder:
             with manager:

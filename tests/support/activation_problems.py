@@ -10,7 +10,17 @@ from memo.mip.activation.memory_peaks import device_peak_candidates
 from memo.mip.activation.plan import ONE_STAGE, ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import Hardware
-from memo.mip.inputs.profile import EndProfile, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs.profile import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 
 MIB = 1 << 20
 
@@ -53,19 +63,53 @@ def layer(
     beside: int = 0,
     **rest: float,
 ) -> LayerProfile:
-    """`matmuls`: bytes and recompute time of that level; `attention`: recompute time of that one. None: not possible.
+    """`matmuls`: bytes and recompute time of that point; `attention`: recompute time of that one. None: not possible.
 
     `beside`: of the bytes of `matmuls`, what autograd does not save.
     """
-    levels = [LevelProfile(level=Level.SAVE_ALL, saved_bytes=all)]
+    points = [PointProfile(name=ALL, saved_bytes=all)]
     if matmuls is not None:
-        levels.append(
-            LevelProfile(level=Level.SAVE_MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1])
-        )
+        points.append(PointProfile(name=MATMULS, saved_bytes=matmuls[0], beside_bytes=beside, recompute_s=matmuls[1]))
     if attention is not None:
-        levels.append(LevelProfile(level=Level.SAVE_ATTENTION, saved_bytes=0, recompute_s=attention))
+        points.append(PointProfile(name=ATTENTION, saved_bytes=0, recompute_s=attention))
     times = {"forward_s": 10.0, "backward_s": 20.0}
-    return LayerProfile(name=name, always_bytes=always, levels=tuple(levels), **(times | rest))
+    return LayerProfile(name=name, always_bytes=always, points=tuple(points), **(times | rest))
+
+
+def with_curves(
+    problem: ActivationProblem, points: int, *, seed: int, divisible: bool = True, held: bool = False, room: float = 0.5
+) -> ActivationProblem:
+    """The same problem with so many points of a random convex curve for each class, and device bytes that fit them.
+
+    `room`: of what the points' recomputes hold at most, the part that the device gets in addition.
+    """
+    draw = random.Random(seed)
+    classes = tuple(
+        dataclasses.replace(
+            known,
+            points=_curve(draw, points, known.points[0].saved_bytes, held=held),
+            divisible=divisible,
+        )
+        for known in problem.profile.classes
+    )
+    most = max(point.held_bytes for known in classes for point in known.points)
+    budgets = dataclasses.replace(problem.budgets, device_bytes=problem.budgets.device_bytes + int(room * most))
+    return dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, classes=classes), budgets=budgets)
+
+
+def _curve(draw: random.Random, count: int, nbytes: int, *, held: bool) -> tuple[PointProfile, ...]:
+    """Points p1, p2, ... after `all`, each dearer by the byte than the one before it; the last saves nothing."""
+    shares = sorted((draw.uniform(0.02, 0.98) for _ in range(count - 2)), reverse=True)
+    prices = sorted(draw.uniform(0.5, 12.0) for _ in range(count - 1))
+    points, before, seconds = [PointProfile(name=ALL, saved_bytes=nbytes)], 1.0, 0.0
+    for number, (share, price) in enumerate(zip([*shares, 0.0], prices, strict=True), start=1):
+        seconds += price * (before - share)
+        before = share
+        held_bytes = int(draw.uniform(0.0, 0.5) * nbytes) if held else 0
+        points.append(
+            PointProfile(name=f"p{number}", saved_bytes=int(share * nbytes), recompute_s=seconds, held_bytes=held_bytes)
+        )
+    return tuple(points)
 
 
 def profile_of(*layers: LayerProfile, tokens: int = 1000, **rest: object) -> Profile:

@@ -284,6 +284,9 @@ class CheckingBackend:
     def _is_hosted(self, event: _LaneEvent) -> bool:
         return self._hosted_disk and event.lane not in (self.d2h.lane, self.h2d.lane)
 
+    def is_past(self, event: Event) -> bool:
+        return False
+
     def would_block(self, event: Event) -> bool:
         return isinstance(event, _LaneEvent) and self._is_hosted(event) and not event.query()
 
@@ -296,6 +299,9 @@ class CheckingBackend:
         buffer = torch.full((nbytes,), _POISON, dtype=torch.uint8)
         self.compute_uses(buffer)
         return buffer
+
+    def allocated_here(self, buffer: torch.Tensor) -> None:
+        self.compute_uses(buffer)
 
     def host_slab(self, nbytes: int) -> _PoisonedSlab:
         return _PoisonedSlab(nbytes)

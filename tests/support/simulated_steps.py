@@ -32,6 +32,7 @@ def layer(
     disk: int = 0,
     recomputed: int = 0,
     transient: tuple[int, int] = (0, 0),
+    recompute_held: int = 0,
 ) -> LayerWork:
     """One layer by what becomes of its bytes."""
     return LayerWork(
@@ -42,6 +43,7 @@ def layer(
         nbytes={Part.KEPT: kept, Part.HOST: host, Part.DISK: disk, Part.RECOMPUTED: recomputed},
         forward_transient_nbytes=transient[0],
         backward_transient_nbytes=transient[1],
+        recompute_held_nbytes=recompute_held,
     )
 
 

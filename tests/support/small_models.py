@@ -13,7 +13,7 @@ from torch import nn
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -136,5 +136,5 @@ def checked(
     host = HostTier(backend, budget, segment_bytes=1 << 20)
     tiers = [host] if tier == "host" else [DiskTier(CheckingDisk(backend, budget), budget)]
     made = engine(backend, tiers, min_bytes=512)
-    wise = TokenWise(made, setting_of(alpha), **tokenwise)
+    wise = Tapes(made, setting_of(alpha), **tokenwise)
     return Checked(Manager(model, find_layers(model), made, tokenwise=wise), backend, made)

@@ -1,4 +1,4 @@
-"""Layers that do what no division by tokens may repeat, and why each is refused."""
+"""Layers that do what may happen once in a forward alone: they count, collect, draw, mix tokens or ask for numbers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Layer(nn.Module):
 
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
+
+    def left(self) -> float:
+        """A number that tells what its forwards have left behind."""
+        return 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.gate * self.strange(x)
@@ -102,6 +106,9 @@ class Counts(Layer):
         self.calls.add_(1)  # type: ignore[operator, union-attr]
         return x.sin()
 
+    def left(self) -> float:
+        return float(self.calls)  # type: ignore[arg-type]
+
 
 class CountsInPython(Layer):
     def __init__(self) -> None:
@@ -111,6 +118,9 @@ class CountsInPython(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x.sin()
+
+    def left(self) -> float:
+        return self.calls
 
 
 class ChangesItsInput(Layer):
@@ -159,6 +169,9 @@ class DrawsFromItsOwn(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rand(x.shape, generator=self.generator)
 
+    def left(self) -> float:
+        return torch.rand((), generator=self.generator).item()
+
 
 class DrawsWithPython(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,6 +209,9 @@ class PutsAside(Layer):
         self.aside = x.sin()
         return self.aside * x
 
+    def left(self) -> float:
+        return self.aside.sum().item() if hasattr(self, "aside") else 0.0
+
 
 class Collects(Layer):
     def __init__(self) -> None:
@@ -205,6 +221,9 @@ class Collects(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(x.sin())
         return self.seen[-1] * len(self.seen)
+
+    def left(self) -> float:
+        return len(self.seen)
 
 
 class KeepsBooks(Layer):
@@ -218,6 +237,9 @@ class KeepsBooks(Layer):
         self.books.calls += 1
         return x * self.books.calls
 
+    def left(self) -> float:
+        return self.books.calls
+
 
 class CollectsDeep(Layer):
     def __init__(self) -> None:
@@ -228,6 +250,9 @@ class CollectsDeep(Layer):
         means = self.seen["means"][0]
         means.append(0.0)
         return x * len(means)
+
+    def left(self) -> float:
+        return len(self.seen["means"][0])
 
 
 class DrawsFromPythons(Layer):
@@ -240,6 +265,9 @@ class DrawsFromPythons(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.draws.random()
 
+    def left(self) -> float:
+        return self.draws.random()
+
 
 class DrawsFromNumPys(Layer):
     def __init__(self) -> None:
@@ -248,6 +276,9 @@ class DrawsFromNumPys(Layer):
 
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x * float(self.draws.random())
+
+    def left(self) -> float:
+        return float(self.draws.random())
 
 
 class CountsOn(Layer):
@@ -258,6 +289,9 @@ class CountsOn(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x * next(self.numbers)
 
+    def left(self) -> float:
+        return next(self.numbers)
+
 
 class CountsForAll(Layer):
     calls_of_all = 0
@@ -265,6 +299,9 @@ class CountsForAll(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         CountsForAll.calls_of_all += 1
         return x.sin()
+
+    def left(self) -> float:
+        return CountsForAll.calls_of_all
 
 
 _ASIDE: list[torch.Tensor] = []
@@ -278,6 +315,11 @@ class PutsIntoAGlobal(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return _ASIDE[0]
 
+    def left(self) -> float:
+        held = len(_ASIDE)
+        _ASIDE.clear()
+        return held
+
 
 def _count_in_a_global() -> None:
     _CALLS["calls"] += 1
@@ -290,6 +332,9 @@ class CountsByAFunction(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         _count_in_a_global()
         return x.sin()
+
+    def left(self) -> float:
+        return _CALLS["calls"]
 
 
 class CountsInAClosure(Layer):
@@ -307,6 +352,9 @@ class CountsInAClosure(Layer):
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(x)
 
+    def left(self) -> float:
+        return self.scaled.__closure__[0].cell_contents  # type: ignore[index, no-any-return]
+
 
 def _times_length(seen: list[int], x: torch.Tensor) -> torch.Tensor:
     seen.append(1)
@@ -320,6 +368,9 @@ class CountsInAPartial(Layer):
 
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(x)
+
+    def left(self) -> float:
+        return len(self.scaled.args[0])
 
 
 class _Books:
@@ -338,6 +389,9 @@ class CountsInAGlobalObject(Layer):
         _BOOKS.count()
         return x.sin()
 
+    def left(self) -> float:
+        return _BOOKS.calls
+
 
 class CountsByAGenerator(Layer):
     def __init__(self) -> None:
@@ -346,6 +400,9 @@ class CountsByAGenerator(Layer):
 
     def strange(self, x: torch.Tensor) -> torch.Tensor:
         return x * next(self.numbers)
+
+    def left(self) -> float:
+        return next(self.numbers)
 
 
 class AttendsByHand(Layer):
@@ -360,44 +417,44 @@ class Swaps(Layer):
         return x.transpose(0, 1).reshape(x.shape).sin()
 
 
-STRANGE: dict[type[Layer], str] = {
-    MeanOverTokens: "aten.mean mixes tokens",
-    Rolls: "not known",
-    Flips: "not known",
-    Shifts: "aten.slice mixes tokens",
-    Scans: "not known",
-    Convolves: "not known",
-    CountsPositions: "aten.mul mixes tokens",
-    LearnsPositions: "aten.add mixes tokens",
-    DividesByLength: "did something else: it called aten.div.Tensor with 40 instead of 48",
-    NormalisesOverTheBatch: "from outside the layer in place|not known",
-    Counts: "from outside the layer in place",
-    ChangesItsInput: "from outside the layer in place",
-    Asks: "not known",
-    PicksExperts: "not known",
-    DrawsNoise: "cannot be repeated",
-    DrawsNoiseOfAShape: "cannot be repeated",
-    DrawsFromItsOwn: "cannot be repeated",
-    DrawsWithPython: "Python's or NumPy's",
-    ShiftsInPlace: "mixes tokens",
-    ReadsANumber: "numbers or sizes depend on the tokens",
-    ScalesByLength: "did something else: it called aten.div.Tensor with 40 instead of 48",
-    JoinsNothing: "aten.cat mixes tokens",
-    PutsAside: "its forward changes",
-    Collects: "its forward changes attribute 'seen'",
-    AttendsByHand: "aten.bmm mixes tokens",
-    Swaps: "mixes tokens",
-    KeepsBooks: "its forward changes attribute 'books'",
-    CollectsDeep: "its forward changes attribute 'seen'",
-    DrawsFromPythons: "its forward changes attribute 'draws'",
-    DrawsFromNumPys: "its forward changes attribute 'draws'",
-    CountsOn: "its forward changes attribute 'numbers'",
-    CountsForAll: "its forward changes 'calls_of_all' of its class",
-    PutsIntoAGlobal: "its forward changes '_ASIDE' of its class or its file",
-    CountsInPython: "its forward changes attribute 'calls'",
-    CountsByAFunction: "its forward changes '_CALLS' of its class or its file",
-    CountsInAClosure: "its forward changes attribute 'scaled'",
-    CountsInAPartial: "its forward changes attribute 'scaled'",
-    CountsInAGlobalObject: "its forward changes '_BOOKS' of its class or its file",
-    CountsByAGenerator: "its forward changes attribute 'numbers'",
-}
+STRANGE: tuple[type[Layer], ...] = (
+    MeanOverTokens,
+    Rolls,
+    Flips,
+    Shifts,
+    Scans,
+    Convolves,
+    CountsPositions,
+    LearnsPositions,
+    DividesByLength,
+    NormalisesOverTheBatch,
+    Counts,
+    ChangesItsInput,
+    Asks,
+    PicksExperts,
+    DrawsNoise,
+    DrawsNoiseOfAShape,
+    DrawsFromItsOwn,
+    DrawsWithPython,
+    ShiftsInPlace,
+    ReadsANumber,
+    ScalesByLength,
+    JoinsNothing,
+    PutsAside,
+    Collects,
+    AttendsByHand,
+    Swaps,
+    KeepsBooks,
+    CollectsDeep,
+    DrawsFromPythons,
+    DrawsFromNumPys,
+    CountsOn,
+    CountsForAll,
+    PutsIntoAGlobal,
+    CountsInPython,
+    CountsByAFunction,
+    CountsInAClosure,
+    CountsInAPartial,
+    CountsInAGlobalObject,
+    CountsByAGenerator,
+)

@@ -17,7 +17,18 @@ from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, parameter_count
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
-from memo.mip.inputs import EndProfile, Hardware, LayerProfile, Level, LevelProfile, Profile, Role, Signature
+from memo.mip.inputs import (
+    ALL,
+    ATTENTION,
+    MATMULS,
+    EndProfile,
+    Hardware,
+    LayerProfile,
+    PointProfile,
+    Profile,
+    Role,
+    Signature,
+)
 from memo.swap import comparing_nbytes
 
 __all__ = ["Layout", "derive_profile"]
@@ -135,21 +146,21 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
     return LayerProfile(
         name="block",
         always_bytes=round(block.always * tokens),
-        levels=(
-            LevelProfile(
-                level=Level.SAVE_ALL,
+        points=(
+            PointProfile(
+                name=ALL,
                 saved_bytes=round(block.all * tokens),
                 beside_bytes=round(block.in_pieces * tokens),
             ),
             # Sums over ranks are saved; gathered tensors are read by products only, whose results are saved.
-            LevelProfile(
-                level=Level.SAVE_MATMULS,
+            PointProfile(
+                name=MATMULS,
                 saved_bytes=round(block.matmuls * tokens),
                 beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
             ),
-            LevelProfile(
-                level=Level.SAVE_ATTENTION,
+            PointProfile(
+                name=ATTENTION,
                 saved_bytes=0,
                 recompute_s=block.projections_again * products_s
                 + block.elementwise_again * memory_s

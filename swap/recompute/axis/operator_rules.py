@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from memo.swap.recompute.axis.token_axis import Axis, Mark, Meaning, TokenMap, regroup
+from memo.swap.recompute.axis.token_axis import Axis, Mark, Meaning, regroup
 
-__all__ = ["COLLECTIVES", "Call", "Unproven", "meaning_of", "tensors_in"]
+__all__ = ["COLLECTIVES", "Call", "Meanings", "Unproven", "meaning_of", "tensors_in"]
 
 _ATEN = torch.ops.aten
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -44,6 +44,17 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
             _collect(item, found)
 
 
+class Meanings(Protocol):
+    """What is known of the tensors of one layer call of `tokens` tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sequence."""
+
+    def of(self, tensor: torch.Tensor) -> Meaning:
+        """Token axis of a tensor, or its Mark."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of one operator, after it ran."""
@@ -52,7 +63,7 @@ class Call:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     out: Any
-    tokens: TokenMap
+    tokens: Meanings
     given: Sequence[torch.Tensor]
     """The tensors among the arguments."""
 

@@ -35,7 +35,9 @@ __all__ = [
     "TokenMap",
     "cut",
     "layout_of_part",
+    "part_layout",
     "regroup",
+    "rows_by_strides",
     "rows_of",
 ]
 
@@ -98,15 +100,16 @@ def regroup(shape: Sequence[int], axis: Axis, new: Sequence[int], tokens: int) -
 def rows_of(tensor: torch.Tensor, axis: Axis, tokens: int) -> Rows | None:
     """Division of the tensor's storage by tokens; None unless the strides prove every byte range."""
     nbytes = tensor.untyped_storage().nbytes()
-    return _rows(
+    return rows_by_strides(
         tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.itemsize, nbytes, axis=axis, tokens=tokens
     )
 
 
 @functools.lru_cache(_MOST_SEEN)
-def _rows(
+def rows_by_strides(
     offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int, nbytes: int, *, axis: Axis, tokens: int
 ) -> Rows | None:
+    """`rows_of` a tensor of that geometry, in elements, over a storage of `nbytes`."""
     step = stride[axis.dim] * axis.inner
     if step <= 0 or nbytes == 0 or nbytes % (tokens * step * itemsize) or offset // step % tokens:
         return None
@@ -143,13 +146,14 @@ def layout_of_part(tensor: torch.Tensor, axis: Axis, rows: Rows, count: int, tok
     """Layout of `tensor` in a forward over `count` tokens alone, in a storage of its own."""
     offset = int(tensor.storage_offset())
     step = rows.width // tensor.itemsize
-    return _layout(offset, tensor.size(), tensor.stride(), step, axis=axis, count=count, tokens=tokens)
+    return part_layout(offset, tensor.size(), tensor.stride(), step, axis=axis, count=count, tokens=tokens)
 
 
 @functools.lru_cache(_MOST_SEEN)
-def _layout(
+def part_layout(
     offset: int, size: Sequence[int], stride: Sequence[int], step: int, *, axis: Axis, count: int, tokens: int
 ) -> Layout:
+    """`layout_of_part` of a tensor of that geometry; `step` is the elements of one token in one row of its storage."""
     shape = list(size)
     shape[axis.dim] = axis.length(count)
     parts = [s // (step * tokens) * (step * count) if s % (step * tokens) == 0 else s for s in stride]
@@ -215,10 +219,6 @@ class TokenMap:
         if known is None:
             known = self._known[storage] = {}
         known[_geometry(tensor)] = meaning
-
-    def spoil(self, tensor: torch.Tensor) -> None:
-        """Forgets a storage whose content was replaced."""
-        self._known.find(ref(tensor.untyped_storage())).clear()
 
 
 def _geometry(tensor: torch.Tensor) -> _Geometry:

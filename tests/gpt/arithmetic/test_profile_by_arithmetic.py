@@ -20,7 +20,7 @@ from memo.gpt.train_config import Precision
 from memo.mip.activation.free_swap_length import free_swap_tokens
 from memo.mip.activation.plan import Budgets
 from memo.mip.inputs.hardware import Hardware, hardware_preset
-from memo.mip.inputs.profile import LayerProfile, Level, Profile
+from memo.mip.inputs.profile import ALL, ATTENTION, LayerProfile, Profile
 
 GIB = 1 << 30
 PAPER = Layout(tokens=1 << 20, gpus=8, tp=8)
@@ -53,7 +53,7 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
 
     What the eight ranks gather to move stands in none of the paper's formulas, nor here."""
     assert pytest.approx(0.467, abs=5e-4) == (256 / 30 - 2) / 14
-    two_levels = ungathered(only(paper_profile(), Level.SAVE_ALL, Level.SAVE_ATTENTION))
+    two_levels = ungathered(only(paper_profile(), ALL, ATTENTION))
     layer = two_levels.classes[0]
     head = two_levels.head.saved_bytes + two_levels.head.transient_bytes
     room = 2 * layer.full_bytes + max(layer.transient_bytes, head - layer.full_bytes)
@@ -62,16 +62,16 @@ def test_two_tebibytes_of_host_memory_cap_alpha_at_0_467() -> None:
     budgets = Budgets(device_bytes=room + static, host_bytes=2048 * GIB, ranks_per_node=8)
     plan = plan_activations(two_levels, A800, budgets)
     assert [swapped.kept for swapped in plan.layers] == [0.0] * 30 + [1.0] * 2
-    exact = (256 * GIB / 30 - layer.always_bytes) / layer.levels[0].saved_bytes
+    exact = (256 * GIB / 30 - layer.always_bytes) / layer.points[0].saved_bytes
     assert exact == pytest.approx(0.467, abs=2e-3), "statistics take a thousandth or two of alpha"
-    assert exact - 256 / PAPER.tokens <= plan.layers[0].all_tokens <= exact + 1e-6
+    assert exact - 256 / PAPER.tokens <= plan.layers[0].fraction(ALL) <= exact + 1e-6
     assert plan.stages[0].stall_s == 0
 
 
 def test_the_middle_level_saves_more_time_than_the_papers_two() -> None:
     profile = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, cp=8))
     whole = plan_activations(profile, A800, FULL_NODE)
-    two = plan_activations(only(profile, Level.SAVE_ALL, Level.SAVE_ATTENTION), A800, FULL_NODE)
+    two = plan_activations(only(profile, ALL, ATTENTION), A800, FULL_NODE)
     assert whole.stages[0].recompute_s < 0.6 * two.stages[0].recompute_s
     assert two.stages[0].recompute_s > 0.0
 
@@ -82,7 +82,7 @@ def test_the_middle_level_keeps_ten_sixteenths_however_the_ranks_are_arranged(la
     layer = derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=8, **layout)).classes[0]
     unit = 2 * 4096 * (1 << 20) // 8
     assert layer.always_bytes - 4 * 32 * PAPER.tokens / 8 == 2 * unit
-    assert layer.levels[1].saved_bytes == 8 * unit
+    assert layer.points[1].saved_bytes == 8 * unit
 
 
 def test_the_middle_level_repeats_no_collective_of_tensor_parallelism() -> None:
@@ -91,9 +91,9 @@ def test_the_middle_level_repeats_no_collective_of_tensor_parallelism() -> None:
         derive_profile(preset("7b"), dataclasses.replace(A800, nvlink_bytes_per_s=rate), PAPER).classes[0]
         for rate in (100e9, 200e9)
     )
-    assert slow.levels[1].recompute_s == fast.levels[1].recompute_s
+    assert slow.points[1].recompute_s == fast.points[1].recompute_s
     collectives_s = 2 * (slow.forward_s - fast.forward_s)
-    assert 2 * (slow.levels[2].recompute_s - fast.levels[2].recompute_s) == pytest.approx(3 / 4 * collectives_s)
+    assert 2 * (slow.points[2].recompute_s - fast.points[2].recompute_s) == pytest.approx(3 / 4 * collectives_s)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "tokens"), [(32e9, 50_848), (13e9, 197_002)])
@@ -108,7 +108,7 @@ def test_the_length_above_which_full_swap_hides(bytes_per_s: float, tokens: int)
     bare = dataclasses.replace(
         layer,
         always_bytes=layer.always_bytes - 4 * 32 * PAPER.tokens // 8,
-        levels=(dataclasses.replace(layer.levels[0], saved_bytes=layer.levels[0].saved_bytes - 8 * PAPER.tokens // 8),),
+        points=(dataclasses.replace(layer.points[0], saved_bytes=layer.points[0].saved_bytes - 8 * PAPER.tokens // 8),),
     )
     found = free_swap_tokens(dataclasses.replace(profile, classes=(bare,)), machine, ranks_per_node=8)
     assert found is not None
@@ -132,9 +132,9 @@ def paper_profile() -> Profile:
 FULL_NODE = Budgets(device_bytes=80 * GIB, host_bytes=2048 * GIB, ranks_per_node=8)
 
 
-def only(profile: Profile, *levels: Level) -> Profile:
+def only(profile: Profile, *names: str) -> Profile:
     classes = tuple(
-        dataclasses.replace(known, levels=tuple(level for level in known.levels if level.level in levels))
+        dataclasses.replace(known, points=tuple(point for point in known.points if point.name in names))
         for known in profile.classes
     )
     return dataclasses.replace(profile, classes=classes)
@@ -142,7 +142,7 @@ def only(profile: Profile, *levels: Level) -> Profile:
 
 def ungathered(profile: Profile) -> Profile:
     classes = tuple(
-        dataclasses.replace(known, levels=tuple(dataclasses.replace(level, beside_bytes=0) for level in known.levels))
+        dataclasses.replace(known, points=tuple(dataclasses.replace(point, beside_bytes=0) for point in known.points))
         for known in profile.classes
     )
     return dataclasses.replace(profile, classes=classes)
@@ -243,7 +243,7 @@ def test_flops_are_those_that_run(variant: Variant) -> None:
 def test_levels_save_less_and_repeat_more(variant: Variant) -> None:
     config = block_config(variant)
     layer = derived_layer(config)
-    whole, matmuls, attention = layer.levels
+    whole, matmuls, attention = layer.points
     assert whole.saved_bytes > matmuls.saved_bytes > attention.saved_bytes == 0
     assert whole.recompute_s == 0.0 < matmuls.recompute_s < attention.recompute_s < layer.forward_s
     assert (matmuls.recompute_flops, whole.recompute_flops) == (0.0, 0.0)

@@ -24,6 +24,7 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
+from memo.mip.inputs.profile import ALL, ATTENTION
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
 ENDLESS = 1 << 60
@@ -38,7 +39,7 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
         tokens = draw.uniform(0, 1)
         kept, host = (1.0, 0.0) if index in lasts else (share := draw.uniform(0, 1), draw.uniform(0, 1 - share))
         disk = 1 - kept - host
-        layers.append(LayerPlan(all_tokens=tokens, attention_tokens=1 - tokens, kept=kept, host=host, disk=disk))
+        layers.append(LayerPlan(points={ALL: tokens, ATTENTION: 1 - tokens}, kept=kept, host=host, disk=disk))
     budgets = Budgets(device_bytes=ENDLESS, host_bytes=ENDLESS, disk_bytes=ENDLESS)
     problem = dataclasses.replace(problem, budgets=budgets)
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
@@ -104,7 +105,7 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
         return stage.peak_device_bytes
 
     everything = LayerPlan()
-    again = LayerPlan(all_tokens=0.0, attention_tokens=1.0)
+    again = LayerPlan(points={ATTENTION: 1.0})
     away = LayerPlan(kept=0.0, host=1.0)
     assert peak(everything, everything) == 4 * 160
     # 1W0: one of the second chunk runs and one is between the halves, with all that was computed again; of the first chunk

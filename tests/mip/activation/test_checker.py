@@ -12,12 +12,12 @@ from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan, require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, EndProfile, PointProfile
 from memo.mip.simulate.simulator import simulate
 
 BLOCK = layer(always=20, all=140, matmuls=None, attention=4.0, static_bytes=10)
 ENDS = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=7, transient_bytes=11, static_bytes=3)
-HALF = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.5, disk=0.3)
+HALF = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.5, disk=0.3)
 LAYERS = (HALF, HALF, LayerPlan(), LayerPlan())
 
 # By hand, for four layers of which the first two save 20 + 70 bytes and keep 18: parameters and the embedding's bytes are
@@ -75,7 +75,7 @@ def test_stalls_are_counted_by_cause_as_on_paper(rate: dict[str, float], late_s:
 
 
 def test_the_disks_bytes_wait_for_the_hosts_on_a_link_that_is_little_faster_than_the_disk() -> None:
-    mostly_disk = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.2, host=0.1, disk=0.7)
+    mostly_disk = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.2, host=0.1, disk=0.7)
     plan = plan_of(
         mostly_disk, LayerPlan(), LayerPlan(), budgets=ROOMY, d2h_bytes_per_s=5.0, disk_write_bytes_per_s=4.0
     )
@@ -98,10 +98,10 @@ def elsewhere(**rates: float) -> ActivationPlan:
     return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, hardware=machine(**rates)))
 
 
-# Half of the tokens at SAVE_MATMULS: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
+# Half of the tokens at point matmuls: 20 + 70 + 40 bytes are saved of which 10 stand beside all that autograd saves. Both
 # layers whole are the peak, as the layers of the middle keep nothing.
 GIVEN = layer(always=20, all=140, matmuls=(80, 1.0), beside=20, attention=4.0)
-MIDDLE = LayerPlan(all_tokens=0.5, matmul_tokens=0.5, kept=0.0, host=1.0)
+MIDDLE = LayerPlan(points={ALL: 0.5, MATMULS: 0.5}, kept=0.0, host=1.0)
 GIVEN_PEAK = 2 * (160 + 10)
 
 
@@ -122,7 +122,62 @@ def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:
     assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
 
 
+# Recomputes hold bytes: half of 40 + half of 60, on top of backward's transient of 5. Layers 0 and 1 keep nothing.
+CURVE = dataclasses.replace(
+    GIVEN,
+    points=(
+        PointProfile(name=ALL, saved_bytes=140),
+        PointProfile(name="p1", saved_bytes=80, recompute_s=1.0, held_bytes=40),
+        PointProfile(name="p2", saved_bytes=10, recompute_s=4.0, held_bytes=60),
+    ),
+    forward_transient_bytes=30,
+    backward_transient_bytes=5,
+)
+HOLDING = LayerPlan(points={"p1": 0.5, "p2": 0.5}, kept=0.0, host=1.0)
+HOLDING_PEAK = 2 * 160 + 5 + (40 + 60) // 2
+
+
+def holding_plan(device_bytes: int, *, divisible: bool = True, pipeline: Pipeline | None = None) -> ActivationPlan:
+    layers = (HOLDING, HOLDING, HOLDING, LayerPlan())
+    problem = ActivationProblem(
+        profile=profile_of(*[dataclasses.replace(CURVE, divisible=divisible)] * 4),
+        hardware=machine(),
+        budgets=dataclasses.replace(ROOMY, device_bytes=device_bytes),
+        pipeline=pipeline or Pipeline(),
+    )
+    return ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+
+
+def test_what_a_recompute_holds_comes_on_top_of_backwards_transient() -> None:
+    plan = holding_plan(HOLDING_PEAK)
+    assert plan.stages[0].peak_device_bytes == HOLDING_PEAK
+    assert check_plan(plan) is None
+    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == HOLDING_PEAK
+    # Without a recompute, what forward holds is the peak.
+    kept = dataclasses.replace(plan, layers=(LayerPlan(kept=0.0, host=1.0),) * 3 + (LayerPlan(),))
+    assert predict_stages(plan.problem, kept.layers)[0].peak_device_bytes == 2 * 160 + 30
+
+
+def claiming_less(plan: ActivationPlan, device_bytes: int) -> ActivationPlan:
+    """The plan with a smaller budget, and predictions as if recomputes held nothing."""
+    budgets = dataclasses.replace(plan.problem.budgets, device_bytes=device_bytes)
+    stages = tuple(dataclasses.replace(stage, peak_device_bytes=device_bytes) for stage in plan.stages)
+    return dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, budgets=budgets), stages=stages)
+
+
 BROKEN = {
+    "no byte for what a recompute holds": (holding_plan(HOLDING_PEAK - 1), Rule.DEVICE),
+    "no byte for what a recompute holds, nor a word of it": (
+        claiming_less(holding_plan(HOLDING_PEAK), HOLDING_PEAK - 1),
+        Rule.DEVICE,
+    ),
+    "a claim that recomputes hold nothing": (
+        dataclasses.replace(
+            holding_plan(1 << 30), stages=claiming_less(holding_plan(1 << 30), HOLDING_PEAK - 50).stages
+        ),
+        Rule.PREDICTION,
+    ),
+    "a layer that cannot be divided at two points": (holding_plan(1 << 30, divisible=False), Rule.POINT),
     "no byte for what a recompute is given": (given_plan(GIVEN_PEAK - 1), Rule.DEVICE),
     "one byte too few on the device": (plan_of(*LAYERS, budgets=budgets(device_bytes=PEAK - 1)), Rule.DEVICE),
     "one byte too few on the host": (plan_of(*LAYERS, budgets=budgets(host_bytes=HOST - 1)), Rule.HOST),
@@ -139,9 +194,9 @@ BROKEN = {
         plan_of(HALF, HALF, HALF, LayerPlan(), pipeline=Pipeline(stages=2)),
         Rule.LAST,
     ),
-    "a level that the layers do not have": (
-        plan_of(LayerPlan(all_tokens=0.5, matmul_tokens=0.5), *LAYERS[1:]),
-        Rule.LEVEL,
+    "a point that the layers do not have": (
+        plan_of(LayerPlan(points={ALL: 0.5, MATMULS: 0.5}), *LAYERS[1:]),
+        Rule.POINT,
     ),
     "a step faster than its rules allow": (claiming(compute_s=125.0), Rule.PREDICTION),
     "a smaller peak than there is": (claiming(peak_device_bytes=PEAK - 40), Rule.PREDICTION),

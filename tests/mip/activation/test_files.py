@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from activation_problems import random_problem
+from activation_problems import random_problem, with_curves
 
 from memo.errors import PlanError
 from memo.mip.activation.files import (
@@ -34,6 +34,73 @@ TEXT = plan_to_json(PLAN)
 def test_a_plan_comes_back_as_it_was_and_equal_plans_are_equal_bytes() -> None:
     assert plan_from_json(TEXT) == PLAN
     assert plan_to_json(plan_from_json(TEXT)) == TEXT
+
+
+CURVED = solve_problem(with_curves(random_problem(3, layers=9, classes=2), 8, seed=3, divisible=False, held=True))
+
+
+def test_a_plan_of_many_points_comes_back_as_it_was() -> None:
+    assert any(part.recomputes for part in CURVED.layers)
+    assert plan_from_json(plan_to_json(CURVED)) == CURVED
+    assert plan_to_json(plan_from_json(plan_to_json(CURVED))) == plan_to_json(CURVED)
+
+
+def as_version_1(text: str) -> str:
+    """The same plan or profile, as the first version of the format wrote it: three levels, by name."""
+    root = json.loads(text)
+    root["version"] = 1
+    for known in root.get("problem", root).get("profile", root)["classes"]:
+        known["levels"] = [{"level": point.pop("name"), **point} for point in known.pop("points")]
+        del known["divisible"]
+        for level in known["levels"]:
+            del level["held_bytes"]
+    for part in root["layers"] if "problem" in root else ():
+        points = part.pop("points")
+        part |= {f"{name}_tokens": points.get(point, 0.0) for name, point in FIRST_KEYS.items()}
+    return json.dumps(root)
+
+
+FIRST_KEYS = {"all": "all", "matmul": "matmuls", "attention": "attention"}
+
+
+def test_a_plan_of_the_first_version_is_the_equal_plan(tmp_path: Path) -> None:
+    text = as_version_1(TEXT)
+    assert "points" not in text
+    assert "matmul_tokens" in text
+    assert plan_from_json(text) == PLAN
+    (tmp_path / "plan.json").write_text(text)
+    assert read_any_plan(tmp_path / "plan.json") == PLAN
+    (tmp_path / "profile.json").write_text(as_version_1(profile_to_json(PLAN.problem.profile)))
+    assert read_profile(tmp_path / "profile.json") == PLAN.problem.profile
+
+
+def test_keys_that_the_first_version_left_out_have_their_defaults() -> None:
+    root = json.loads(as_version_1(TEXT))
+    for part in root["layers"]:
+        for key in ("all_tokens", "matmul_tokens", "attention_tokens"):
+            del part[key]
+    assert {tuple(part.points.items()) for part in plan_from_json(json.dumps(root)).layers} == {(("all", 1.0),)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda root: root.update(layers=7), "layers is not an array"),
+        (lambda root: root.update(problem=7), "problem is not an object"),
+        (lambda root: root["layers"][0].update(matmul_tokens="half"), "matmuls is not a number"),
+        (lambda root: root["layers"][0].update(gpu=1), "unknown key 'gpu'"),
+        (lambda root: root["problem"]["profile"].update(classes={}), "classes is not an array"),
+        (lambda root: root["problem"]["profile"]["classes"][0].update(levels="all"), "unknown key 'levels'"),
+        (lambda root: root["problem"]["profile"]["classes"][0]["levels"][0].pop("level"), "has no name"),
+        (lambda root: root["problem"]["profile"]["classes"][0]["levels"].insert(0, 7), "is not an object"),
+    ],
+)
+def test_what_is_not_in_the_first_version_is_one_line(edit: Callable[[dict[str, Any]], object], words: str) -> None:
+    root = json.loads(as_version_1(TEXT))
+    edit(root)
+    with pytest.raises(PlanError, match=words) as raised:
+        plan_from_json(json.dumps(root))
+    assert "\n" not in str(raised.value)
 
 
 def test_profiles_and_machines_come_back(tmp_path: Path) -> None:
@@ -86,12 +153,12 @@ HOSTILE = {
     "nothing": ("", "not JSON"),
     "an array": ("[]", "not a JSON object"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "a number beyond every float": (TEXT.replace('"version": 1', '"version": 1e999'), "not a number"),
-    "a number of 5000 digits": (TEXT.replace('"version": 1', '"version": ' + "9" * 5000), "not JSON"),
-    "NaN": (TEXT.replace('"version": 1', '"version": NaN'), "not a number"),
-    "a key twice": (TEXT.replace('"version": 1', '"version": 1, "version": 1'), "twice"),
+    "a number beyond every float": (TEXT.replace('"version": 2', '"version": 2e999'), "not a number"),
+    "a number of 5000 digits": (TEXT.replace('"version": 2', '"version": ' + "9" * 5000), "not JSON"),
+    "NaN": (TEXT.replace('"version": 2', '"version": NaN'), "not a number"),
+    "a key twice": (TEXT.replace('"version": 2', '"version": 2, "version": 2'), "twice"),
     "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
-    "another version": (edited(at("version", value=2)), "version is 2"),
+    "another version": (edited(at("version", value=3)), "version is 3"),
     "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),
@@ -103,15 +170,24 @@ HOSTILE = {
     "more than 2^62 bytes": (edited(at(*BUDGETS, "host_bytes", value=1 << 63)), "below 2^62"),
     "negative time": (edited(at(*CLASS, "forward_s", value=-0.5)), "forward_s is -0.5"),
     "endless time": (edited(at(*CLASS, "forward_s", value=1e300)), "forward_s is 1e+300"),
-    "no level": (edited(at(*CLASS, "levels", value=[])), "'all' comes first"),
-    "an unknown level": (edited(at(*CLASS, "levels", 0, "level", value="some")), "'some', none of"),
+    "no point": (edited(at(*CLASS, "points", value=[])), "'all' comes first"),
+    "a point with a strange name": (edited(at(*CLASS, "points", 1, "name", value="a b")), "named 'a b'"),
+    "points that save more and more": (
+        edited(at(*CLASS, "points", 1, "saved_bytes", value=1 << 50)),
+        "not fewer than all",
+    ),
+    "a number for yes or no": (edited(at(*CLASS, "divisible", value=1)), "neither true nor false"),
+    "a fraction that is no number": (edited(at("layers", 0, "points", value={"all": True})), "all is not a number"),
+    "a layer at no point": (edited(at("layers", 0, "points", value={})), "do not add up to 1"),
+    "points in an array": (edited(at("layers", 0, "points", value=[1.0])), "points is not an object"),
+    "a negative fraction": (edited(at("layers", 0, "points", value={"all": 1.5, "matmuls": -0.5})), "are no fractions"),
     "an unknown class": (edited(at("problem", "profile", "layers", 0, value="ghost")), "'ghost'"),
     "a class twice": (
         edited(lambda root: root["problem"]["profile"]["classes"].append(root["problem"]["profile"]["classes"][0])),
         "one name",
     ),
     "fractions above one": (edited(at("layers", 0, "host", value=1.5)), "no fractions"),
-    "fractions that do not add up": (edited(at("layers", 0, "all_tokens", value=0.123)), "add up"),
+    "fractions that do not add up": (edited(at("layers", 0, "points", value={"all": 0.123})), "add up"),
     "a layer plan too few": (edited(lambda root: root["layers"].pop()), "layer plans for"),
     "a stage too few": (edited(lambda root: root["stages"].pop()), "predictions for"),
     "more stages than layers": (edited(at("problem", "pipeline", "stages", value=7)), "make no 7 stages"),

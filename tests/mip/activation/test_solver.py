@@ -21,6 +21,7 @@ from memo.mip.activation.linear_program import Model, Sharing
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
 from memo.mip.activation.rounding import LEAST_TOKENS
 from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS
 from memo.mip.simulate.proof import prove
 
 
@@ -49,7 +50,7 @@ def brute_force(problem: ActivationProblem) -> float:
     def step_s(a1, m1, h1, d1, a2, m2, h2, d2):
         def of(known, a, m):
             rest = 1 - a - m
-            at = {level.level.value: level for level in known.levels}
+            at = {point.name: point for point in known.points}
             saved = known.fixed_bytes + a * at["all"].saved_bytes + m * at["matmuls"].saved_bytes
             again = m * at["matmuls"].recompute_s + rest * at["attention"].recompute_s
             return saved, again, m * at["matmuls"].beside_bytes
@@ -140,7 +141,7 @@ def test_sharing_variables_among_the_inner_layers_of_a_class_loses_nothing() -> 
         problem = random_problem(seed, layers=layers)
         shared, alone = Model(problem, sharing=Sharing.INTERIOR), Model(problem, sharing=Sharing.NONE)
         assert shared.solve() == alone.solve()
-        given = any(level.beside_bytes for level in problem.profile.classes[0].levels)
+        given = any(point.beside_bytes for point in problem.profile.classes[0].points)
         losses[given].append(shared.step_s / alone.step_s - 1 if alone.solved else 0.0)
     assert min(min(losses[False]), min(losses[True])) > -1e-9
     assert max(losses[False]) < 1e-6
@@ -166,13 +167,13 @@ def test_the_papers_rule_is_the_special_case(host_bytes: int, d2h_bytes_per_s: f
     """max alpha s.t. (S_in + S_attn + alpha S_oth) / B <= T_fwd  and  (n - 2) (S_in + S_attn + alpha S_oth) <= M_cpu."""
     problem = paper(host_bytes=host_bytes, d2h_bytes_per_s=d2h_bytes_per_s)
     block = problem.profile.classes[0]
-    fixed, other, n = block.always_bytes, block.levels[0].saved_bytes, len(problem.profile.layers)
+    fixed, other, n = block.always_bytes, block.points[0].saved_bytes, len(problem.profile.layers)
     alpha = min((block.forward_s * d2h_bytes_per_s - fixed) / other, (host_bytes / (n - 2) - fixed) / other, 1.0)
     plan = solve_problem(problem)
     assert 0 < alpha < 1
     for swapped in plan.layers[:-2]:
         least = alpha - LEAST_TOKENS / problem.profile.signature.tokens  # ranges end on tiles
-        assert least < swapped.all_tokens <= alpha + 1e-6
+        assert least < swapped.fraction(ALL) <= alpha + 1e-6
         assert swapped.kept == 0
     assert [last.kept for last in plan.layers[-2:]] == [1.0, 1.0], "the last two are not swapped"
     assert plan.stages[0].stall_s == 0
@@ -226,8 +227,8 @@ def test_recompute_that_is_cheaper_than_waiting_is_chosen_and_the_other_way_roun
 
     # The forward window of 10 s takes 100 bytes at 10 bytes/s; each further byte stalls 0.1 s forward, 0.1 s backward
     # once its window of 20 s is full, or takes recompute_s / 400.
-    assert chosen(1.0).all_tokens == pytest.approx(80 / 400, abs=2e-3)
-    assert chosen(1000.0).all_tokens == 1.0
+    assert chosen(1.0).fraction(ALL) == pytest.approx(80 / 400, abs=2e-3)
+    assert chosen(1000.0).fraction(ALL) == 1.0
 
 
 def test_what_backward_recomputes_is_time_in_which_the_layer_before_can_come_back() -> None:
@@ -236,8 +237,8 @@ def test_what_backward_recomputes_is_time_in_which_the_layer_before_can_come_bac
     slow_back = machine(d2h_bytes_per_s=1e6, h2d_bytes_per_s=4.0, duplex_bytes_per_s=1e6)
     plan = plan_activations(profile_of(*[block] * 9), slow_back, budgets)
     # (20 + 400 a) / 4 = 20 + 4 (1 - a) where the next layer recomputes, and without the last term where it does not.
-    assert [swapped.all_tokens for swapped in plan.layers[1:6]] == pytest.approx([19 / 104] * 5, abs=8e-3)
-    assert plan.layers[6].all_tokens == pytest.approx(0.15, abs=8e-3)
+    assert [swapped.fraction(ALL) for swapped in plan.layers[1:6]] == pytest.approx([19 / 104] * 5, abs=8e-3)
+    assert plan.layers[6].fraction(ALL) == pytest.approx(0.15, abs=8e-3)
 
 
 def test_disk_wear_bounds_what_is_written() -> None:
@@ -271,7 +272,7 @@ def test_a_stage_that_is_planned_alone_is_predicted_as_in_the_whole(stage: int) 
         budgets=Budgets(device_bytes=1 << 40, host_bytes=1 << 40),
         pipeline=Pipeline(stages=4, microbatches=8),
     )
-    half = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.5, host=0.5)
+    half = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.5, host=0.5)
     part = (half, half, half, LayerPlan())
     alone = dataclasses.replace(
         whole, profile=profile_of(*[block] * 4), pipeline=Pipeline(microbatches=8, held=4 - stage)
@@ -323,8 +324,8 @@ def test_long_sequences_are_cut_at_tiles_and_never_hold_more_than_asked() -> Non
     profile = profile_of(*[block] * 10, tokens=1 << 15)
     plan = plan_activations(profile, machine(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4, duplex_bytes_per_s=2e4), budgets)
     for swapped in plan.layers:
-        assert (swapped.all_tokens * (1 << 15)) % 256 == 0
-        assert (swapped.matmul_tokens * (1 << 15)) % 256 == 0
+        assert (swapped.fraction(ALL) * (1 << 15)) % 256 == 0
+        assert (swapped.fraction(MATMULS) * (1 << 15)) % 256 == 0
     assert 0.95 * 700_000 < plan.stages[0].peak_host_bytes <= 700_000
 
 
@@ -338,7 +339,7 @@ def test_no_recompute_is_given_more_than_there_is_room_for_because_ranges_end_on
         budgets = Budgets(device_bytes=2 * block.full_bytes + room, host_bytes=700_000)
         plan = plan_activations(profile, fast, budgets)
         assert plan.stages[0].peak_device_bytes <= budgets.device_bytes
-        longer += any(layer.matmul_tokens and layer.all_tokens and layer.attention_tokens for layer in plan.layers)
+        longer += any(len(layer.points) == 3 for layer in plan.layers)
     assert longer
 
 
@@ -347,9 +348,9 @@ def gathering(problem: ActivationProblem) -> ActivationProblem:
     classes = tuple(
         dataclasses.replace(
             known,
-            levels=tuple(
-                dataclasses.replace(level, beside_bytes=level.saved_bytes) if level.recompute_s < 1 else level
-                for level in known.levels
+            points=tuple(
+                dataclasses.replace(point, beside_bytes=point.saved_bytes) if point.recompute_s < 1 else point
+                for point in known.points
             ),
         )
         for known in problem.profile.classes
@@ -363,7 +364,7 @@ def test_whole_layers_move_where_there_is_no_room_for_what_is_gathered_of_divide
     budgets = Budgets(device_bytes=2 * block.full_bytes + 10, host_bytes=1 << 30)
     problem = gathering(ActivationProblem(profile=profile_of(*[block] * 8), hardware=fast, budgets=budgets))
     plan = solve_problem(problem)
-    assert all(part.all_tokens == 1 for part in plan.layers)
+    assert all(part.fraction(ALL) == 1 for part in plan.layers)
     assert plan.stages[0].recompute_s == 0
     assert plan.stages[0].peak_device_bytes <= budgets.device_bytes
 

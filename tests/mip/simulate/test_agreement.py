@@ -18,7 +18,7 @@ from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets,
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import hardware_preset
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
-from memo.mip.inputs.profile import EndProfile, LayerProfile
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile, LayerProfile
 from memo.mip.simulate.proof import AGREEMENT_IN_TURNS
 from memo.mip.simulate.result import Simulation
 from memo.mip.simulate.simulator import require_within_budgets, simulate
@@ -97,7 +97,7 @@ def test_plans_that_no_planner_would_make(seed: int) -> None:
     problem = dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=1 << 60))
     draw = itertools.cycle([0.0, 0.35, 0.8, 1.0, 0.55])
     layers = [
-        LayerPlan(all_tokens=a, attention_tokens=1 - a, kept=k, host=(1 - k) * h, disk=(1 - k) * (1 - h))
+        LayerPlan(points={ALL: a, ATTENTION: 1 - a}, kept=k, host=(1 - k) * h, disk=(1 - k) * (1 - h))
         for a, k, h, _ in itertools.islice(zip(draw, draw, draw, draw, strict=False), len(problem.profile.layers) - 1)
     ]
     layers.append(LayerPlan())
@@ -211,9 +211,14 @@ def scaled_layer(layer: LayerProfile) -> LayerProfile:
         backward_transient_bytes=layer.backward_transient_bytes * SCALE,
         between_bytes=layer.between_bytes * SCALE,
         static_bytes=layer.static_bytes * SCALE,
-        levels=tuple(
-            dataclasses.replace(level, saved_bytes=level.saved_bytes * SCALE, beside_bytes=level.beside_bytes * SCALE)
-            for level in layer.levels
+        points=tuple(
+            dataclasses.replace(
+                point,
+                saved_bytes=point.saved_bytes * SCALE,
+                beside_bytes=point.beside_bytes * SCALE,
+                held_bytes=point.held_bytes * SCALE,
+            )
+            for point in layer.points
         ),
     )
 

@@ -12,7 +12,8 @@ from memo.errors import PlanInvalid
 from memo.events import Lane, StallCause, Tier, UseKind
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline
-from memo.mip.inputs.profile import EndProfile
+from memo.mip.inputs.pipeline_schedules import Kind, Turn
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
 from memo.mip.simulate.links import Queue, shares
 from memo.mip.simulate.result import EndWork, Part, StageSimulation
 from memo.mip.simulate.simulator import layer_work, simulate
@@ -191,11 +192,22 @@ def test_bytes_for_a_link_that_is_not_there_are_refused() -> None:
         step([layer(0, disk=10), layer(1)], rates(write=0))
 
 
+def test_what_a_recompute_holds_is_there_in_the_first_half_of_a_split_backward_alone() -> None:
+    work = layer(0, kept=100, recompute_s=1, transient=(0, 10), recompute_held=50)
+    turns = [Turn(chunk=0, kind=kind, microbatch=0) for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)]
+    stage = Stage([work], rates=rates(), turns=turns)
+    stage.forward()
+    for most in (100 + 10 + 50, 100 + 10):
+        begin = len(stage.result().occupancies)
+        stage.backward()
+        assert max(one.nbytes for one in stage.result().occupancies[begin:]) == most
+
+
 def test_a_plan_becomes_whole_bytes_and_nothing_is_lost() -> None:
     """100 always, 11 other, 200 token-wise of which half the tokens are saved: 211 of 311, a third of them on the host."""
     known = profile_layer(always=100, other_bytes=11, all=200, matmuls=None, attention=4.0)
     known = dataclasses.replace(known, forward_transient_bytes=70, backward_transient_bytes=30)
-    half = LayerPlan(all_tokens=0.5, attention_tokens=0.5, kept=0.5, host=1 / 3, disk=1 / 6)
+    half = LayerPlan(points={ALL: 0.5, ATTENTION: 0.5}, kept=0.5, host=1 / 3, disk=1 / 6)
     work = layer_work("layers.0", known, half)
     assert dict(work.nbytes) == {Part.KEPT: 105, Part.HOST: 70, Part.DISK: 35, Part.RECOMPUTED: 101}
     assert work.recompute_s == 2

@@ -21,7 +21,7 @@ from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.memory.pinned import page_locked
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import DiskTier, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -47,7 +47,7 @@ def managed(model: torch.nn.Module, tier: str, alpha: float, directory: Path) ->
         staged = StagedDisk(store, copy_stream(device), copy_stream(device), page_locked, block_bytes=1 << 14, blocks=3)
         tiers = [DiskTier(staged, 1 << 24)]
     engine = Engine(backend, tiers, min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of(alpha))), backend
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha))), backend
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -101,6 +101,64 @@ def test_spans_stay_exact_over_a_day_though_the_driver_counts_in_floats(cuda: St
         assert begin is not None
         assert end is not None
         assert abs((end - begin) / 1e6 - span_ms) < 0.01
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams that were told to wait for an event."""
+    told: list[Stream] = []
+    wait_event = Stream.wait_event
+
+    def waiting(stream: Stream, event: Any) -> None:
+        told.append(stream)
+        wait_event(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", waiting)
+    return told
+
+
+def test_a_lane_waits_once_for_an_event(cuda: StandinCuda, waits: list[Stream]) -> None:
+    backend = OnHostMemory()
+    first, second = backend.compute_event(), backend.compute_event()
+    for event in (first, first, second, second):
+        backend.d2h.wait(event)
+    assert waits == [backend.d2h.stream] * 2
+    backend.h2d.wait(second)
+    assert waits[2:] == [backend.h2d.stream]
+
+
+def test_a_stream_that_has_waited_for_a_copy_does_not_wait_for_an_earlier_one(
+    cuda: StandinCuda, waits: list[Stream]
+) -> None:
+    backend = OnHostMemory()
+    targets = [torch.zeros(8) for _ in range(3)]
+    copies = [backend.d2h.copy(target, torch.ones(8)) for target in targets]
+    backend.compute_wait(copies[1])
+    backend.compute_wait(copies[0])
+    backend.compute_wait(copies[1])
+    assert waits == [cuda.compute]
+    assert [bool(target.all()) for target in targets] == [True, True, False]
+    backend.compute_wait(copies[2])
+    assert waits == [cuda.compute] * 2
+    assert targets[2].all()
+    back = backend.h2d.copy(targets[0], torch.zeros(8))
+    backend.compute_wait(back)  # of another lane
+    assert not targets[0].any()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # which has not waited yet
+        backend.compute_wait(copies[0])
+    assert waits[3:] == [side]
+
+
+def test_a_layer_is_released_after_one_wait(cuda: StandinCuda, waits: list[Stream], tmp_path: Path) -> None:
+    model = stack(layers=LAYERS)
+    manager, backend = managed(model, "host", 1.0, tmp_path)
+    with manager:
+        loss = model(ids())
+    assert backend.d2h.stream.copies > 5 * (LAYERS - 1)
+    assert waits.count(cuda.compute) == LAYERS - 1  # the last layer is not released before backward
+    del loss
+    manager.close()
 
 
 def test_a_buffer_used_on_another_stream_is_kept_for_it(cuda: StandinCuda) -> None:

@@ -44,6 +44,8 @@ def build(kind: str) -> torch.nn.Module:
         model = stack()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "fsdp-bf16" else MixedPrecisionPolicy()
         for layer in model.layers:
+            for name in ("qkv", "up", "down") if kind == "fsdp-inner" else ():  # gathered and freed within the layer
+                fully_shard(layer.get_submodule(name), mesh=mesh, mp_policy=policy)
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
     model = stack(make=MLP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,8 @@ from memo.swap.backends.cpu import CpuBackend
 from memo.swap.disk.store import DiskStore
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
+from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.tiers.host_and_disk import DiskTier
 from memo.swap.token_levels import TokenLevels
 
@@ -77,14 +79,23 @@ def test_the_host_stops_only_for_what_is_beyond_the_late_bytes() -> None:
     assert three_layers < 0.7 * all_layers
 
 
+def _with_others(
+    call: RecordedCall, made: Any, plan: Any, engine: Engine, *, others: bool, together: bool = False
+) -> Any:
+    return made(call, plan, engine, together=others)
+
+
 @pytest.mark.parametrize("together", [False, True])
-def test_what_other_ranks_take_part_in_is_never_late(together: bool) -> None:
+def test_what_other_ranks_take_part_in_is_never_late(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is computed again must not depend on how far this rank's disk has come."""
     model = stack(layers=LAYERS)
     backend = CheckingBackend("lazy", hosted_disk=True)
     engine = Engine(backend, [DiskTier(CheckingDisk(backend, ROOM), ROOM)], min_bytes=512, late_bytes=ENOUGH)
-    tokenwise = TokenWise(engine, TokenLevels.of_alpha(0.25))
-    tokenwise._ranks.talks = lambda layer: together  # type: ignore[method-assign]
+    tokenwise = Tapes(engine, TokenLevels.of_alpha(0.25))
+    for name in ("replay", "ranges"):
+        made = getattr(RecordedCall, name)
+        alone = functools.partialmethod(_with_others, made, others=together)
+        monkeypatch.setattr(RecordedCall, name, alone)
     with Manager(model, find_layers(model), engine, tokenwise=tokenwise) as manager:
         loss = model(ids())
     assert (backend.host_stops > 0) == together

@@ -85,7 +85,7 @@ EDGES = {
     "in_flight": nothing,
     "abandoned": nothing,
 }
-BETWEEN_COMPUTE_STREAMS = {"taken_over", "broken_off"}
+BETWEEN_COMPUTE_STREAMS = {"taken_over"}
 """Needed by programs with several of them alone: test_compute_streams."""
 # With copies done at once nothing is in flight when a graph is dropped: no limbo is needed there; with some of them, seldom.
 NEVER_MISSED = {"in_flight": ["lazy", "random"], "abandoned": ["lazy"]}

@@ -19,7 +19,7 @@ from memo.swap.backends.cuda import CudaStream
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.memory.pinned import PinnedSlab
-from memo.swap.recompute.token_wise import TokenWise
+from memo.swap.recompute.policy import Tapes
 from memo.swap.tiers.host_and_disk import PAGE, HostTier
 from memo.swap.token_levels import setting_of
 
@@ -42,7 +42,7 @@ def managed(model: torch.nn.Module, alpha: float) -> tuple[Manager, HostTier]:
     backend = OnHostMemory()
     tier = HostTier(backend, 1 << 24, segment_bytes=SEGMENT)
     engine = Engine(backend, [tier], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=TokenWise(engine, setting_of(alpha))), tier
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha))), tier
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memo
 from memo.errors import SwapError, UsageError
-from memo.swap.recompute.record.kept_results import Result
+from memo.swap.recompute.ranges.ranged_plan import Piece
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.token_levels import Level, TokenLevels, setting_of
 
 if TYPE_CHECKING:
@@ -165,8 +166,15 @@ def test_a_recompute_that_failed_between_two_ranges_is_made_up_for(
     manager = memo.offload(model, alpha=(0.25, 0.5, 0.25), disk=tmp_path, min_bytes=1024)
     with manager:
         loss = ours(2)(model, 0)
+    whole = RangedReplay._part
+
+    def broken_part(self: RangedReplay, position: int, piece: Piece) -> torch.Tensor:
+        if self.before is not None:  # the last tokens are in place already
+            raise SwapError("a read failed")
+        return whole(self, position, piece)
+
     with monkeypatch.context() as broken:
-        broken.setattr(Result, "give", lambda self, engine: (_ for _ in ()).throw(SwapError("a read failed")))
+        broken.setattr(RangedReplay, "_part", broken_part)
         with pytest.raises(SwapError, match="a read failed"):
             loss.backward(retain_graph=True)
     model.zero_grad()
@@ -236,13 +244,17 @@ def test_gpt_bytes(mix: tuple[float, float, float], dtype: torch.dtype, tmp_path
 def test_llama_bytes(dtype: torch.dtype, most: float, tmp_path: Path) -> None:
     """In units of b·s·h: four heads, two of keys and values, 80 = 2.5 units between the MLP's products."""
     total = moved(make("llama").to(dtype), causal(2), 1.0, tmp_path)
-    middle = moved(make("llama").to(dtype), causal(2), (0, 1, 0), tmp_path)
+    middle = moved(model := make("llama").to(dtype), causal(2), (0, 1, 0), tmp_path)
+    first = middle.stats.bytes_disk
+    with middle:  # the projection after attention is held from the second call on
+        causal(2)(model, 1)
     kv, mlp = 0.5, 80 / 32
     unit = 2 * SEQ * 32 * dtype.itemsize
     log_sum_exp = 2 * SEQ * 4 * 4
     # Input and attention; projections q, k, v and the one after attention; gate and up.
-    assert middle.stats.bytes_disk == 2 * ((2 + 2 + 2 * kv + 2 * mlp) * unit + log_sum_exp)
-    assert middle.stats.bytes_disk < most * total.stats.bytes_disk  # in half precision the norms save single precision
+    second = middle.stats.bytes_disk - first
+    assert second == 2 * ((2 + 2 + 2 * kv + 2 * mlp) * unit + log_sum_exp)
+    assert second < most * total.stats.bytes_disk  # in half precision the norms save single precision
     total.close()
     middle.close()
 
@@ -268,7 +280,7 @@ def test_costs_of_all_levels_are_told_and_true(name: str, tmp_path: Path) -> Non
     manager.close()
     assert [cost.layer for cost in costs] == [layer.name for layer in manager.layers]
     for cost in costs:
-        assert set(cost.recompute_s_per_token) == {Level.SAVE_ALL, Level.SAVE_MATMULS, Level.SAVE_ATTENTION}
+        assert set(cost.recompute_s_per_token) >= {Level.SAVE_ALL, Level.SAVE_MATMULS, Level.SAVE_ATTENTION}
         assert cost.recompute_s_per_token[Level.SAVE_ALL] == 0
         assert all(cost.recompute_s_per_token[level] > 0 for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION))
         each = cost.bytes_per_token

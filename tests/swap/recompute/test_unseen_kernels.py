@@ -1,8 +1,7 @@
-"""Kernels that the dispatcher does not see (NumPy stands in for Triton and extensions) cost no gradient: a layer that one
-works in moves whole, unless operators have filled what it computes with.
+"""Kernels that the dispatcher does not see (NumPy stands in for Triton and extensions) cost no gradient: what they write is
+kept and never repeated, and the rest of their layer is divided.
 
-Each kernel here uses the largest number of all tokens. In the first steps that lies among the recomputed tokens, so that
-a trial sees nothing; in the last it does not.
+Each kernel here uses the largest number of all tokens, which lies elsewhere in the last step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 HIDDEN, TOKENS = 32, 256
 LARGEST_AT = (200, 200, 200, 3)
-UNFILLED = "reads memory that no operator filled"
 
 
 def round_to_largest(a: numpy.ndarray, out: numpy.ndarray) -> None:
@@ -133,17 +131,17 @@ ALLOCATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("how", ALLOCATIONS)
-def test_memory_that_an_unseen_kernel_fills_is_unproven(how: str, alpha: float, tmp_path: Path) -> None:
+def test_memory_that_an_unseen_kernel_fills_is_kept(how: str, alpha: float, tmp_path: Path) -> None:
     reasons, recomputed = steps_are_equal(lambda x: Rounds.apply(x, ALLOCATIONS[how]), alpha, tmp_path)
-    assert len(reasons) == 1
-    assert recomputed == 0
+    assert reasons == set()
+    assert recomputed > 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
-def test_one_number_that_an_unseen_kernel_makes_of_all_tokens_is_unproven(alpha: float, tmp_path: Path) -> None:
+def test_one_number_that_an_unseen_kernel_makes_of_all_tokens_is_kept(alpha: float, tmp_path: Path) -> None:
     reasons, recomputed = steps_are_equal(lambda x: Scales.apply(x, lambda x: torch.empty(1)), alpha, tmp_path)
-    assert [UNFILLED in reason for reason in reasons] == [True]
-    assert recomputed == 0
+    assert reasons == set()
+    assert recomputed > 0
 
 
 IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -157,12 +155,47 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("what", IN_PLACE)
-def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_found_by_the_trial(
+def test_what_an_operator_filled_and_an_unseen_kernel_overwrites_is_kept(
     what: str, alpha: float, tmp_path: Path
 ) -> None:
     reasons, recomputed = steps_are_equal(IN_PLACE[what], alpha, tmp_path)
-    assert ["changes in place what an operator gave" in reason for reason in reasons] == [True]
-    assert recomputed == 0
+    assert reasons == set()
+    assert recomputed > 0
+
+
+class Weighed(Layer):
+    """Adds what a kernel wrote over zeros, times a number that is zero at first: then no result tells of it."""
+
+    weight = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.up(x))
+        y = y + Weighed.weight * Rounds.apply(y, torch.zeros_like)
+        return x + self.down(F.gelu(y[:, : self.rows]).sum(1, keepdim=True) + F.gelu(y))  # type: ignore[no-any-return]
+
+    rows = TOKENS
+
+
+@pytest.mark.parametrize("paths", [False, True], ids=["", "another path in each step"])
+def test_a_kernel_that_once_overwrote_is_remembered(paths: bool, tmp_path: Path) -> None:
+    """The first call alone is recorded with checksums, and later trials see no difference while the weight is zero."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Weighed(lambda x: x) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    manager = memo.offload(ours, layers=list(ours), alpha=0.0, disk=tmp_path, min_bytes=256)
+    for step, weight in enumerate((0.0, 0.0, 0.0, 1.0, 1.0)):
+        Weighed.weight = weight
+        Weighed.rows = TOKENS - 8 * min(step, 2) if paths else TOKENS
+        for model in (plain, ours):
+            model.zero_grad()
+        plain(batch(3)).square().mean().backward()
+        with manager:
+            loss = ours(batch(3)).square().mean()
+        loss.backward()
+        for want, got in zip(gradients(plain), gradients(ours), strict=True):
+            assert torch.equal(want, got), f"step {step}"  # type: ignore[arg-type]
+    assert manager.stats.bytes_recomputed > 0
+    manager.close()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])

@@ -1,5 +1,5 @@
-"""A layer whose tokens cannot be divided may run again whole: with the same random numbers, and only where a second run
-starts from what the first one did. Only its input moves then."""
+"""Layers of which only the input is kept, chosen or for lack of room: attention runs again too, with the numbers that the
+forward drew."""
 
 from __future__ import annotations
 
@@ -12,30 +12,6 @@ import pytest
 import torch
 from offload_models import causal, compare, gpt, hugging_face, ours, refused
 from small_models import assert_equal, checked, ids, stack, train
-from strange_layers import (
-    STRANGE,
-    ChangesItsInput,
-    Collects,
-    CollectsDeep,
-    Counts,
-    CountsByAFunction,
-    CountsByAGenerator,
-    CountsForAll,
-    CountsInAClosure,
-    CountsInAGlobalObject,
-    CountsInAPartial,
-    CountsInPython,
-    CountsOn,
-    DrawsFromItsOwn,
-    DrawsFromNumPys,
-    DrawsFromPythons,
-    DrawsWithPython,
-    KeepsBooks,
-    Layer,
-    NormalisesOverTheBatch,
-    PutsAside,
-    PutsIntoAGlobal,
-)  # fmt: skip
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,19 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# These change what a second run would start from.
-UNREPEATABLE = {
-    NormalisesOverTheBatch, Counts, ChangesItsInput, CountsInPython, DrawsFromItsOwn, DrawsWithPython, PutsAside, Collects,
-    KeepsBooks, CollectsDeep, DrawsFromPythons, DrawsFromNumPys,
-    CountsOn, CountsForAll, PutsIntoAGlobal,
-    CountsByAFunction, CountsInAClosure, CountsInAPartial, CountsInAGlobalObject, CountsByAGenerator,
-}  # fmt: skip
-
 
 def offload(model: nn.Module, tmp_path: Path, **options: Any) -> memo.Manager:
-    return memo.offload(
-        model, **{"disk": tmp_path, "min_bytes": 512, "alpha": 0.25, "fallback": "recompute", **options}
-    )
+    return memo.offload(model, **{"disk": tmp_path, "min_bytes": 512, "alpha": 0.25, **options})
 
 
 def repeated(manager: memo.Manager) -> dict[str, str]:
@@ -79,31 +45,14 @@ def seeded(model: nn.Module) -> Callable[[int], torch.Tensor]:
     return forward
 
 
-@pytest.mark.parametrize("kind", STRANGE, ids=lambda kind: kind.__name__)
-def test_a_layer_that_is_not_token_wise_is_equal(kind: type[Layer], tmp_path: Path) -> None:
-    model, reference = stack(make=kind), stack(make=kind)
-    want = train(reference, seeded(reference))
-    state = torch.get_rng_state()
-    manager = offload(model, tmp_path)
-    with pytest.warns(RuntimeWarning, match="moves whole tensors" if kind in UNREPEATABLE else "runs again whole"):
-        assert_equal(train(model, seeded(model), manager), want)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True))
-    assert (manager.stats.bytes_recomputed > 0) == (kind not in UNREPEATABLE)
-    assert (len(refused(manager)), len(repeated(manager))) == ((3, 0) if kind in UNREPEATABLE else (0, 3))
-    gc.collect()
-    assert manager.stats.live_entries == 0
-    manager.close()
-    assert manager.stats.device_bytes == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama, eager", "gpt2, dropout", "mixtral", "mamba", "t5"])
-def test_hugging_face_layers_that_cannot_be_divided(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    manager = compare(lambda: hugging_face(name), causal(2), tmp_path, 0.25, dtype, fallback="recompute")
+def test_hugging_face_layers_whose_attention_or_routing_is_written_out(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    manager = compare(lambda: hugging_face(name), causal(2), tmp_path, Level.SAVE_INPUT, dtype)
     assert refused(manager) == {}
     assert manager.stats.bytes_recomputed > 0
-    assert "recomputed whole, attention included: " in str(manager.report())
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "qwen3"])
@@ -116,7 +65,9 @@ def test_layers_chosen_to_run_again_whole(name: str, tmp_path: Path) -> None:
         tmp_path,
         Level.SAVE_INPUT,
     )
+    assert refused(manager) == {}
     assert set(repeated(manager).values()) == {"as chosen"}
+    assert manager.stats.bytes_recomputed > 0
 
 
 def test_autocast(tmp_path: Path) -> None:
@@ -126,7 +77,8 @@ def test_autocast(tmp_path: Path) -> None:
         return loss
 
     manager = compare(lambda: gpt("llama"), forward, tmp_path, Level.SAVE_INPUT)
-    assert len(repeated(manager)) == 4
+    assert refused(manager) == {}
+    assert manager.stats.bytes_recomputed > 0
 
 
 def test_only_the_input_moves_and_all_products_but_the_last_run_again(tmp_path: Path) -> None:
@@ -233,7 +185,6 @@ def test_no_room_even_for_inputs_is_a_clear_error(tmp_path: Path) -> None:
     manager.close()
 
 
-@pytest.mark.parametrize("wrong", [{"fallback": "keep"}, {"on_full": "explode"}])
-def test_words_that_mean_nothing(wrong: dict[str, str], tmp_path: Path) -> None:
+def test_words_that_mean_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is none of"):
-        memo.offload(stack(), disk=tmp_path, **wrong)  # type: ignore[arg-type]
+        memo.offload(stack(), disk=tmp_path, on_full="explode")  # type: ignore[arg-type]

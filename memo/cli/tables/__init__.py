@@ -1,0 +1,1 @@
+"""Text tables of what commands print: of plans, simulated steps and traces."""

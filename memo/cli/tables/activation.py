@@ -1,0 +1,193 @@
+"""Text tables of activation plans, shared by `memo plan`, `memo show` and `memo check`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from memo.cli.tables.address import printable, table
+from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, free_swap_tokens
+from memo.mip.inputs import ALL, ATTENTION, MATMULS
+from memo.units import format_bytes, format_duration, format_tokens
+
+__all__ = ["activation_summary", "activation_table", "utilisation"]
+
+_CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
+_CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
+
+
+def activation_table(plan: ActivationPlan) -> str:
+    """Tables of the tiers, the step's time and the treatment of the layers, and the constraints that bind."""
+    parts = [_headline(plan), _tiers(plan), _times(plan), _layers(plan), _reasons(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
+    """Object that `--json` prints, in seconds and bytes; host and disk bytes are those of one rank."""
+    problem = plan.problem
+    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
+    return {
+        "model": problem.profile.signature.model,
+        "hardware": problem.hardware.name,
+        "tokens": problem.profile.signature.tokens,
+        "layers": len(plan.layers),
+        "mlp_tiles": problem.profile.mlp_tiles,
+        "status": "declined" if plan.declined else "optimal",
+        "declined": plan.declined,
+        "step_s": plan.step_s,
+        **utilisation(plan),
+        "full_swap_is_free_from_tokens": length,
+        "budgets": {key: value for key, value in dataclasses.asdict(problem.budgets).items() if value is not None},
+        "stages": [
+            {**dataclasses.asdict(stage), "stall_s": stage.stall_s, "microbatch_s": stage.microbatch_s}
+            for stage in plan.stages
+        ],
+        "binding": list(plan.binding),
+        "layer_plans": [
+            {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan)
+        ],
+    }
+
+
+def utilisation(plan: ActivationPlan) -> dict[str, float]:
+    """Tokens per second of one replica, and mfu_causal, mfu_full and hfu as fractions of the machine's peak."""
+    problem, profile = plan.problem, plan.problem.profile
+    signature = profile.signature
+    tokens = signature.batch * signature.tokens * problem.pipeline.microbatches
+    rate = tokens / plan.step_s if plan.step_s else 0.0
+    ranks = signature.tp * signature.cp * problem.pipeline.stages
+    peak = ranks * problem.hardware.peak_flops
+    layers = zip(profile.layer_profiles(), plan.layers, strict=True)
+    repeated = sum(known.recompute_flops * own.fraction(known.name) for layer, own in layers for known in layer.points)
+    repeated *= signature.tp * signature.cp * problem.pipeline.microbatches
+    causal = profile.model_flops_causal_per_token * rate / peak
+    return {
+        "tokens_per_s": rate,
+        "mfu_causal": causal,
+        "mfu_full": profile.model_flops_full_per_token * rate / peak,
+        "hfu": causal + (repeated / plan.step_s / peak if plan.step_s else 0.0),
+    }
+
+
+def _headline(plan: ActivationPlan) -> str:
+    signature, pipeline = plan.problem.profile.signature, plan.problem.pipeline
+    sizes = [
+        ("tp", signature.tp),
+        ("cp", signature.cp),
+        ("pp", pipeline.stages),
+        ("microbatches", pipeline.microbatches),
+    ]
+    named = "".join(f", {name} {size}" for name, size in sizes if size > 1)
+    tiles = plan.problem.profile.mlp_tiles
+    named += f" ({pipeline.schedule})" if pipeline.chunks > 1 else ""
+    named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
+    return (
+        f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
+        f"{format_tokens(signature.tokens)} tokens on {printable(plan.problem.hardware.name)}{named} "
+        f"(profile: {plan.problem.profile.role})"
+    )
+
+
+def _tiers(plan: ActivationPlan) -> str:
+    budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
+    ranks, together = budgets.ranks_per_node // pipeline.stages_per_node, pipeline.stages_per_node
+
+    def of_node(figure: Callable[[StagePrediction], int]) -> int:
+        per_rank = [figure(stage) for stage in plan.stages]
+        nodes = [per_rank[first : first + together] for first in range(0, len(per_rank), together)]
+        return ranks * max(sum(node) for node in nodes)
+
+    rows = [("device, a GPU", budgets.device_bytes, max(stage.peak_device_bytes for stage in plan.stages))]
+    rows.append(("host, a node", budgets.host_bytes, of_node(lambda stage: stage.peak_host_bytes)))
+    rows.append(("disk, a node", budgets.disk_bytes, of_node(lambda stage: stage.peak_disk_bytes)))
+    lines = [
+        (name, format_bytes(budget), format_bytes(peak), f"{100 * (1 - peak / budget):.1f} %" if budget else "-")
+        for name, budget, peak in rows
+        if budget
+    ]
+    shown = table(("tier", "budget", "peak", "headroom"), lines)
+    written = of_node(lambda stage: stage.disk_written_bytes)
+    if written:
+        a_day = written / plan.step_s * 86400 / 1e12
+        limit = budgets.disk_wear_bytes_per_day
+        shown += f"\ndisk wear: {format_bytes(written)} a step and node, {a_day:.3g} TB a day at this rate"
+        shown += "" if limit is None else f" (allowed {limit / 1e12:.3g})"
+    return shown
+
+
+def _times(plan: ActivationPlan) -> str:
+    number, stage = max(enumerate(plan.stages), key=lambda pair: pair[1].microbatch_s)
+    microbatches = plan.problem.pipeline.microbatches
+    causes = [
+        (f"stall: {word}", getattr(stage, f"stall_{cause}_s"))
+        for cause, word in zip(_CAUSES, _CAUSE_WORDS, strict=True)
+    ]
+    rows = [("compute", stage.compute_s), ("recompute", stage.recompute_s), *((n, s) for n, s in causes if s > 0)]
+    rows = [(name, seconds * microbatches) for name, seconds in rows]
+    rows.append(("optimizer", plan.problem.profile.optimizer_s))
+    idle = plan.step_s - sum(seconds for _, seconds in rows)
+    if len(plan.stages) > 1:
+        rows.append(("waiting for other stages", idle))
+    rows.append(("step", plan.step_s))
+    of = f"time of stage {number}, the slowest" if len(plan.stages) > 1 else "time"
+    lines = [(name, _time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]
+    figures = utilisation(plan)
+    added = _added(stage)
+    return (
+        f"{table((of, 'predicted', 'of step'), lines)}\n"
+        f"{figures['tokens_per_s']:,.0f} tokens/s, mfu_causal {figures['mfu_causal']:.1%}, "
+        f"mfu_full {figures['mfu_full']:.1%}, hfu {figures['hfu']:.1%}; "
+        f"saving memory adds {added:.2%} to the computation"
+    )
+
+
+def _layers(plan: ActivationPlan) -> str:
+    if plan.declined:
+        return f"nothing to move: {plan.declined}; every layer keeps everything"
+    rows, points = [], _points(plan)
+    for first, last, layer in _runs(plan):
+        name = f"{first}" if first == last else f"{first} to {last}"
+        figures = (*map(layer.fraction, points), layer.kept, layer.host, layer.disk)
+        rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures)))
+    header = ("layers", f"points: {points[0]}", *points[1:], "bytes: kept", "host", "disk")
+    return table(header, rows)
+
+
+def _points(plan: ActivationPlan) -> list[str]:
+    """Names of the points that some layer is at, in the order of the classes; the three levels also where none is."""
+    used = {ALL, *(name for layer in plan.layers for name in layer.points)}
+    known = [point.name for layer in plan.problem.profile.classes for point in layer.points]
+    return [name for name in dict.fromkeys(known) if name in used or name in (MATMULS, ATTENTION)]
+
+
+def _reasons(plan: ActivationPlan) -> str:
+    problem = plan.problem
+    lines = [f"why not faster: {reason}" for reason in plan.binding]
+    length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
+    if length is not None:
+        lines.append(f"full swap hides behind compute from {length:,} tokens")
+    return "\n".join(lines)
+
+
+def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:
+    """Runs of neighbouring layers with equal plans: number of the first, of the last, and their plan."""
+    runs, first = [], 0
+    for layer, members in itertools.groupby(plan.layers):
+        last = first + sum(1 for _ in members) - 1
+        runs.append((first, last, layer))
+        first = last + 1
+    return runs
+
+
+def _added(stage: StagePrediction) -> float:
+    return (stage.recompute_s + stage.stall_s) / stage.compute_s if stage.compute_s else 0.0
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 100 else format_duration(seconds)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,230 @@
+"""Explains a recorded call: each step of its tape with what becomes of its results and why, and the points of its curve.
+
+Reads the tape, the cut that was chosen and the bans that it kept to; decides nothing. The explanation is data of its own
+(explanation.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row
+from memo.swap.recompute.tape.plan import plan_of, problem_of
+from memo.swap.recompute.tape.recorder import Birth
+from memo.swap.recompute.tape.tape import uses_in
+from memo.swap.token_levels import Level
+
+if TYPE_CHECKING:
+    from memo.swap.layers import Layer
+    from memo.swap.recompute.tape.cut import Cut
+    from memo.swap.recompute.tape.plan import Sources
+    from memo.swap.recompute.tape.tape import Step, Tape
+
+__all__ = ["NAMED_POINTS", "explain"]
+
+NAMED_POINTS = {"matmuls": Level.SAVE_MATMULS, "attention": Level.SAVE_ATTENTION, "input": Level.SAVE_INPUT}
+"""Points of every layer's curve; besides them the first, `all`."""
+
+_FROM = {
+    Birth.INPUT: "hidden states",
+    Birth.GIVEN: "argument",
+    Birth.PARAMETER: "parameter",
+    Birth.FOUND: "other tensor",
+    Birth.MADE: "",
+}
+_NOW = "now"
+"""Point of a call that could not keep what its plan would: the first one, before which nothing was known."""
+_US_PER_PS = 1e-6
+
+
+def explain(
+    layer: Layer,
+    *,
+    setting: str,
+    refused: str | None,
+    tape: Tape,
+    sources: Sources,
+    wanted: Sequence[int],
+    stuck: Sequence[int],
+    reasons: Mapping[int, str],
+    used: Cut,
+    named: Mapping[str, Cut],
+    curve: Sequence[Cut],
+) -> LayerExplanation:
+    """Explains one call.
+
+    Args:
+        layer: whose call it was.
+        setting: of its recompute, for people.
+        refused: why all of it moves; None if it need not.
+        tape: of the call.
+        sources: what could be kept of it.
+        wanted: storages that autograd saved and that a replay may give.
+        stuck: storages that autograd saved and that move in any case.
+        reasons: steps that are never repeated at this setting, and why.
+        used: the cut that was chosen.
+        named: the points that have names.
+        curve: the corners of the curve.
+    """
+    saved = sum(tape.storages[storage][1] for storage in (*wanted, *stuck))
+    return LayerExplanation(
+        layer=layer.name,
+        module=type(layer.module).__name__,
+        setting=setting,
+        refused=refused,
+        saved_storages=len(wanted) + len(stuck),
+        saved_nbytes=saved,
+        rows=tuple(_Rows(tape, sources, wanted, stuck, reasons, used).all()),
+        points=tuple(_points(tape, sources, wanted, saved, used, named, curve)),
+    )
+
+
+class _Rows:
+    """Writes the rows of a tape."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        sources: Sources,
+        wanted: Iterable[int],
+        stuck: Iterable[int],
+        reasons: Mapping[int, str],
+        used: Cut,
+    ) -> None:
+        self._tape, self._sources, self._reasons, self._used = tape, sources, reasons, used
+        self._wanted = {tape.last[storage] for storage in wanted}
+        self._stuck = {tape.last[storage] for storage in stuck}
+        problem = problem_of(tape, reasons, sources, wanted, stuck, tape.costs)
+        self._keep = [content.keep for content in problem.contents]
+        self._runs: list[bool] = []  # for each step, whether it could be repeated
+        for step in tape.steps:
+            self._runs.append(step.number not in reasons and all(self._can_have(read) for read in step.reads))
+        self._saved_contents = {  # and whose graph is there: nothing is kept for one that has gone
+            use.content
+            for use in tape.saved
+            if use.content in self._wanted | self._stuck or tape.contents[use.content].storage in sources.free
+        }
+        self._readers: dict[int, int] = {}  # content -> first step that reads it in the replay
+        for number in sorted(used.replayed, reverse=True):
+            self._readers.update(dict.fromkeys(tape.steps[number].reads, number))
+
+    def _can_have(self, content: int) -> bool:
+        writer = self._tape.contents[content].writer
+        return self._keep[content] is not None or (writer >= 0 and self._runs[writer])
+
+    def all(self) -> list[Row]:
+        """Rows of what was there before and is saved or kept, then of all steps."""
+        tape, order = self._tape, list(_FROM)
+        there = [
+            content
+            for content in sorted(self._used.kept | self._saved_contents)
+            if tape.contents[content].writer < 0 and tape.storage(content)[1]
+        ]
+        there.sort(key=lambda content: (order.index(tape.storage(content)[0]), content in self._saved_contents))
+        return [*map(self._found, there), *map(self._step, self._tape.steps)]
+
+    def _found(self, content: int) -> Row:
+        tape = self._tape
+        storage = tape.contents[content].storage
+        birth, nbytes, _ = tape.storages[storage]
+        _, _, size, _, dtype = next(geometry for geometry in tape.values if geometry[0] == storage)
+        fate = self._fate(content)
+        return Row(
+            step=None,
+            operator=_FROM[birth],
+            shape=tuple(size),
+            dtype=_name(dtype),
+            nbytes=nbytes,
+            is_saved=content in self._saved_contents,
+            fate=fate,
+            kept_nbytes=nbytes if fate is Fate.MOVED else 0,
+            why="it was there before the layer" if fate is Fate.MOVED else "",
+            replay_us=None,
+        )
+
+    def _step(self, step: Step) -> Row:
+        tape = self._tape
+        results = uses_in(step.out)
+        made = set(step.makes)
+        # a step that returns nothing of its own shows what it writes into
+        shown = next((use for use in results if use.content in made), results[0] if results else None)
+        size, dtype = ((), "") if shown is None else (tape.geometry(shown.value)[2], tape.geometry(shown.value)[4])
+        content = min(made, key=lambda content: list(Fate).index(self._fate(content)), default=None)
+        fate = Fate.VIEW if content is None else self._fate(content)
+        kept = [content for content in made if content in self._used.kept and self._fate(content) is Fate.MOVED]
+        return Row(
+            step=step.number,
+            operator=step.name,
+            shape=tuple(size),
+            dtype=_name(dtype),
+            nbytes=sum(tape.storage(content)[1] for content in made),
+            is_saved=bool(made & self._saved_contents),
+            fate=fate,
+            kept_nbytes=sum((self._keep[content] or 0) // 8 for content in kept),
+            why="" if content is None else self._why(step, content, fate),
+            replay_us=tape.costs[step.number] * _US_PER_PS if made else None,
+        )
+
+    def _fate(self, content: int) -> Fate:
+        writer, storage = self._tape.contents[content].writer, self._tape.contents[content].storage
+        if content in self._used.kept:
+            return Fate.STAYS if storage in self._sources.free else Fate.MOVED
+        if writer in self._used.replayed:
+            return Fate.REPLAYED
+        return Fate.STAYS if content in self._saved_contents else Fate.UNUSED
+
+    def _why(self, step: Step, content: int, fate: Fate) -> str:
+        number = step.number
+        if fate is Fate.UNUSED:
+            return ""
+        if fate is Fate.STAYS:
+            return "too small to move, or something else has it too"
+        if fate is Fate.REPLAYED:
+            wanted = self._wanted & set(step.makes)
+            return "backward needs it" if wanted else f"step {self._readers[content]} reads it"
+        if content in self._stuck:
+            return "it is the layer's result"
+        if number in self._reasons:
+            return self._reasons[number]
+        return "keeping it is cheapest" if self._runs[number] else "what it is made of is not kept"
+
+
+def _points(
+    tape: Tape,
+    sources: Sources,
+    wanted: Sequence[int],
+    saved: int,
+    used: Cut,
+    named: Mapping[str, Cut],
+    curve: Sequence[Cut],
+) -> list[Point]:
+    cuts: list[tuple[str, Cut]] = list(named.items())
+    others = [cut for cut in curve if cut not in named.values()]
+    cuts += [(f"p{number}", cut) for number, cut in enumerate(others, 1)]
+    if used not in [cut for _, cut in cuts]:
+        cuts.append((_NOW, used))
+    free = dataclasses.replace(sources, everything=True)
+    at = next(name for name, cut in cuts if cut == used)
+    cuts.sort(key=lambda point: (-point[1].keep_cost, point[1].replay_cost))
+    return [
+        Point(
+            name=name,
+            kept_nbytes=cut.keep_cost // 8,
+            kept_fraction=cut.keep_cost / (8 * saved) if saved else 0.0,
+            replay_us=cut.replay_cost * _US_PER_PS,
+            replayed_steps=len(cut.replayed),
+            held_nbytes=_held_nbytes(tape, cut, sources if name == _NOW else free, wanted),
+            is_used=name == at,
+        )
+        for name, cut in cuts
+    ]
+
+
+def _held_nbytes(tape: Tape, cut: Cut, sources: Sources, wanted: Sequence[int]) -> int:
+    return plan_of(tape, cut, sources, wanted).held_bytes if cut.replayed else 0
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,1 +1,0 @@
-"""Guards of a recompute: RNG state, autocast, module state, side effects of the forward."""

@@ -1,0 +1,173 @@
+"""Replay of token ranges: runs one span of a plan in backward, piece by piece, the last tokens first.
+
+What is kept is cut to the tokens of a piece as a computation on those tokens alone would have it: of what autograd saved or
+the layer was given from the whole, of what is held besides from the span's own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.errors import SwapError
+from memo.kernels import pack_mask, unpack_mask
+from memo.swap.recompute.axis.token_axis import Layout
+from memo.swap.recompute.ranges.ranged_plan import Piece, Span
+from memo.swap.recompute.tape.plan import mask_of
+from memo.swap.recompute.tape.replay import Replay, ReplayFailed
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.engine.token_prefix import Rows
+    from memo.swap.recompute.axis.token_axis import Axis
+    from memo.swap.recompute.ranges.rows import TokenRows
+    from memo.swap.recompute.tape.plan import Kept
+    from memo.swap.recompute.tape.replay import Brought, Wanted
+
+__all__ = ["RangedReplay", "Slice", "part_to_keep", "slice_of"]
+
+TakePart = Callable[[Piece, "Wanted", torch.Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Tokens of something kept that are packed, and how they lie."""
+
+    first: int
+    count: int
+    rows: Rows | None = None
+    """Of a storage; None for one that is the same for all tokens."""
+    bits: tuple[tuple[int, ...], Axis] | None = None
+    """Sizes of the whole tensor of zeros and ones, and its axis."""
+
+
+def slice_of(rows: TokenRows, span: Span, kept: Kept, *, is_whole: bool) -> Slice:
+    """What is packed of something kept: the tokens of the span, or all of them where it `is_whole` there anyway."""
+    tape = rows.tape
+    if kept.bits_of >= 0:
+        content = next(at for at in tape.steps[kept.bits_of].makes if tape.contents[at].storage == kept.storage)
+        use = mask_of(tape, content)
+        assert use is not None
+        axis = rows.axes.get((use.value, use.content))
+        assert axis is not None  # nothing reads it otherwise
+        return Slice(first=span.first, count=span.stop - span.first, bits=(tuple(tape.geometry(use.value)[2]), axis))
+    division = rows.rows.get(tape.last[kept.storage])
+    if is_whole or division is None:
+        return Slice(first=0, count=rows.tokens, rows=division)
+    return Slice(first=span.first, count=span.stop - span.first, rows=division)
+
+
+def part_to_keep(tensor: torch.Tensor, part: Slice, tokens: int) -> torch.Tensor:
+    """The tokens of a slice in memory of their own; the tensor itself where all of it is kept."""
+    if part.count == tokens:
+        return tensor
+    if part.bits is not None:
+        size, axis = part.bits
+        mask = unpack_mask(tensor, torch.empty(_parted(size, axis, tokens), dtype=torch.bool, device=tensor.device))
+        return pack_mask(mask.narrow(axis.dim + 1, part.first, part.count).contiguous())
+    assert part.rows is not None
+    block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    lies = block.view(part.rows.rows, tokens, part.rows.width)
+    return lies[:, part.first : part.first + part.count].clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _parted(size: Sequence[int], axis: Axis, count: int) -> list[int]:
+    """Sizes with `count` tokens, which have a dimension of their own: that after `axis.dim`."""
+    return [*size[: axis.dim], axis.outer, count, axis.inner, *size[axis.dim + 1 :]]
+
+
+class RangedReplay(Replay):
+    """The steps that one span of a layer call has to run again.
+
+    Args:
+        engine: brings back what is kept.
+        name: of the layer, for messages.
+        span: which tokens, and which steps.
+        kept: what the span keeps, in its order.
+        slices: the tokens of each of them that are packed.
+        carried: arguments of the call that the plan does not hold.
+        wanted: storages that it gives, in the plan's order.
+        before: replay of the tokens behind, which some of what is kept needs to be whole.
+        together: other ranks run it at the same place in their backward.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        span: Span,
+        kept: Sequence[Brought],
+        slices: Sequence[Slice],
+        *,
+        carried: Sequence[Any],
+        wanted: Sequence[Wanted],
+        before: RangedReplay | None = None,
+        together: bool = False,
+    ) -> None:
+        super().__init__(engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together)
+        self.span = span
+        self.before = before
+        self._slices = slices
+
+    def recompute(self, take: TakePart) -> None:
+        """Runs the pieces that are not in place; `take` gets the bytes of each wanted storage.
+
+        Raises:
+            ModifiedAfterSave: what is kept was changed in place since the forward.
+            SwapError: it could not run.
+        """
+        if self.before is not None:
+            self.before.recompute(take)
+        with self._lock:
+            for piece in self.span.pieces:
+                if self._has(piece):
+                    continue
+                try:
+                    self._run_piece(piece, take)
+                except ReplayFailed as failure:
+                    raise SwapError(f"{self.name} could not be recomputed: {failure}") from failure.__cause__
+
+    def run(self, take: TakePart) -> None:
+        """Runs all pieces, even where they are in place already; see `Replay.run`."""
+        for piece in self.span.pieces:
+            self._run_piece(piece, take)
+
+    def _has(self, piece: Piece) -> bool:
+        """True when all that backward may still read of a piece is in place."""
+        holds = (want.hold() for want in self.wanted)
+        parts = (hold.saved.prefix for hold in holds if hold is not None and hold.saved.source is None)
+        return not any(part.lacks(piece.first) for part in parts if part is not None)
+
+    def _run_piece(self, piece: Piece, take: TakePart) -> None:
+        count = piece.stop - piece.first
+
+        def bring(position: int) -> torch.Tensor:
+            return self._part(position, piece)
+
+        def give(position: int, made: torch.Tensor, lies: tuple[int, Any, Any] | None) -> None:
+            want, storage = self.wanted[position], made.untyped_storage()
+            division = self.span.rows.rows[self.span.rows.tape.last[self.plan.wanted[position]]]
+            if storage.nbytes() != division.nbytes(count):
+                raise ReplayFailed(None, f"it made {storage.nbytes()} bytes of {count} tokens")
+            if lies is not None and not Layout(offset=lies[0], shape=lies[1], stride=lies[2]).fits(made):
+                raise ReplayFailed(None, f"it laid a tensor of {count} tokens out in memory in another way")
+            take(piece, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+
+        self._run(self.span.plan_for(count), bring, give)
+
+    def _part(self, position: int, piece: Piece) -> torch.Tensor:
+        """The tokens of a piece, of what the plan keeps at `position`: bytes, or zeros and ones."""
+        tensor, part = self._bring(position), self._slices[position]
+        first, count = piece.first - part.first, piece.stop - piece.first
+        if part.bits is not None:
+            size, axis = part.bits
+            whole = torch.empty(_parted(size, axis, part.count), dtype=torch.bool, device=tensor.device)
+            return unpack_mask(tensor, whole).narrow(axis.dim + 1, first, count)
+        block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        if part.rows is None:
+            return block
+        block = block[: part.rows.nbytes(part.count)]
+        return block.view(part.rows.rows, part.count, part.rows.width)[:, first : first + count].reshape(-1)

@@ -1,0 +1,338 @@
+"""Rows of a tape: how the storages of one layer call are divided by tokens, and which steps may run on a part of them.
+
+The rules of operators (axis/operator_rules.py) carry the token axis from step to step, over stand-ins without bytes. A step
+that no rule knows, or that mixes tokens, never runs on a part: what it makes is kept, or not divided. For what is kept any
+axis is right, since parts of it are slices of what was computed; so a new one is taken there (`_Reader.guess`), and rules
+hold for what follows. A wrong guess costs bytes and never a bit.
+
+    content    Rows: bytes of each token in each row of its storage; or the same whatever tokens are computed; or neither
+    value      the axis of a tensor, whose strides must agree with the Rows of what its storage holds
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memo.swap.engine.token_prefix import Rows
+from memo.swap.recompute.axis.argument_axes import TokenDims
+from memo.swap.recompute.axis.operator_rules import Call, Unproven, meaning_of, tensors_in
+from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
+from memo.swap.recompute.tape.recorder import Birth, Function, Geometry
+from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
+from memo.swap.token_levels import LEAST_TOKENS, tile_of
+
+__all__ = ["TokenRows", "readings_of"]
+
+_SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
+"""Operators that make a tensor of a size and of no number of another one, and the position of that size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRows:
+    """How one tape is divided by its tokens.
+
+    Args:
+        tape: of the call.
+        tokens: tokens of one sequence.
+        rows: content -> division of its storage.
+        same: contents that are the same whatever tokens are computed.
+        axes: (value, content) -> token axis.
+        mixes: step -> why it never runs on a part of the tokens.
+        sized: step -> position of a size among its arguments, of a tensor with that axis.
+    """
+
+    tape: Tape
+    tokens: int
+    rows: Mapping[int, Rows]
+    same: frozenset[int]
+    axes: Mapping[tuple[int, int], Axis]
+    mixes: Mapping[int, str]
+    sized: Mapping[int, tuple[int, Axis]]
+
+    def geometry(self, value: int, content: int, count: int) -> Geometry:
+        """Geometry of a value when `count` tokens are computed, over a storage of their own."""
+        storage, offset, size, stride, dtype = self.tape.geometry(value)
+        rows, axis = self.rows.get(content), self.axes.get((value, content))
+        if rows is None or axis is None:
+            return storage, offset, size, stride, dtype
+        step = rows.width // dtype.itemsize
+        lies = part_layout(offset, size, stride, step, axis=axis, count=count, tokens=self.tokens)
+        return storage, lies.offset, torch.Size(lies.shape), lies.stride, dtype
+
+    def nbytes(self, content: int, count: int) -> int:
+        """Bytes of a content's storage when `count` tokens are computed."""
+        rows = self.rows.get(content)
+        return self.tape.storage(content)[1] if rows is None else rows.nbytes(count)
+
+    def args_of(self, step: Step, count: int) -> Sequence[Any]:
+        """Arguments of a step when `count` tokens are computed."""
+        at = self.sized.get(step.number)
+        if at is None:
+            return step.args
+        position, axis = at
+        sizes = list(step.args[position])
+        sizes[axis.dim] = axis.length(count)
+        return [*step.args[:position], sizes, *step.args[position + 1 :]]
+
+
+def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
+    """Ways to read a tape's tokens, the usual one first; each is right, and they differ in what they can divide.
+
+    Batch first and sequence first; memory that nothing seen has made is the same for all tokens, as a buffer is, or runs
+    over them, as what a compiled function made.
+    """
+    if not tape.storages or tape.storages[0][0] is not Birth.INPUT:
+        return
+    size = tape.geometry(0)[2]
+    dims = [len(size) - 2] if len(size) > 1 else []
+    if len(size) > 2:
+        dims.append(0)
+    for dim in sorted(dims, key=lambda dim: size[dim] < LEAST_TOKENS + tile_of(0)):
+        if size[dim] < LEAST_TOKENS + tile_of(0):
+            continue
+        for found_runs in (False, True) if any(birth is Birth.FOUND for birth, _, _ in tape.storages) else (False,):
+            yield _Reader(tape, dim, carried, found_runs=found_runs).read()
+
+
+class _Reader:
+    """Reads a tape once, in order; `of` is what the rules ask of a stand-in."""
+
+    def __init__(self, tape: Tape, dim: int, carried: Sequence[Any], *, found_runs: bool) -> None:
+        size = tape.geometry(0)[2]
+        self.tokens = size[dim]
+        self._tape = tape
+        self._carried = carried
+        self._others = math.prod(size[:-1]) // self.tokens
+        self._is_first = dim == 0 and len(size) > 2
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._values: dict[int, int] = {}  # identity of a stand-in -> its value
+        self._now: list[dict[int, Meaning] | None] = [None] * len(tape.storages)  # None: the same for all tokens
+        self._content = [-1] * len(tape.storages)
+        self._rows: dict[int, Rows] = {}
+        self._same: set[int] = set()
+        self._axes: dict[tuple[int, int], Axis] = {}
+        self._mixes: dict[int, str] = {}
+        self._sized: dict[int, tuple[int, Axis]] = {}
+        self._begin(dim, found_runs=found_runs)
+
+    def read(self) -> TokenRows:
+        for step in self._tape.steps:
+            self._step(step)
+        for use in self._tape.saved:
+            self._is_known(use)
+        return TokenRows(
+            tape=self._tape,
+            tokens=self.tokens,
+            rows=self._rows,
+            same=frozenset(self._same),
+            axes=self._axes,
+            mixes=self._mixes,
+            sized=self._sized,
+        )
+
+    def _begin(self, dim: int, *, found_runs: bool) -> None:
+        """What was there before the layer."""
+        dims = TokenDims(self.tokens)
+        joined = {
+            step.args[1]
+            for step in self._tape.steps
+            if step.name.endswith("all_gather_into_tensor") and len(step.args) > 1 and type(step.args[1]) is int
+        }
+        firsts = {geometry[0]: value for value, geometry in reversed(list(enumerate(self._tape.values)))}
+        position = 0
+        for content, known in enumerate(self._tape.contents):
+            birth = self._tape.storages[known.storage][0]
+            if known.version > 0 or birth is Birth.MADE:
+                continue
+            self._content[known.storage] = content
+            value = firsts.get(known.storage)
+            axis: Axis | None = None
+            if value is not None and birth is Birth.INPUT:
+                axis = Axis(dim=dim)
+            elif value is not None and birth is Birth.GIVEN:
+                position += 1
+                axes = dims.axes(position, self.stand_in(value), sorted(joined))
+                axis = axes[0] if axes else None  # of a mask over pairs of tokens that of the queries
+            elif value is not None and birth is Birth.FOUND and found_runs:
+                axis = self.guess(value, ())
+            if value is None or axis is None or not self._put(value, content, axis, begins=True):
+                self._same.add(content)
+
+    def stand_in(self, value: int) -> torch.Tensor:
+        """A tensor without bytes that lies as the value does."""
+        tensor = self._stand_ins.get(value)
+        if tensor is None:
+            _, offset, size, stride, dtype = self._tape.geometry(value)
+            block = torch.empty(self._tape.storages[self._tape.geometry(value)[0]][1], dtype=torch.uint8, device="meta")
+            tensor = torch.empty(0, dtype=dtype, device="meta").set_(block.untyped_storage(), offset, size, stride)
+            self._stand_ins[value] = tensor
+            self._values[id(tensor)] = value
+        return tensor
+
+    def of(self, tensor: torch.Tensor) -> Meaning:
+        """What is known of a stand-in now."""
+        value = self._values[id(tensor)]
+        storage = self._tape.geometry(value)[0]
+        return self._meaning(value, self._content[storage])
+
+    def _meaning(self, value: int, content: int) -> Meaning:
+        if content in self._same:
+            return SAME
+        return self._axes.get((value, content), MIXED)
+
+    def _is_known(self, use: Use) -> bool:
+        """True for the axis of a value over a content that is divided; one that its strides tell is noted."""
+        if (use.value, use.content) in self._axes:
+            return True
+        return use.content in self._rows and any(
+            self._put(use.value, use.content, axis) for axis in self._candidates(use.value)
+        )
+
+    def _put(self, value: int, content: int, axis: Axis, *, begins: bool = False) -> bool:
+        """Notes the axis of a value; False where its strides do not agree with the division of what its storage holds."""
+        storage, offset, size, stride, dtype = self._tape.geometry(value)
+        if axis.dim >= len(size) or size[axis.dim] != axis.length(self.tokens):
+            return False
+        nbytes = self._tape.storages[storage][1]
+        rows = rows_by_strides(offset, size, stride, dtype.itemsize, nbytes, axis=axis, tokens=self.tokens)
+        if rows is None or (not begins and self._rows.get(content, rows) != rows):
+            return False
+        self._rows[content] = rows
+        self._axes[value, content] = axis
+        return True
+
+    def _candidates(self, value: int) -> Iterable[Axis]:
+        """Axes that a tensor of that size may have, the likelier first."""
+        size = self._tape.geometry(value)[2]
+        dims = [dim for dim, length in enumerate(size) if length == self.tokens]
+        if len(dims) > 1 and dims[-1] == len(size) - 1:
+            dims = [dims[-2], dims[-1], *dims[:-2]]  # features as many as tokens, or pairs of tokens: queries first
+        elif len(dims) > 1:
+            dims = dims[::-1]
+        yield from (Axis(dim=dim) for dim in dims)
+        if self._others > 1:
+            count = {"inner" if self._is_first else "outer": self._others}
+            yield from (
+                Axis(dim=dim, **count) for dim, length in enumerate(size) if length == self.tokens * self._others
+            )
+
+    def guess(self, value: int, like: Sequence[Axis]) -> Axis | None:
+        """An axis for something that is kept; any is right."""
+        storage, offset, size, stride, dtype = self._tape.geometry(value)
+        for axis in (*like, *self._candidates(value)):
+            if axis.dim >= len(size) or size[axis.dim] != axis.length(self.tokens):
+                continue
+            nbytes = self._tape.storages[storage][1]
+            if rows_by_strides(offset, size, stride, dtype.itemsize, nbytes, axis=axis, tokens=self.tokens) is not None:
+                return axis
+        return None
+
+    def _step(self, step: Step) -> None:
+        uses = uses_in((step.args, step.kwargs))
+        for use in uses:
+            self._is_known(use)
+        reason = None
+        try:
+            meaning = self._rule(step)
+        except Unproven as unproven:
+            meaning, reason = MIXED, str(unproven)
+        except Exception as error:  # a rule for arguments of another kind
+            meaning, reason = MIXED, f"its rule failed ({type(error).__name__})"
+        like = [axis for use in uses if isinstance(axis := self._meaning(use.value, use.content), Axis)]
+        fresh = {content for content in step.makes if self._tape.contents[content].version == 0}
+        changed = [content for content in step.makes if content not in fresh]
+        if meaning is MIXED and step.makes:
+            self._mixes[step.number] = reason or f"{step.name} mixes tokens"
+        for content in changed:
+            self._change(step, content, meaning, uses, like)
+        for content in fresh:
+            self._content[self._tape.contents[content].storage] = content
+        for use in uses_in(step.out):
+            if use.content in fresh:
+                self._make(use, meaning, like)
+            elif isinstance(meaning, Axis):
+                self._put(use.value, use.content, meaning)
+            self._is_known(use)
+
+    def _make(self, use: Use, meaning: Meaning, like: Sequence[Axis]) -> None:
+        """A result in new memory."""
+        if meaning is SAME:
+            self._same.add(use.content)
+            return
+        axis = meaning if isinstance(meaning, Axis) else self.guess(use.value, like)
+        if axis is not None:
+            self._put(use.value, use.content, axis)
+
+    def _change(self, step: Step, content: int, meaning: Meaning, uses: Sequence[Use], like: Sequence[Axis]) -> None:
+        """A storage that the step writes into: divided as before, or anew."""
+        storage = self._tape.contents[content].storage
+        before, self._content[storage] = self._content[storage], content
+        targets = [use for use in uses if self._tape.geometry(use.value)[0] == storage]
+        known = {self._meaning(use.value, before) for use in targets}
+        if meaning is not MIXED and known == {meaning}:
+            if meaning is SAME:
+                self._same.add(content)
+                return
+            self._rows[content] = self._rows[before]
+            for (value, at), axis in list(self._axes.items()):
+                if at == before:
+                    self._axes[value, content] = axis
+            return
+        self._mixes.setdefault(step.number, f"{step.name} writes tokens where others were")
+        for use in targets:
+            guessed = self.guess(use.value, like)
+            if guessed is not None and self._put(use.value, content, guessed):
+                return
+
+    def _rule(self, step: Step) -> Meaning:
+        """Token axis of all results of a step. Raises Unproven for one of which no rule is known."""
+        operator = step.operator
+        args, kwargs = self._real(step.args), self._real(step.kwargs)
+        given = tensors_in((args, kwargs))
+        if isinstance(operator, Function):
+            return self._declared(operator, args, given)
+        if not operator.is_overload:
+            raise Unproven(f"{step.name} is a function of higher order")
+        if operator.awaits:
+            return self.of(args[0])
+        position = _SIZES_AT.get(operator.func.overloadpacket.__name__)
+        made = uses_in(step.out)
+        if position is not None and len(made) == 1 and position < len(step.args):
+            guessed = self.guess(made[0].value, ()) if isinstance(step.args[position], list) else None
+            if guessed is None:
+                return SAME
+            self._sized[step.number] = position, guessed
+            return guessed
+        if not given and any(self.guess(use.value, ()) is not None for use in made):
+            raise Unproven(f"{step.name} may count tokens")
+        out = self._real(step.out)
+        return meaning_of(Call(func=operator.func, args=args, kwargs=kwargs, out=out, tokens=self, given=given))
+
+    def _declared(self, operator: Function, args: Sequence[Any], given: Sequence[torch.Tensor]) -> Meaning:
+        """Of a token-local function."""
+        meanings = [self.of(tensor) for tensor in given]
+        if operator.axis_after is None or not args:
+            raise Unproven(f"{operator} is kept")
+        if all(meaning is SAME for meaning in meanings):
+            return SAME
+        axis = meanings[0]
+        if not isinstance(axis, Axis) or any(meaning is not SAME for meaning in meanings[1:]):
+            return MIXED
+        return operator.axis_after(axis, *args) or MIXED
+
+    def _real(self, value: Any) -> Any:
+        """Arguments or results with stand-ins in them."""
+        if isinstance(value, Use):
+            return self.stand_in(value.value)
+        if isinstance(value, (list, tuple)):
+            return [self._real(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self._real(item) for name, item in value.items()}
+        if isinstance(value, Carried):
+            return self._carried[value.position] if value.position < len(self._carried) else 0.5
+        return None if isinstance(value, Hidden) else value

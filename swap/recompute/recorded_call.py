@@ -1,0 +1,224 @@
+"""A recorded call: what the end of a layer's forward finds of it, and the replays that are made of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from memo.swap.engine.handles import Kept, Sharded
+from memo.swap.engine.saved_storage import content_of
+from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
+from memo.swap.recompute.tape.plan import Plan, Sources
+from memo.swap.recompute.tape.recorder import Birth, is_recordable
+from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
+from memo.swap.tensor_kinds import local_part
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.engine.layer_calls import Group
+    from memo.swap.engine.saved_storage import SavedStorage
+    from memo.swap.layers import Layer
+    from memo.swap.recompute.ranges.ranged_plan import RangedPlan
+    from memo.swap.recompute.tape.recorder import Recorder
+    from memo.swap.token_levels import Setting
+
+__all__ = ["OpenCall", "Parts", "RecordedCall", "tensors_within"]
+
+Parts = dict["SavedStorage", "TokenPrefix"]
+"""Storages that are replayed, or of which a part moves."""
+
+
+@dataclasses.dataclass(slots=True)
+class OpenCall:
+    """The call that is recorded now."""
+
+    layer: Layer
+    group: Group
+    recorder: Recorder
+    setting: Setting
+    kind: tuple[Any, ...]
+    nested: bool = False
+
+
+class RecordedCall:
+    """What the end of a recorded call finds: its log, what of it is still there, and what autograd saved."""
+
+    def __init__(self) -> None:
+        self.key: Any
+        self.sources: Sources
+        self.wanted: tuple[int, ...]
+        self.stuck: tuple[int, ...]
+        self.saved: dict[int, SavedStorage] = {}
+        self._lent: set[int] = set()  # local parts of parameters and buffers
+        self._call: OpenCall
+
+    @classmethod
+    def of(
+        cls, call: OpenCall, output: Any, engine: Engine, gathered: Collection[torch.nn.Parameter] = ()
+    ) -> RecordedCall:
+        """Reads the recorder of a call that has just ended; `gathered` parameters may be gone before backward."""
+        self, recorder = cls(), call.recorder
+        self._call = call
+        self.key = recorder.key
+        outputs = {
+            recorder.number_of(local_part(tensor).untyped_storage())
+            for tensor in tensors_within(output)
+            if is_recordable(local_part(tensor))
+        }
+        free, saved, held = set(), set(), set()
+        own: set[ref[torch.UntypedStorage]] | None = None
+        for number, tensor in recorder.tensors.items():
+            birth, nbytes, _ = recorder.storages[number]
+            storage = tensor.untyped_storage()
+            if birth is Birth.PARAMETER:
+                is_there = storage.nbytes() == nbytes and recorder.number_of(storage) == number
+                if is_there and not (gathered and tensor in gathered):
+                    free.add(number)
+                continue
+            known = engine.saved_as(storage)
+            if known is not None and known.group is call.group:
+                if known.content == content_of(tensor):
+                    saved.add(number)
+                    self.saved[number] = known
+            elif storage.nbytes() != nbytes:
+                continue  # freed by its owner, as sharded parameters are
+            elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
+                free.add(number)
+            else:
+                if own is None and birth is Birth.FOUND:
+                    own = {ref(local_part(tensor).untyped_storage()) for tensor in _own_tensors(call.layer.module)}
+                if birth is Birth.FOUND and own is not None and ref(storage) in own:
+                    free.add(number)
+                    self._lent.add(number)
+                else:
+                    held.add(number)
+        lent = recorder.lent - free - saved
+        self.stuck = tuple(
+            sorted(
+                number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
+            )
+        )
+        self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
+        self.sources = Sources(
+            free=frozenset(free),
+            saved=frozenset(saved),
+            held=frozenset(held - lent),
+            bits=frozenset(recorder.bits),
+            lent=frozenset(lent),
+        )
+        return self
+
+    def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
+        """The replay of this call by a plan."""
+        recorder = self._call.recorder
+        kept = [
+            self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine)
+            if item.bits_of >= 0
+            else self._brought(recorder.tensors[item.storage], item.storage, engine)
+            for item in plan.kept
+        ]
+        wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in plan.wanted]
+        return Replay(
+            engine,
+            self._call.layer.name,
+            plan,
+            kept,
+            carried=recorder.carried,
+            wanted=wanted,
+            together=together,
+        )
+
+    def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
+        """The replays of this call by a plan of token ranges, in the order in which they run."""
+        recorder, rows = self._call.recorder, plan.rows
+        found: list[RangedReplay] = []
+        for span in plan.spans:
+            slices, kept = [], []
+            for item in span.plan.kept:
+                is_whole = item.storage in self.saved or item.storage in self.sources.free
+                part = slice_of(rows, span, item, is_whole=is_whole)
+                slices.append(part)
+                if item.bits_of >= 0:
+                    kept.append(
+                        self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
+                    )
+                else:
+                    kept.append(self._brought(recorder.tensors[item.storage], item.storage, engine, part, rows.tokens))
+            wanted = [Wanted(self.saved[storage].hold, self.saved[storage].nbytes) for storage in span.wanted]
+            found.append(
+                RangedReplay(
+                    engine,
+                    self._call.layer.name,
+                    span,
+                    kept,
+                    slices,
+                    carried=recorder.carried,
+                    wanted=wanted,
+                    before=found[-1] if found else None,
+                    together=together,
+                )
+            )
+        return found
+
+    def parts(self, plan: RangedPlan, replays: Sequence[RangedReplay], engine: Engine) -> Parts:
+        """The storages of which a plan of token ranges moves a part."""
+        rows = plan.rows
+        found = {
+            self.saved[storage]: TokenPrefix(
+                replays[at], rows.rows[rows.tape.last[storage]], tokens=rows.tokens, first=first
+            )
+            for storage, (at, first) in plan.heads.items()
+        }
+        if plan.whole is not None:
+            replay = self.replay(plan.whole, engine)
+            for storage in plan.whole.wanted:
+                saved = self.saved[storage]
+                found[saved] = TokenPrefix(replay, Rows(rows=1, width=saved.nbytes), tokens=1, first=0)
+        return found
+
+    def _brought(
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        engine: Engine,
+        part: Slice | None = None,
+        tokens: int = 0,
+    ) -> Brought:
+        """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
+        recorder, storage = self._call.recorder, tensor.untyped_storage()
+        if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
+            return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+        whole = recorder.sharded.get(ref(storage))
+        if whole is not None:
+            return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
+        if number in self._lent:
+            return Brought(Kept(tensor), storage.nbytes())
+        home = recorder.streams.get(number)
+        here = home is None or home == engine.backend.current_stream()
+        with nullcontext() if here or home is None else engine.backend.stream_context(home):
+            if part is not None:
+                tensor = part_to_keep(tensor, part, tokens)
+            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_recordable(local_part(tensor)):
+            yield tensor
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_within(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_within(item)]
+    return []

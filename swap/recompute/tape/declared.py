@@ -1,0 +1,112 @@
+"""Declarations: functions of the program that the tape has as one operator each.
+
+memoize        its results are kept, and it never runs again: custom attention, routing, kernels torch does not see
+token_local    it may run again, and computes each token's result from that token alone, or moves whole tokens between
+ranks; the operators inside are not recorded
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from memo.swap.recompute.axis.token_axis import Axis
+
+__all__ = ["AxisAfter", "TokenLocalCall", "memoize", "token_local"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+AxisAfter = Callable[..., Axis | None]
+"""(axis of x, x, the function's other arguments) -> axis of the result; None where tokens mix."""
+
+
+def memoize(function: _Function | None = None, *, token_dim: int | None = None) -> Any:
+    """Decorator: a token-wise layer saves the function's results whole, and its recompute reuses them.
+
+    For operations that mix tokens (custom attention, routing of experts, scans), and for functions whose kernels the
+    dispatcher does not see. Outside `memo.offload` the function runs unchanged.
+
+        @memo.memoize(token_dim=1)
+        def attend(q, k, v): ...
+
+    Args:
+        function: takes tensors anywhere in its arguments, of any shape and dtype. It must not write into them, and its
+            results must be new tensors, no views of its arguments; otherwise the layer moves whole, with a warning.
+        token_dim: dimension of the results that runs over the tokens. By default the one whose size is the number of
+            tokens, and of several the last but one.
+
+    Returns:
+        The function with the same signature; without `function`, a decorator.
+    """
+    if function is None:
+        return functools.partial(memoize, token_dim=token_dim)
+
+    @functools.wraps(function)
+    def memoized(*args: Any, **kwargs: Any) -> Any:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            answer = getattr(mode, "memoized", None)
+            if answer is not None:
+                return answer(function, args, kwargs, token_dim)
+        return function(*args, **kwargs)
+
+    return memoized
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLocalCall:
+    """One call of a token-local function."""
+
+    function: Callable[..., torch.Tensor]
+    axis_after: AxisAfter
+    x: torch.Tensor
+    others: tuple[Any, ...]
+    """The same for all tokens."""
+
+    def run(self) -> torch.Tensor:
+        """Calls the function."""
+        return self.function(self.x, *self.others)
+
+    def after(self, axis: Axis) -> Axis | None:
+        """Token axis of the result, `axis` being that of `x`; None where tokens mix."""
+        return self.axis_after(axis, self.x, *self.others)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(str(other) for other in self.others if isinstance(other, int))
+        return f"{self.function.__name__}({numbers})"
+
+
+def token_local(axis_after: AxisAfter) -> Callable[[_Function], _Function]:
+    """Declares that a function computes each token's result from that token alone, or moves whole tokens between ranks.
+
+    The decorated function is called as `function(x, *others)` and returns a new tensor. Outside `memo.offload` it runs
+    unchanged. A collective must be given the same number of tokens on every rank.
+
+    Args:
+        axis_after: called as `axis_after(axis, x, *others)` with the token axis of `x`; returns the token axis of the
+            result, or None where tokens mix, after which the layer moves whole.
+
+    Returns:
+        A decorator for functions of which only the first argument runs over the tokens.
+    """
+
+    def mark(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
+            for mode in reversed(_get_current_dispatch_mode_stack()):
+                handle = getattr(mode, "token_local", None)
+                if handle is not None:
+                    handled: torch.Tensor = handle(
+                        TokenLocalCall(function=function, axis_after=axis_after, x=x, others=others)
+                    )
+                    return handled
+            result: torch.Tensor = function(x, *others)
+            return result
+
+        return run  # type: ignore[return-value]
+
+    return mark

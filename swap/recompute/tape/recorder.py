@@ -1,0 +1,638 @@
+"""Recorder of one layer call: writes each operator that runs below autograd into a log, while the layer's forward runs once.
+
+The log is flat, and it is the key of the call's plan: two calls with equal logs read and write the same storages with the
+same operators, so that what was decided for one holds for the other. Storages and values are numbered as they appear:
+
+    storage   one piece of memory; numbered by a weak reference to its object, since addresses are reused
+    value     a tensor: offset, sizes, strides and type over a storage
+
+Numbers with a fraction and objects (generators, process groups) are carried beside the log, as they may differ from call
+to call. The recorder holds no tensor that autograd does not save, but the layer's arguments, and those that the caller
+names beforehand in `holds`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from memo.kernels import pack_mask
+from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
+from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
+
+if TYPE_CHECKING:
+    from memo.swap.recompute.axis.token_axis import Axis
+    from memo.swap.recompute.tape.checksums import Checksums
+    from memo.swap.recompute.tape.declared import TokenLocalCall
+
+__all__ = [
+    "Aside",
+    "Birth",
+    "Collective",
+    "Function",
+    "Geometry",
+    "Key",
+    "Mark",
+    "Recorder",
+    "Ref",
+    "Storage",
+    "is_recordable",
+]
+
+Geometry = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
+"""Number of the storage; offset, sizes and strides in elements; type."""
+
+
+class Mark(enum.Enum):
+    """Words of the log that stand for themselves."""
+
+    __hash__ = object.__hash__
+
+    OUTPUTS = "arguments end, results follow"
+    SAVED = "autograd saves the value that follows"
+    TRUE = "True"
+    FALSE = "False"
+    CARRIED = "an argument that is carried beside the log"
+    LIST = "a list begins; its length follows"
+    NAMED = "the name of the next argument follows"
+    HIDDEN = "a tensor without a storage of its own, or whose bytes do not describe it"
+    OTHER = "a result that is no tensor"
+
+
+OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Mark.OUTPUTS, Mark.SAVED, Mark.TRUE, Mark.FALSE, Mark.CARRIED
+LIST, NAMED, HIDDEN, OTHER = Mark.LIST, Mark.NAMED, Mark.HIDDEN, Mark.OTHER
+
+
+class Birth(enum.Enum):
+    """Where a storage comes from."""
+
+    __hash__ = object.__hash__
+
+    INPUT = "the layer's hidden states"
+    GIVEN = "another argument of the layer"
+    PARAMETER = "a parameter"
+    FOUND = "it was there, or something made it that the dispatcher does not see"
+    MADE = "an operator of the layer made it"
+
+
+class Ref:
+    """Word of the log: a value, by its number."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"v{self.value}"
+
+
+_REFS: list[Ref] = [Ref(number) for number in range(256)]
+
+Storage = tuple[Birth, int, int]
+"""Origin, bytes, and the number of the operator that made it; -1 for others."""
+
+
+class Key:
+    """Log, values and storages of one call; hashed once."""
+
+    __slots__ = ("_hash", "log", "storages", "values")
+
+    def __init__(self, log: Sequence[Any], values: Sequence[Geometry], storages: Sequence[Storage]) -> None:
+        self.log = tuple(log)
+        self.values = tuple(values)
+        self.storages = tuple(storages)
+        self._hash = hash((self.log, self.values, self.storages))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Key)
+            and self._hash == other._hash
+            and self.log == other.log
+            and self.values == other.values
+            and self.storages == other.storages
+        )
+
+
+class Function:
+    """A function of the program that the log has as one operator.
+
+    Args:
+        function: takes and returns tensors.
+        repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
+        talks: it ran collectives.
+        axis_after: declared token axis of the result (`token_local`).
+    """
+
+    __slots__ = ("axis_after", "function", "repeats", "talks")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        repeats: bool,
+        talks: bool = False,
+        axis_after: Callable[..., Axis | None] | None = None,
+    ) -> None:
+        self.function = function
+        self.repeats = repeats
+        self.talks = talks
+        self.axis_after = axis_after
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.repeats, self.talks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", "a function")
+
+
+_PLAIN = (torch.Tensor, Parameter)
+_CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_ATEN = torch.ops.aten
+_DROPOUT = _ATEN.native_dropout.default
+_DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
+"""Random operators that give zeros and ones; of dropout's results the log has the mask alone."""
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout makes of its mask, rounded as it does."""
+    if x.device.type == "cpu":  # the mask is divided in the tensor's own type
+        return x * (mask if p >= 1 else mask.to(x.dtype).div_(1 - p))
+    out: torch.Tensor = _ATEN.native_dropout_backward.default(x, mask, 0.0 if p >= 1 else 1 / (1 - p))
+    return out
+
+
+_DROPPED = Function(_dropped, repeats=True)
+
+
+def is_recordable(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor that its storage, offset, sizes, strides and type describe completely."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
+        and not tensor._is_zerotensor()
+    )
+
+
+class Collective(NamedTuple):
+    """A collective of the call, or a function of the program that ran some."""
+
+    number: int
+    """Of the operator."""
+    name: str
+    groups: tuple[str, ...]
+    """Names of the process groups of several ranks that it was given."""
+
+
+class Aside:
+    """`with Aside(mode):` around the engine's own operators.
+
+    Taken off the stack the mode costs them nothing. Where another mode lies above, it is put to sleep: some 10 us each.
+    """
+
+    __slots__ = ("_is_off", "_mode", "_was_asleep")
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._is_off = _get_current_dispatch_mode() is self._mode
+        if self._is_off:
+            _pop_mode()
+        else:
+            self._was_asleep = self._mode.asleep
+            self._mode.asleep = True
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_off:
+            _push_mode(self._mode)
+        else:
+            self._mode.asleep = self._was_asleep
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode around one forward of a layer.
+
+    Args:
+        hidden: local part of the layer's input.
+        given: the local parts of its other tensor arguments.
+        holds: operator number -> (operator, positions of its results whose storages are held, True to hold zeros and ones
+            as bits), as the plan that is expected to fit will keep; None for a call of which nothing is known, where bits
+            are held of every random 0/1 mask.
+        checksums: checks that memory changes by recorded operators alone; None: no check.
+        here: the caller's compute stream.
+        all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
+    """
+
+    supports_higher_order_operators = True
+    asleep = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every call goes through torch._disable_dynamo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled under the mode: run operator by operator they would round differently."""
+        return True
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        given: Sequence[torch.Tensor],
+        *,
+        holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
+        checksums: Checksums | None = None,
+        here: Callable[[], int] = lambda: 0,
+        all_bits: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log: list[Any] = []
+        self.values: list[Geometry] = []
+        self.storages: list[Storage] = []
+        self.carried: list[Any] = []
+        """Floating-point numbers and objects among the operators' arguments, in order."""
+        self.tensors: dict[int, torch.Tensor] = {}
+        """Storage number -> a tensor over it, for arguments, parameters, what was found, saved or held."""
+        self.bits: dict[int, torch.Tensor] = {}
+        """Operator number -> the zeros and ones that it drew, one bit each."""
+        self.streams: dict[int, int] = {}
+        """Storage number -> the stream on which it was held; -1 - operator number for bits."""
+        self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
+        """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
+        self.saved: list[tuple[int, torch.Tensor]] = []
+        """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        self.lent: set[int] = set()
+        """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
+        self.collectives: list[Collective] = []
+        """In order; a call with other numbers in the same log may have other groups."""
+        self._within: list[str] | None = None  # groups of the function of the program that runs now
+        self._suspects: list[tuple[int, torch.Tensor]] = []
+        self._numbers: dict[ref[torch.UntypedStorage], int] = {}
+        self._by_geometry: dict[Geometry, Ref] = {}
+        self._holds = holds
+        self._here = here
+        self._all_bits = all_bits
+        self._checksums = checksums
+        self._count = 0
+        self._exact = False
+        self._has_complex = False  # only then a view may be conjugated or negated
+        self._born(hidden, Birth.INPUT)
+        for tensor in given:
+            if ref(tensor.untyped_storage()) not in self._numbers:
+                self._born(tensor, Birth.GIVEN)
+        if checksums is not None:
+            checksums.note([hidden, *given])
+
+    @property
+    def key(self) -> Key:
+        """The call's log, values and storages."""
+        return Key(self.log, self.values, self.storages)
+
+    @property
+    def count(self) -> int:
+        """Operators so far."""
+        return self._count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            if self._within is not None and (operator := operator_of(func)).group_at is not None:
+                self._within += _groups_of(operator, args)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        for kind in types:
+            if kind not in _PLAIN and _dispatches(kind):
+                self._note_sharded(args)
+                return NotImplemented  # a DTensor, or the like, which comes back with its local tensors
+        operator = operator_of(func)
+        if operator.group_at is not None and (groups := _groups_of(operator, args)):
+            self.collectives.append(Collective(self._count, operator.func._schema.name, groups))
+        words, carried = len(self.log), len(self.carried)
+        try:
+            if self._checksums is not None:
+                return self._checked(operator, args, kwargs or {})
+            self._arguments(operator, args, kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:  # the layer may go on in another way
+            del self.log[words:], self.carried[carried:]
+            if self.collectives and self.collectives[-1].number == self._count:
+                self.collectives.pop()
+            raise
+        if func is _DROPOUT:
+            return self._dropout(operator, args, out)
+        self._results(operator, out)
+        return out
+
+    def _note_sharded(self, args: Sequence[Any]) -> None:
+        for value in args:
+            if isinstance(value, Parameter) and is_sharded(value):
+                self.sharded[ref(local_part(value).untyped_storage())] = value
+
+    def _dropout(self, operator: Operator, args: tuple[Any, ...], out: Any) -> Any:
+        """Notes a dropout as two operators: one draws a mask, and one that may be repeated applies it."""
+        result, mask = out
+        if args[2] is False:  # not training
+            self._results(operator, out)
+            return out
+        self._results(operator, (None, mask))
+        self._arguments(_DROPPED, (args[0], mask, args[1]), None)
+        self._results(_DROPPED, result)
+        return out
+
+    def _checked(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an operator between checksums of what it reads and what it has written."""
+        checksums = self._checksums
+        assert checksums is not None
+        self._arguments(operator, args, kwargs)
+        given = [tensor for tensor in _tensors_in((args, kwargs)) if is_recordable(tensor)]
+        # These may be given what a collective is still writing.
+        is_view = getattr(operator.func, "is_view", False) or (
+            operator.awaits and operator.func._schema.name.endswith("_wrap_tensor_autograd")
+        )
+        if not operator.reads_shapes and not operator.awaits and not is_view:
+            for tensor in given:
+                self._check(tensor)
+        out = operator.func(*args, **kwargs)
+        if operator.func is _DROPOUT:
+            self._dropout(operator, args, out)
+        else:
+            self._results(operator, out)
+        made = [tensor for tensor in _tensors_in(out) if is_recordable(tensor)]
+        if operator.group_at is not None:
+            checksums.forget([*made, *given] if operator.func.namespace == "c10d" else made)
+        elif not operator.allocates and not is_view:
+            checksums.note([*made, *given] if operator.writes else made)
+        return out
+
+    def _arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        log = self.log
+        log.append(operator)
+        self._exact = getattr(operator, "is_random", False)  # whether it draws at all may depend on a number
+        for value in args:
+            kind = type(value)
+            if kind is torch.Tensor or kind is Parameter:
+                log.append(self._word(value))
+            elif kind is int:
+                log.append(value)
+            else:
+                self._argument(value)
+        if kwargs:
+            for name, value in kwargs.items():
+                log.append(NAMED)
+                log.append(name)
+                self._argument(value)
+
+    def _argument(self, value: Any) -> None:
+        kind, log = type(value), self.log
+        if kind is int or kind in _CONSTANTS:
+            log.append(value)
+        elif kind is bool:
+            log.append(TRUE if value else FALSE)
+        elif kind is float and self._exact:
+            log.append(value)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            log.append(LIST)
+            log.append(len(value))
+            for item in value:
+                self._argument(item)
+        elif isinstance(value, torch.Tensor):
+            log.append(self._word(value))
+        else:
+            log.append(CARRIED)
+            log.append(kind)
+            self.carried.append(value)
+
+    def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
+        """The word of a tensor, which gets a number if it has none."""
+        if self._has_complex and (tensor.is_conj() or tensor.is_neg()):
+            return HIDDEN
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse
+            return HIDDEN
+        number = self._numbers.get(ref(storage))
+        if number is None:
+            if not is_recordable(tensor):
+                return HIDDEN
+            number = self._born(
+                tensor, Birth.MADE if made else Birth.PARAMETER if isinstance(tensor, Parameter) else Birth.FOUND
+            )
+        elif type(tensor) is Parameter and self.storages[number][0] is not Birth.PARAMETER:
+            self.lent.add(number)
+        geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        word = self._by_geometry.get(geometry)
+        if word is None:
+            word = self._value(geometry)
+        return word
+
+    def _value(self, geometry: Geometry) -> Ref:
+        number = len(self.values)
+        if number == len(_REFS):
+            _REFS.append(Ref(number))
+        self._has_complex = self._has_complex or geometry[4].is_complex
+        word = self._by_geometry[geometry] = _REFS[number]
+        self.values.append(geometry)
+        return word
+
+    def _born(self, tensor: torch.Tensor, birth: Birth) -> int:
+        storage = tensor.untyped_storage()
+        number = self._numbers[ref(storage)] = len(self.storages)
+        self.storages.append((birth, storage.nbytes(), self._count if birth is Birth.MADE else -1))
+        if birth is Birth.PARAMETER:
+            self.tensors[number] = tensor
+        elif birth is not Birth.MADE:
+            self.tensors[number] = _alias(tensor)
+        if birth is not Birth.MADE:
+            self._value((number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype))
+            if self._checksums is not None:
+                self._checksums.note([tensor])
+        return number
+
+    def _results(self, operator: Any, out: Any) -> None:
+        self.log.append(OUTPUTS)
+        if type(out) is torch.Tensor:
+            self.log.append(self._word(out, made=True))
+        else:
+            self._result(out)
+        holds = self._holds
+        if holds is None:
+            if getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
+        else:
+            hold = holds.get(self._count)
+            if hold is not None and hold[0] == operator:
+                self._hold(out, hold[1], as_bits=hold[2])
+            elif self._all_bits and getattr(operator, "func", None) in _DRAWS_BITS:
+                self._hold(out, (0,), as_bits=True)
+        self._count += 1
+
+    def _result(self, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            self.log.append(self._word(out, made=True))
+        elif isinstance(out, (tuple, list)):
+            self.log.append(LIST)
+            self.log.append(len(out))
+            for item in out:
+                self._result(item)
+        else:
+            self.log.append(None if out is None else OTHER)
+
+    def _hold(self, out: Any, positions: Sequence[int], *, as_bits: bool) -> None:
+        results = _tensors_in(out)
+        for position in positions:
+            if position >= len(results):
+                continue
+            if as_bits:
+                self.bits[self._count] = pack_mask(results[position])
+                self.streams[-1 - self._count] = self._here()
+            else:
+                number = self._numbers.get(ref(results[position].untyped_storage()))
+                if number is not None:
+                    self.tensors[number] = _alias(results[position])
+                    self.streams[number] = self._here()
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
+        kind = type(tensor)
+        if kind is Parameter:
+            return
+        local = tensor if kind is torch.Tensor else local_part(tensor)
+        if not has_storage(local):
+            return
+        word = self._word(local)
+        self.log.append(SAVED)
+        self.log.append(word)
+        if word is HIDDEN:
+            return
+        number = self.values[word.value][0]
+        if self._checksums is not None:
+            self._check(local)
+        birth = self.storages[number][0]
+        if birth is not Birth.PARAMETER:
+            alias = local.detach()
+            self.tensors[number] = alias
+            self.saved.append((number, alias))
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        assert self._checksums is not None
+        differs = self._checksums.differs(tensor)
+        if differs is not None:
+            self._suspects.append((self._numbers[ref(tensor.untyped_storage())], differs))
+
+    def changed_unseen(self) -> frozenset[int]:
+        """Storages that were read after something unseen had written into them. Waits for the device."""
+        if not self._suspects:
+            return frozenset()
+        flags = torch.stack([differs for _, differs in self._suspects])
+        if torch.equal(flags, torch.zeros_like(flags)):  # which tensors without bytes answer too
+            return frozenset()
+        differ = flags.tolist()
+        return frozenset(number for (number, _), changed in zip(self._suspects, differ, strict=True) if changed)
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Number of a storage; None for one that the layer has not touched."""
+        return self._numbers.get(ref(storage))
+
+    # Functions of the program that are one operator.
+
+    def memoized(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
+    ) -> Any:
+        """Runs a function whose results are kept (memo.memoize)."""
+        return self._run(Function(function, repeats=False), function, args, kwargs)
+
+    def token_local(self, call: TokenLocalCall) -> torch.Tensor:
+        """Runs a function that may be called again (memo.swap.token_local)."""
+        result: torch.Tensor = self._run(
+            Function(call.function, repeats=True, axis_after=call.axis_after),
+            call.function,
+            (call.x, *call.others),
+            {},
+        )
+        return result
+
+    def _run(
+        self, operator: Function, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.asleep:
+            return function(*args, **kwargs)
+        self._within, self.asleep = [], True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            groups, self._within, self.asleep = tuple(dict.fromkeys(self._within)), None, False
+        with Aside(self):
+            if groups:
+                operator.talks = True
+                self.collectives.append(Collective(self._count, repr(operator), groups))
+            self._arguments(operator, _local_parts(args), {name: _local_parts(value) for name, value in kwargs.items()})
+            self._results(operator, _local_parts(out))
+            if self._checksums is not None:
+                self._checksums.note([tensor for tensor in _tensors_in(_local_parts(out)) if has_storage(tensor)])
+        return out
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias that shares the tensor's version counter, also below autograd.
+
+    Never the tensor itself: autograd makes an operator's result the output of its node, which holds the saved tensors.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+    if not excluded:
+        return tensor.detach()
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_ADINPLACE, True)
+
+
+def _dispatches(kind: type) -> bool:
+    """True for a subclass of tensors that handles operators itself."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not torch._C._disabled_torch_dispatch_impl
+
+
+def _groups_of(operator: Operator, args: Sequence[Any]) -> tuple[str, ...]:
+    """Name of the process group of a collective; nothing for one rank alone."""
+    group = group_of(operator.func, args)
+    return () if group is None or group.size() < 2 else (group.group_name,)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors_in(item)]
+    return []
+
+
+def _local_parts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return local_part(value)
+    if isinstance(value, (tuple, list)):
+        return [_local_parts(item) for item in value]
+    if isinstance(value, dict):
+        return [_local_parts(item) for item in value.values()]
+    return value

@@ -1,0 +1,212 @@
+"""Replay: runs the steps of a plan in backward, for the saved tensors of one layer call that no tier holds.
+
+A Replay owns what its plan keeps, packed by the engine, and nothing of what it gives: a graph that dies without backward
+frees itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from memo.errors import MemoError, SwapError
+from memo.swap.tensor_kinds import local_part
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.engine.handles import Packed
+    from memo.swap.engine.saved_storage import Hold
+    from memo.swap.engine.token_prefix import Take
+    from memo.swap.recompute.tape.plan import Plan
+
+__all__ = ["Brought", "Replay", "ReplayFailed", "Wanted", "Whole"]
+
+
+class ReplayFailed(Exception):
+    """A step did not run again; the message is the reason, as a person reads it."""
+
+    def __init__(self, step: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """A storage that the replay gives."""
+
+    hold: weakref.ref[Hold]
+    """Dead when backward is through with it."""
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """All tokens, as the engine counts them here: one."""
+
+    first: int = 0
+    stop: int = 1
+
+
+_WHOLE = Whole()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Brought:
+    """Something that a plan keeps of one call."""
+
+    packed: Packed
+    nbytes: int
+    """Of its storage."""
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+    """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
+
+
+class Precision(NamedTuple):
+    """Settings of torch that operators heed, besides what they are given."""
+
+    matmul: str
+    default: torch.dtype
+
+    @classmethod
+    def now(cls) -> Precision:
+        """Those in force."""
+        return cls(torch.get_float32_matmul_precision(), torch.get_default_dtype())
+
+    def set(self) -> None:
+        """Puts them in force."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.set_default_dtype(self.default)
+
+
+class Replay:
+    """The steps that one layer call has to run again.
+
+    Args:
+        engine: brings back what is kept.
+        name: of the layer, for messages.
+        plan: which steps.
+        kept: what the plan keeps, in its order.
+        carried: arguments of the call that the plan does not hold.
+        wanted: storages that it gives, in the plan's order.
+        together: other ranks run it at the same place in their backward.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        plan: Plan,
+        kept: Sequence[Brought],
+        *,
+        carried: Sequence[Any],
+        wanted: Sequence[Wanted],
+        together: bool = False,
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.together = together
+        self.wanted = wanted
+        self._engine = engine
+        self._kept = kept
+        self._carried = carried
+        self._precision = Precision.now()
+        self._lock = threading.Lock()
+
+    def recompute(self, take: Take) -> None:
+        """Runs the steps unless all that they give is in place; `take` gets the bytes of each wanted storage.
+
+        Raises:
+            ModifiedAfterSave: what is kept was changed in place since the forward.
+            SwapError: it could not run.
+        """
+        with self._lock:
+            if self._is_filled():
+                return
+            try:
+                self.run(take)
+            except ReplayFailed as failure:
+                raise SwapError(f"{self.name} could not be recomputed: {failure}") from failure.__cause__
+
+    def _is_filled(self) -> bool:
+        for want in self.wanted:
+            hold = want.hold()
+            if hold is not None and hold.saved.source is None:
+                prefix = hold.saved.prefix
+                if prefix is not None and prefix.lacks(0):
+                    return False
+        return True
+
+    def run(self, take: Take) -> None:
+        """Runs the steps, even where all of it is in place already.
+
+        Raises:
+            ReplayFailed: a step raised an error, or gave memory of another size.
+            torch.OutOfMemoryError: there was no room.
+        """
+
+        def give(position: int, made: torch.Tensor) -> None:
+            want = self.wanted[position]
+            storage = made.untyped_storage()
+            if storage.nbytes() != want.nbytes:
+                raise ReplayFailed(None, f"it made {storage.nbytes()} bytes where there were {want.nbytes}")
+            take(_WHOLE, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage), owned=True)
+
+        self._run(self.plan, self._bring, give)
+
+    def _run(self, plan: Plan, bring: Callable[[int], torch.Tensor], give: Callable[..., None]) -> None:
+        """Runs the code of a plan."""
+        device = self._engine.backend.device
+        with _as_recorded(device, self._precision):
+            try:
+                plan.replay(bring, self._carried, give, device)
+            except (MemoError, ReplayFailed, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
+
+    def _bring(self, position: int) -> torch.Tensor:
+        """What the plan keeps at `position`, back on the device."""
+        kept = self._kept[position]
+        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+        storage = tensor.untyped_storage()
+        if kept.storage is not None and kept.storage() is not storage:
+            raise SwapError(
+                f"a parameter of {self.name} was replaced between forward and backward; exclude it with alpha=1"
+            )
+        if storage.nbytes() < kept.nbytes:
+            raise SwapError(
+                f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
+                " with alpha=1"
+            )
+        return tensor.detach()
+
+    @staticmethod
+    def _failed_step(plan: Plan, error: BaseException) -> int | None:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
+        return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextmanager
+def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
+    """Below autograd and autocast, where the steps were recorded, and with the settings that were in force."""
+    now = Precision.now()
+    if now != precision:
+        precision.set()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if now != precision:
+            now.set()

@@ -1,0 +1,65 @@
+"""Derived cost of each step of a tape, from shapes alone; a tape holds no tensor, so stand-ins without bytes serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memo.lru import LRU
+from memo.swap.recompute.tape.recorder import Function
+from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use
+from memo.swap.recompute.tape.work import Work, picoseconds_of, rates_of, work_of
+
+__all__ = ["step_costs"]
+
+
+_KNOWN: LRU[tuple[str, tuple[Any, ...]], int] = LRU(8192)
+"""Layers repeat, and so do their operators; a call that takes another path has few new ones."""
+
+
+def step_costs(tape: Tape, device_type: str) -> list[int]:
+    """Picoseconds of repeating each step on a device of that type."""
+    stand_ins: dict[int, torch.Tensor] = {}
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, Use):
+            known = stand_ins.get(value.value)
+            if known is None:
+                _, _, size, stride, dtype = tape.geometry(value.value)
+                known = stand_ins[value.value] = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            return known
+        if isinstance(value, list):
+            return [stand_in(item) for item in value]
+        if isinstance(value, Carried):
+            return 0.5
+        return None if isinstance(value, Hidden) else value
+
+    def cost(step: Step) -> int:
+        key = (step.operator, *(_shape(tape, value) for value in (*step.args, *step.kwargs.values())))
+        known = _KNOWN.get((device_type, key))
+        if known is None:
+            known = _KNOWN[device_type, key] = derived(step)
+        return known
+
+    def derived(step: Step) -> int:
+        written = sum(tape.storage(content)[1] for content in step.makes)
+        work = Work(flops=0, nbytes=2 * written)
+        dtype = torch.float32
+        if step.makes and not isinstance(step.operator, Function):
+            out = stand_in(step.out)
+            kwargs = {name: stand_in(value) for name, value in step.kwargs.items()}
+            work = work_of(step.operator.func, [stand_in(value) for value in step.args], kwargs, out)
+            if isinstance(out, torch.Tensor):
+                dtype = out.dtype
+        return picoseconds_of(work, rates_of(device_type, dtype))
+
+    return [cost(step) if step.makes else 1 for step in tape.steps]
+
+
+def _shape(tape: Tape, value: Any) -> Any:
+    if isinstance(value, Use):
+        return tape.geometry(value.value)[2:]
+    if isinstance(value, list):
+        return tuple(_shape(tape, item) for item in value)
+    return None if isinstance(value, (Carried, Hidden)) else value

@@ -1,0 +1,127 @@
+"""Token-local functions between products: made again only where that spares bytes, and never wrong. They stand for
+collectives of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from offload_models import refused
+from small_models import assert_equal, ids, stack, train
+from torch import nn
+
+import memo
+from memo.swap.token_levels import Level
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+calls = 0
+
+
+@memo.swap.token_local(lambda axis, *_: axis)
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """As a sum over ranks: a new tensor."""
+    global calls
+    calls += 1
+    return x * 0.5
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 0.5
+
+
+class Layer(nn.Module):
+    """Up, `between`, tanh, down: tanh's result is saved, up's is not."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.between(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+def sum_of(x: torch.Tensor) -> torch.Tensor:
+    return _Sum.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed_and_used(x: torch.Tensor) -> torch.Tensor:
+    return sum_of(x) + x
+
+
+def summed_then_changed(x: torch.Tensor) -> torch.Tensor:
+    """The sum is of the product as it was."""
+    y = sum_of(x)
+    return y + x.sin_()
+
+
+def change_of_the_sum(x: torch.Tensor) -> torch.Tensor:
+    return sum_of(x).mul_(2.0)
+
+
+def seen_otherwise(x: torch.Tensor) -> torch.Tensor:
+    return sum_of(x.unflatten(-1, (2, -1))).flatten(-2)
+
+
+def differentiated(x: torch.Tensor) -> torch.Tensor:
+    """A token-local function outside of any autograd function, which saves nothing."""
+    return summed(x)
+
+
+@memo.swap.token_local(lambda axis, *_: axis)
+def saving(x: torch.Tensor) -> torch.Tensor:
+    return x.sigmoid()
+
+
+def used_as_another_type(x: torch.Tensor) -> torch.Tensor:
+    x.detach().view(torch.float64).abs()
+    return x.sin()
+
+
+FORMS = [
+    sum_of, summed_and_used, summed_then_changed, change_of_the_sum, seen_otherwise, differentiated, saving,
+    used_as_another_type,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [Level.SAVE_MATMULS, Level.SAVE_ATTENTION, (0.25, 0.5, 0.25)], ids=str)
+@pytest.mark.parametrize("between", FORMS)
+def test_gradients_are_equal_and_no_sum_is_made_twice_where_products_are_kept(
+    between: Callable[[torch.Tensor], torch.Tensor], alpha: Any, tmp_path: Path
+) -> None:
+    global calls
+    model, reference = stack(make=lambda: Layer(between)), stack(make=lambda: Layer(between))
+    manager = memo.offload(model, alpha=alpha, disk=tmp_path, min_bytes=1)
+    got = train(model, lambda step: model(ids(step)), manager)
+    calls = 0
+    got += train(model, lambda step: model(ids(step)), manager, steps=1)
+    again = calls - len(model.layers)
+    want = [step for steps in (3, 1) for step in train(reference, lambda step: reference(ids(step)), steps=steps)]
+    assert_equal(got, want)
+    assert refused(manager) == {}
+    assert manager.stats.bytes_recomputed > 0
+    # Of three layers the last stays. Where a product is used besides, its sum is made of it again, or kept with the rest.
+    assert again <= (0 if alpha is Level.SAVE_MATMULS and between not in (summed_and_used, summed_then_changed) else 4)
+    manager.close()
+
+
+@pytest.mark.parametrize("between", [sum_of, summed_and_used])
+def test_of_a_product_and_its_sum_one_is_kept(between: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    """Per token: the layer's input, and as many bytes as a product has; the norm's are made again."""
+    model = stack(make=lambda: Layer(between))
+    manager = memo.offload(model, alpha=Level.SAVE_MATMULS, disk=tmp_path, min_bytes=1)
+    train(model, lambda step: model(ids(step)), manager)
+    before = manager.stats.bytes_disk
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    assert manager.stats.bytes_disk - before == 2 * 2 * 48 * (32 + 64) * 4
+    manager.close()

@@ -1,0 +1,67 @@
+"""Layers with compiled parts: what Inductor made is kept, what lies around it is divided, and gradients are equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import Block
+from torch import nn
+
+import memo
+
+
+class Mixed(Block):
+    """A block whose MLP is compiled as one function."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__(hidden, heads)
+        self.mlp: Any = nn.Sequential(self.up, nn.GELU(), self.down)
+        self.mlp = torch.compile(self.mlp, dynamic=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        q, k, v = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, hidden))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+def steps(how: str, alpha: float | None) -> tuple[list[torch.Tensor], Any]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(*((Mixed if how == "part" else Block)(32, 2) for _ in range(3)))
+    if how == "whole":
+        for layer in model:
+            layer.compile(dynamic=False)
+    manager = (
+        None if alpha is None else memo.offload(model, alpha=alpha, host="8MiB", min_bytes=256, layers=list(model))
+    )
+    found: list[torch.Tensor] = []
+    for step in range(2):
+        x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        if manager is None:
+            loss = model(x).square().mean()
+        else:
+            with manager:
+                loss = model(x).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        found += [x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        for parameter in model.parameters():
+            parameter.grad = None
+    if manager is not None:
+        manager.close()
+    return found, None if manager is None else (manager.stats, manager.report().tokenwise)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["part", "whole"])
+def test_compiled_parts_are_kept_and_the_rest_is_divided(how: str) -> None:
+    want, _ = steps(how, None)
+    got, (stats, use) = steps(how, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert use.refused == {}
+    if how == "part":
+        assert stats.bytes_recomputed > 0
