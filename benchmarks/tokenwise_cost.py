@@ -35,8 +35,12 @@ from memo.manager.manager import Manager
 from memo.swap.backends.cpu import CpuBackend
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
-from memo.swap.recompute.policy import Tapes
 from memo.swap.token_levels import setting_of
+
+try:
+    from memo.swap.recompute.policy import Tapes
+except ModuleNotFoundError:  # a checkout from before there were tapes
+    from memo.swap.recompute.token_wise import TokenWise as Tapes  # type: ignore[import-not-found,no-redef]
 
 LAYERS = 16
 TOKENS = 64
