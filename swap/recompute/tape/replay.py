@@ -71,18 +71,32 @@ class Brought:
 class Precision(NamedTuple):
     """Settings of torch that operators heed, besides what they are given."""
 
-    matmul: str
+    matmul: str | tuple[str, ...]
+    """One for all backends; one each where the program has set them by torch.backends, as torch refuses to name one then."""
     default: torch.dtype
 
     @classmethod
     def now(cls) -> Precision:
         """Those in force."""
-        return cls(torch.get_float32_matmul_precision(), torch.get_default_dtype())
+        matmul: str | tuple[str, ...]
+        try:
+            matmul = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            matmul = tuple(backend.fp32_precision for backend in _matmul_backends())
+        return cls(matmul, torch.get_default_dtype())
 
     def set(self) -> None:
         """Puts them in force."""
-        torch.set_float32_matmul_precision(self.matmul)
+        if isinstance(self.matmul, str):
+            torch.set_float32_matmul_precision(self.matmul)
+        else:
+            for backend, precision in zip(_matmul_backends(), self.matmul, strict=True):
+                backend.fp32_precision = precision
         torch.set_default_dtype(self.default)
+
+
+def _matmul_backends() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 class Replay:
