@@ -21,7 +21,7 @@ from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Packed
+    from memo.swap.engine.handles import Kept, Packed
     from memo.swap.engine.saved_storage import Hold
     from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
@@ -66,6 +66,8 @@ class Brought:
     """Of its storage."""
     storage: weakref.ref[torch.UntypedStorage] | None = None
     """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
+    beside: tuple[Kept, ...] = ()
+    """Other parameters in the same memory, each with its own count of changes."""
 
 
 class Precision(NamedTuple):
@@ -189,6 +191,8 @@ class Replay:
         """What the plan keeps at `position`, back on the device."""
         kept = self._kept[position]
         tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+        for other in kept.beside:
+            self._engine.unpack(other, by_backward=False)  # raises if it was changed
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(
