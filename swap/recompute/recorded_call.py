@@ -193,7 +193,8 @@ class RecordedCall:
         """Packs what a plan keeps, all of it or some of its tokens, on the stream on which it was held."""
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage))
+            beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
+            return Brought(Kept(tensor), storage.nbytes(), ref(storage), beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())

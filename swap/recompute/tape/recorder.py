@@ -282,6 +282,8 @@ class Recorder(TorchDispatchMode):
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
         self.lent: set[int] = set()
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
+        self.beside: dict[int, dict[int, Parameter]] = {}
+        """Storage number -> other parameters in the memory of its first one, which count their changes on their own."""
         self.collectives: list[Collective] = []
         """In order; a call with other numbers in the same log may have other groups."""
         self._within: list[str] | None = None  # groups of the function of the program that runs now
@@ -436,8 +438,11 @@ class Recorder(TorchDispatchMode):
             number = self._born(
                 tensor, Birth.MADE if made else Birth.PARAMETER if isinstance(tensor, Parameter) else Birth.FOUND
             )
-        elif type(tensor) is Parameter and self.storages[number][0] is not Birth.PARAMETER:
-            self.lent.add(number)
+        elif type(tensor) is Parameter and tensor is not self.tensors.get(number):
+            if self.storages[number][0] is not Birth.PARAMETER:
+                self.lent.add(number)
+            else:
+                self.beside.setdefault(number, {})[id(tensor)] = tensor
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
         if word is None:

@@ -21,7 +21,7 @@ from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Packed
+    from memo.swap.engine.handles import Kept, Packed
     from memo.swap.engine.saved_storage import Hold
     from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
@@ -66,23 +66,39 @@ class Brought:
     """Of its storage."""
     storage: weakref.ref[torch.UntypedStorage] | None = None
     """Of a parameter: its memory may be freed and come back, but another one would be another parameter."""
+    beside: tuple[Kept, ...] = ()
+    """Other parameters in the same memory, each with its own count of changes."""
 
 
 class Precision(NamedTuple):
     """Settings of torch that operators heed, besides what they are given."""
 
-    matmul: str
+    matmul: str | tuple[str, ...]
+    """One for all backends; one each where the program has set them by torch.backends, as torch refuses to name one then."""
     default: torch.dtype
 
     @classmethod
     def now(cls) -> Precision:
         """Those in force."""
-        return cls(torch.get_float32_matmul_precision(), torch.get_default_dtype())
+        matmul: str | tuple[str, ...]
+        try:
+            matmul = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            matmul = tuple(backend.fp32_precision for backend in _matmul_backends())
+        return cls(matmul, torch.get_default_dtype())
 
     def set(self) -> None:
         """Puts them in force."""
-        torch.set_float32_matmul_precision(self.matmul)
+        if isinstance(self.matmul, str):
+            torch.set_float32_matmul_precision(self.matmul)
+        else:
+            for backend, precision in zip(_matmul_backends(), self.matmul, strict=True):
+                backend.fp32_precision = precision
         torch.set_default_dtype(self.default)
+
+
+def _matmul_backends() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 class Replay:
@@ -175,6 +191,8 @@ class Replay:
         """What the plan keeps at `position`, back on the device."""
         kept = self._kept[position]
         tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+        for other in kept.beside:
+            self._engine.unpack(other, by_backward=False)  # raises if it was changed
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(

@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memo import offload
 from memo.errors import ModifiedAfterSave, SwapError
 from memo.swap.token_levels import Level
 
@@ -557,3 +558,55 @@ def test_ctrl_c_within_a_layer_is_followed_by_a_normal_step(
     assert _get_current_dispatch_mode() is None
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=Interrupted)))
     assert manager.stats.bytes_recomputed > 0
+
+
+class TwoBiases(nn.Module):
+    """Two parameters in one memory, as sharding and flattening optimizers make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(64)
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.first, self.second = nn.Parameter(torch.empty(32)), nn.Parameter(torch.empty(32))
+        self.first.data, self.second.data = memory[:32], memory[32:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(((self.up(x) + self.first) * 2 + self.second).sin())
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_change_of_a_parameter_in_shared_memory_is_an_error(name: str) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([TwoBiases(), TwoBiases()])
+    manager = offload(model, alpha=0.0, min_bytes=1, host="64MiB")
+    try:
+        x = torch.randn(2, 32, 32, requires_grad=True)
+        with manager:
+            for layer in model.layers:
+                x = layer(x)
+        with torch.no_grad():
+            getattr(model.layers[0], name).add_(1)
+        with pytest.raises(ModifiedAfterSave):
+            x.sum().backward()
+    finally:
+        manager.close()
+
+
+def test_precision_set_by_backend() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    model = nn.Module()
+    model.layers = nn.ModuleList([TwoBiases(), TwoBiases()])
+    manager = offload(model, alpha=0.0, min_bytes=1, host="64MiB")
+    try:
+        x = torch.randn(2, 32, 32, requires_grad=True)
+        with manager:
+            for layer in model.layers:
+                x = layer(x)
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        x.sum().backward()
+        assert manager.stats.bytes_recomputed > 0
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        manager.close()
