@@ -96,7 +96,7 @@ class RecordedCall:
                 if birth is Birth.FOUND and own is not None and ref(storage) in own:
                     free.add(number)
                     self._lent.add(number)
-                else:
+                elif number not in outputs:  # which the program may change in place, as autograd did not save it
                     held.add(number)
         lent = recorder.lent - free - saved
         self.stuck = tuple(

@@ -98,7 +98,7 @@ class Precision(NamedTuple):
 
 
 def _matmul_backends() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 class Replay:
