@@ -185,11 +185,6 @@ class RangedPlan:
         return self.rows.tokens, *((piece.first, piece.stop) for span in self.spans for piece in span.pieces)
 
     @property
-    def collectives(self) -> tuple[str, ...]:
-        """Collectives that run again."""
-        return tuple(name for plan in self.plans for name in plan.collectives)
-
-    @property
     def cost(self) -> int:
         """Derived, in picoseconds."""
         tokens = self.rows.tokens

@@ -20,7 +20,6 @@ import torch
 
 from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
-from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.recorder import Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 
@@ -81,8 +80,6 @@ class Plan:
     """Derived, in picoseconds."""
     held_bytes: int
     """Most bytes that the replay holds at once beside what it gives and what is kept."""
-    collectives: tuple[str, ...]
-    """Collectives that run again."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
     wrong: frozenset[int] = frozenset()
@@ -263,7 +260,6 @@ class Writer:
             cost=self._cut.replay_cost,
             held_bytes=self._peak,
             line_steps=line_steps,
-            collectives=tuple(step.name for step in self._steps if "collective" in groups_of(step.operator)),
         )
 
     def _geometry(self, value: int, content: int) -> Geometry:
