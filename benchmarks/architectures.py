@@ -60,7 +60,7 @@ HALF = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is examined of each architecture."""
+    """Options of an examination: settings and the model's variants."""
 
     settings: tuple[str, ...] = tuple(SETTINGS)
     dropout: float = 0.0

@@ -37,7 +37,7 @@ _CHUNK = 25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is compared of each seed."""
+    """Points and types at which each seed's program is compared."""
 
     points: dict[str, Any]
     kinds: tuple[torch.dtype, ...]

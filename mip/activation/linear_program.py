@@ -173,7 +173,7 @@ class Model:
 
     @property
     def objective(self) -> float:
-        """What is minimised, but for prices that break ties: the step's time, or the excess over the relaxed tier."""
+        """Objective without the prices that break ties: the step's time, or the excess over the relaxed tier."""
         return self.step_s if self.relaxed is None else self.excess_bytes
 
     @property

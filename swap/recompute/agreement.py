@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Agreed", "Agreements", "Shared"]
 
 MOST_KINDS = 256
-"""Of one layer, so that all ranks forget alike."""
+"""Kinds of calls remembered of one layer; counted by layer, so that all ranks forget alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreed:
-    """What holds for a kind of call on all ranks, and what this rank's trial of it has found."""
+    """Agreement on a kind of call, equal on all ranks, and the findings of this rank's trial of it."""
 
     repeats: tuple[bool, ...]
     """Of each collective of the call: replays run it."""
@@ -91,7 +91,7 @@ class Shared:
 
 
 class Agreements:
-    """What the ranks have agreed of each layer's kinds of calls."""
+    """Agreements of the ranks, by layer and kind of call."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -115,7 +115,7 @@ class Agreements:
         return Shared(kind, tuple(collective.number for collective in ours), apart, agreed)
 
     def settle(self, layer: str, shared: Shared, repeated: tuple[bool, ...]) -> Shared:
-        """What all ranks repeat of what each would. A collective call."""
+        """Agreement on the collectives that every rank would repeat. A collective call."""
         agreed = Agreed(self._ranks.all_of(layer, repeated))
         return dataclasses.replace(shared, agreed=agreed)
 

@@ -45,7 +45,7 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
 
 
 class Meanings(Protocol):
-    """What is known of the tensors of one layer call of `tokens` tokens."""
+    """Token axes of the tensors of one layer call of `tokens` tokens."""
 
     @property
     def tokens(self) -> int:

@@ -429,7 +429,7 @@ class Recorder(TorchDispatchMode):
             return HIDDEN
         try:
             storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse
+        except NotImplementedError:  # a sparse tensor has none; steps that work with it are kept
             return HIDDEN
         number = self._numbers.get(ref(storage))
         if number is None:

@@ -61,7 +61,7 @@ def test_true_is_not_one() -> None:
     """`True == 1` and their hashes agree: as words they must not."""
     some = record(lambda x: x.sum(1, keepdim=True), hidden())
     assert Mark.TRUE in some.recorder.log
-    assert True not in [word for word in some.recorder.log if type(word) is bool]
+    assert not [word for word in some.recorder.log if type(word) is bool]
 
 
 def test_numbers_with_a_fraction_are_carried_beside_the_log() -> None:
