@@ -24,6 +24,7 @@ from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager.direct_calls import DirectCalls
+from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
@@ -67,8 +68,6 @@ __all__ = ["Manager", "offload"]
 
 _Path = str | os.PathLike[str]
 
-
-"""Treatment of a layer whose recompute by tokens is not proven: move whole tensors, or run the layer again."""
 OnFull = Literal["spill", "raise", "recompute"]
 """Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
 _LayerLevels = float | Sequence[float] | Level | TokenLevels
@@ -277,12 +276,14 @@ class Manager:
         tokenwise: Tapes | None = None,
     ) -> None:
         self._layers = layers
+        self._entries = entries_of(model, layers)
         self._engine = engine
         self._recorder = recorder
         self._store = store
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
+        self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
@@ -295,6 +296,7 @@ class Manager:
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
         self._in_step = False
+        self._is_prepared = False
         self._direct_calls = DirectCalls(layers)
 
     @property
@@ -327,15 +329,12 @@ class Manager:
     def _begin_forwards(self) -> None:
         if self._engine.is_captured():
             return
-        if self._recorder is not None and not self._in_step:
-            self._recorder.begin_step(self.step)
-            self._in_step = True
-        if self._plan_source is not None:
-            self._plan_source.before_forward()
-        self._engine.begin_forwards()
-        self._tokenwise.begin_forwards(self._layers)
+        self._begin_forward()
+        self._is_prepared = True
+        if self._attached is None:
+            self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
         if self._steps is not None:
-            self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
+            self._hooks.append(self._steps.hook(idle=self._is_idle))
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
@@ -345,6 +344,74 @@ class Manager:
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
+
+    def _begin_forward(self) -> None:
+        """Prepares one forward of the model; a step that has ended is evaluated."""
+        if self._recorder is not None and not self._in_step:
+            self._recorder.begin_step(self.step)
+            self._in_step = True
+        if self._plan_source is not None:
+            self._plan_source.before_forward()
+        self._engine.begin_forwards()
+        self._tokenwise.begin_forwards(self._layers)
+
+    def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
+        if self._saving is None:
+            return
+        if not self._is_prepared:
+            self._tokenwise.end_forwards()
+            self._engine.end_forwards()
+            for groups in self._running.values():
+                groups.clear()
+            self._begin_forward()
+        self._is_prepared = False
+
+    def _is_idle(self) -> bool:
+        return self._engine.stats.live_entries == 0
+
+    def attach(self) -> Manager:
+        """Manages every training forward of the model from now on, without a `with`.
+
+        Forwards without gradients are left alone: evaluation, generation, what a checkpoint runs again in backward. Those
+        inside `with manager:` are managed as ever. A copy of the model is not attached.
+
+        Returns:
+            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing.
+
+        Raises:
+            UsageError: The manager is closed, or the model is itself the one layer.
+        """
+        if not self._closer.alive:
+            raise UsageError("this manager is closed; call memo.offload again")
+        if any(layer.module in self._entries for layer in self._layers):
+            raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
+        if self._attached is None:
+            self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+        return self
+
+    def detach(self) -> None:
+        """Undoes `attach`: the model has no hook of memo's any more. What is saved comes back all the same.
+
+        Raises:
+            UsageError: A forward is under way.
+        """
+        attached = self._attached
+        if attached is None:
+            return
+        if attached.is_within:
+            raise UsageError("detach: a forward is under way; detach between forwards")
+        attached.remove()
+        self._attached = None
+
+    def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.__enter__()
+        if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
+            self._steps.forward_begins(args, kwargs, idle=self._is_idle())
+        self._next_forward(args, kwargs)
+
+    def _end_attached(self, failed: bool) -> None:
+        self.__exit__(RuntimeError if failed else None)
 
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
@@ -504,6 +571,9 @@ class Manager:
         Raises:
             SwapError: A copy in flight failed. The trace is ended all the same.
         """
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
         if self._closer.detach() is None:
             return
         if self._steps is not None:
