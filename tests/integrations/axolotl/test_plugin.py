@@ -12,12 +12,12 @@ import pytest
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"  # before it is imported
 pytest.importorskip("axolotl", reason="axolotl is not installed")
 
-from axolotl.cli.config import load_cfg  # noqa: E402
-from axolotl.common.datasets import load_datasets  # noqa: E402
-from axolotl.integrations.base import PluginManager  # noqa: E402
-from axolotl.train import train  # noqa: E402
-from axolotl.utils.dict import DictDefault  # noqa: E402
-from integrations import (  # noqa: E402
+from axolotl.cli.config import load_cfg
+from axolotl.common.datasets import load_datasets
+from axolotl.integrations.base import PluginManager
+from axolotl.train import train
+from axolotl.utils.dict import DictDefault
+from integrations import (
     STEPS,
     Run,
     assert_divided,
