@@ -29,6 +29,7 @@ from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.manager.step_ends import StepEnds
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
@@ -254,8 +255,8 @@ class Manager:
     the `with`, and also after the manager is gone.
 
     Attributes:
-        step: Number of the training step under way, as the trace shows it; `step_done` counts on. Set it before the
-            first forward to begin at another number.
+        step: Number of the training step under way, as the trace shows it; counted on where a step has ended. Set it
+            before the first forward to begin at another number.
 
     Example:
         with memo.offload(model, alpha=1.0) as manager:
@@ -295,7 +296,10 @@ class Manager:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
+        self._step_ends = StepEnds(model)
         self._in_step = False
+        self._is_told = False
+        self._has_trained = False
         self._is_prepared = False
         self._direct_calls = DirectCalls(layers)
 
@@ -347,11 +351,18 @@ class Manager:
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
-        if self._recorder is not None and not self._in_step:
-            self._recorder.begin_step(self.step)
+        has_ended = self._is_idle() and self._step_ends.has_ended(has_trained=self._has_trained)
+        if has_ended:
+            self._has_trained = False
+            if self._in_step and not self._is_told:
+                self._end_step()
+        self._has_trained |= torch.is_grad_enabled()
+        if not self._in_step:
             self._in_step = True
+            if self._recorder is not None:
+                self._recorder.begin_step(self.step)
         if self._plan_source is not None:
-            self._plan_source.before_forward()
+            self._plan_source.before_forward(may_end=has_ended)
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
 
@@ -406,9 +417,13 @@ class Manager:
 
     def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.__enter__()
-        if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
-            self._steps.forward_begins(args, kwargs, idle=self._is_idle())
-        self._next_forward(args, kwargs)
+        try:
+            if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
+                self._steps.forward_begins(args, kwargs, idle=self._is_idle())
+            self._next_forward(args, kwargs)
+        except BaseException:
+            self._end_attached(failed=True)
+            raise
 
     def _end_attached(self, failed: bool) -> None:
         self.__exit__(RuntimeError if failed else None)
@@ -524,8 +539,14 @@ class Manager:
     def step_done(self) -> None:
         """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.
 
-        Optional; call it after the optimizer's step, with no forward or backward under way.
+        Optional; call it after the optimizer's step, with no forward or backward under way. A program that calls it once
+        tells all of its steps; else they are told apart by the optimizer, by changed parameters and by cleared gradients.
         """
+        self._is_told = True
+        self._step_ends.done()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._engine.end_step()
         if self._steps is not None:
             self._steps.done()
@@ -576,6 +597,7 @@ class Manager:
             self._attached = None
         if self._closer.detach() is None:
             return
+        self._step_ends.close()
         if self._steps is not None:
             self._steps.done()
         try:
@@ -583,7 +605,7 @@ class Manager:
         finally:
             if self._recorder is not None:
                 if self._in_step:
-                    self.step_done()
+                    self._end_step()
                 self._recorder.close()
 
 
