@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memo.errors import SwapError, UsageError
 from memo.lru import LRU
-from memo.swap.engine.handles import Kept, Sharded
+from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.agreement import Agreed, Agreements, Shared
 from memo.swap.recompute.choice import beside_nbytes, choose, cut_at, points_of, problem_at, single_level
@@ -131,6 +131,10 @@ class Tapes:
         self._expected: LRU[tuple[Any, ...], Plan | RangedPlan | _Refused] = LRU(MOST_KINDS)
         self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
         self._costs: dict[str, Costs] = {}
+        self._inputs: dict[str, Guard] = {}
+        """Layer -> the input of its last call, which was copied to find out if the program changes it after the layer."""
+        self._changing: set[str] = set()
+        """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self._ranks = Ranks(engine.backend.device)
         self._agreements = Agreements(self._ranks)
         self._gathered: Collection[torch.nn.Parameter] = ()
@@ -278,7 +282,11 @@ class Tapes:
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
         )
-        self._open = OpenCall(layer, group, recorder, setting, kind)
+        guard = self._inputs.pop(layer.name, None)
+        if guard is not None and guard.is_changed:
+            self._changing.add(layer.name)
+        copies = expected is None or layer.name in self._changing
+        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, copies_input=copies)
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -330,6 +338,8 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
+        if recorded.has_copied and name not in self._changing:
+            self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
         if self._repeats_when_full:
