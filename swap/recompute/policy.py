@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memo.errors import UsageError
 from memo.lru import LRU
-from memo.swap.engine.handles import Kept, Sharded
+from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
@@ -85,6 +85,10 @@ class Tapes:
         self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
+        self._inputs: dict[str, Guard] = {}
+        """Layer -> the input of its last call, which was copied to find out if the program changes it after the layer."""
+        self._changing: set[str] = set()
+        """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self._ranks = Ranks(engine.backend.device)
         self._plans = Plans(engine, self._ranks, self._bans, exact=exact, piece=piece, most_held=most_held)
         self._gathered: Collection[torch.nn.Parameter] = ()
@@ -236,7 +240,11 @@ class Tapes:
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
         )
-        self._open = OpenCall(layer, group, recorder, setting, kind)
+        guard = self._inputs.pop(layer.name, None)
+        if guard is not None and guard.is_changed:
+            self._changing.add(layer.name)
+        copies = expected is None or layer.name in self._changing
+        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, copies_input=copies)
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -288,6 +296,8 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
+        if recorded.has_copied and name not in self._changing:
+            self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
         if self._repeats_when_full:

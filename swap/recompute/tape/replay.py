@@ -197,9 +197,15 @@ class Replay:
             SwapError: a parameter was replaced, or has no memory.
         """
         kept = self._kept[position]
-        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
-        for other in kept.beside:
-            self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        try:
+            tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+            for other in kept.beside:
+                self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        except ModifiedAfterSave as error:
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor that was changed since its forward: {error}; or move all that"
+                f' this layer saves: levels={{"{self.name}": 1.0}}'
+            ) from error
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(
