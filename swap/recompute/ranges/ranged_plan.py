@@ -225,13 +225,14 @@ def ranged_plan_of(
     divisible = [storage for storage in wanted if tape.last[storage] in rows.rows]
     same = [storage for storage in wanted if tape.last[storage] in rows.same]
     moving = [*stuck, *(storage for storage in wanted if storage not in {*divisible, *same})]
+    there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
     spans: list[Span] = []
     heads: dict[int, tuple[int, int]] = {}
     for level, first, stop in ((Level.SAVE_ATTENTION, ends[1], tokens), (Level.SAVE_MATMULS, ends[0], ends[1])):
         open_ = [storage for storage in divisible if not spans or storage in heads]
         if first >= stop:
             continue
-        closed = [*moving, *(storage for storage in divisible if storage not in open_)]
+        closed = [*there, *(storage for storage in divisible if storage not in open_)]
         banned = {*bans(level), *rows.mixes}
         repeated = always if level is Level.SAVE_ATTENTION else ()
         try:
@@ -245,13 +246,13 @@ def ranged_plan_of(
         heads.update((storage, (len(spans) - 1, first)) for storage in span.wanted)
     if not spans:
         return None
-    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, [*moving, *divisible]) if same else None
+    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, moving, divisible) if same else None
     return RangedPlan(
         rows=rows,
         spans=tuple(spans),
         heads=heads,
         whole=whole,
-        nbytes=_nbytes(rows, spans, heads, whole, [*wanted, *stuck]),
+        nbytes=_nbytes(rows, sources, spans, heads, whole, [*wanted, *stuck]),
     )
 
 
@@ -290,16 +291,23 @@ def ranged_costs_of(
 
 
 def _same(
-    rows: TokenRows, bans: Collection[int], sources: Sources, same: Sequence[int], moving: Sequence[int]
+    rows: TokenRows,
+    bans: Collection[int],
+    sources: Sources,
+    same: Sequence[int],
+    moving: Sequence[int],
+    divisible: Iterable[int],
 ) -> Plan | None:
-    """The replay of what is the same for all tokens, a cast weight."""
+    """The replay of what is not divided, a cast weight or the keys. It reads nothing that is: ranges wait for it."""
     tape = rows.tape
-    cut = cheapest(problem_of(tape, bans, sources, same, moving, tape.costs), 1, 0)
-    return plan_of(tape, cut, sources, same) if cut.replayed else None
+    undivided = dataclasses.replace(sources, lent=sources.lent.union(divisible))
+    cut = cheapest(problem_of(tape, bans, undivided, same, moving, tape.costs), 1, 0)
+    return plan_of(tape, cut, undivided, same) if cut.replayed else None
 
 
 def _nbytes(
     rows: TokenRows,
+    sources: Sources,
     spans: Sequence[Span],
     heads: Mapping[int, tuple[int, int]],
     whole: Plan | None,
@@ -313,6 +321,13 @@ def _nbytes(
             total += rows.nbytes(tape.last[storage], heads[storage][1])
         elif storage not in again:
             total += tape.storages[storage][1]
+    for kept in () if whole is None else whole.kept:
+        if kept.bits_of >= 0:
+            use = mask_of(tape, _made_by(rows, kept.bits_of, kept.storage))
+            assert use is not None
+            total += -(-tape.geometry(use.value)[2].numel() // 8)
+        elif kept.storage not in sources.free and kept.storage not in tape.saved_storages:
+            total += tape.storages[kept.storage][1]
     return total + sum(nbytes for span in spans for _, nbytes in span.kept_nbytes())
 
 
