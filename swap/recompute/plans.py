@@ -392,9 +392,9 @@ class Plans:
             self.trials_run += 1
             began = now_s(device)
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-            seconds = now_s(device) - began
             if plan.whole is not None:
                 try_out(case.recorded.replay(plan.whole, self._engine))
+            seconds = now_s(device) - began
         except Unlike:
             return None
         except torch.OutOfMemoryError:

@@ -32,7 +32,6 @@ from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
 from memo.swap.tensor_kinds import layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
-from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from memo.swap.engine.layer_calls import Group
     from memo.swap.layers import Layer
     from memo.swap.recompute.explanation import LayerExplanation
+    from memo.swap.recompute.tape.cut import Cut
 
 __all__ = ["Tapes"]
 
@@ -160,9 +160,8 @@ class Tapes:
         free = choice.for_next
         at_attention = free.problem(Level.SAVE_ATTENTION)
         settings = [setting.name if isinstance(setting, Level) else str(setting), str(choice.bans)]
-        if isinstance(found, RangedPlan):  # the tables tell of the tokens that are replayed
-            settings.append(f"in ranges of tokens, {format_bytes(found.nbytes)} kept; below, as if all were replayed")
-            used = free.at(level)
+        if isinstance(found, RangedPlan):
+            used: Cut | RangedPlan = found
         elif isinstance(found, Refused):  # all of it moves
             used = cheapest(choice.problem(level), 0, 1)
         else:

@@ -74,11 +74,9 @@ class RecordedCall:
         self, recorder = cls(), call.recorder
         self._call = call
         self.key = recorder.key
-        outputs = {
-            recorder.number_of(local_part(tensor).untyped_storage())
-            for tensor in tensors_within(output)
-            if is_recordable(local_part(tensor))
-        }
+        returned = [part for tensor in tensors_within(output) if is_recordable(part := local_part(tensor))]
+        outputs = {recorder.number_of(part.untyped_storage()) for part in returned}
+        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if _is_like_given(part, recorder)}
         free, saved, held = set(), set(), set()
         own: set[ref[torch.UntypedStorage]] | None = None
         for number, tensor in recorder.tensors.items():
@@ -109,7 +107,7 @@ class RecordedCall:
         lent = recorder.lent - free - saved
         self.stuck = tuple(
             sorted(
-                number for number in self.saved if number in outputs or recorder.storages[number][0] is not Birth.MADE
+                number for number in self.saved if number in passed_on or recorder.storages[number][0] is not Birth.MADE
             )
         )
         self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
@@ -234,6 +232,19 @@ class RecordedCall:
             self._input = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
             self.has_copied = True
         return self._input
+
+
+def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:
+    """True for a result of an argument's shape: the next layer is given it, and keeps it anyway.
+
+    Not so for what a layer shows besides, as the weights of its attention, which the program drops.
+    """
+    given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
+    return any(
+        tensor.shape == recorder.values[number][2]
+        for number, (birth, _, _) in given
+        if birth in (Birth.INPUT, Birth.GIVEN)
+    )
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memo.swap.recompute.ranges.rows import TokenRows
+from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.cut import Cut, cheapest
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
 from memo.swap.recompute.tape.recorder import Geometry
@@ -113,17 +114,7 @@ class Span:
 
     def kept_nbytes(self) -> Iterator[tuple[int, int]]:
         """Content and bytes of each thing that is kept for the span besides what autograd saves, as it is packed."""
-        tape, count, tokens = self.rows.tape, self.stop - self.first, self.rows.tokens
-        for kept in self.plan.kept:
-            content = tape.last[kept.storage] if kept.bits_of < 0 else _made_by(self.rows, kept.bits_of, kept.storage)
-            if kept.storage in self._sources.free or (kept.bits_of < 0 and kept.storage in tape.saved_storages):
-                continue
-            if kept.bits_of >= 0:
-                use = mask_of(tape, content)
-                assert use is not None
-                yield content, -(-tape.geometry(use.value)[2].numel() * count // tokens // 8)
-            else:
-                yield content, self.rows.nbytes(content, count)
+        return _besides(self.rows, self.plan, self._sources, self.stop - self.first)
 
     def _fit(self, most_held: int) -> None:
         """Makes the pieces as small as that bound needs, or as small as they may be."""
@@ -133,8 +124,20 @@ class Span:
             self.piece = max(least, min(self.piece - 1, self.piece * most_held // held) // tile * tile)
 
 
-def _made_by(rows: TokenRows, step: int, storage: int) -> int:
-    return next(content for content in rows.tape.steps[step].makes if rows.tape.contents[content].storage == storage)
+def _besides(rows: TokenRows, plan: Plan, sources: Sources, count: int) -> Iterator[tuple[int, int]]:
+    """Content and bytes of each thing that a plan of `count` tokens keeps besides what autograd saves."""
+    tape = rows.tape
+    for kept in plan.kept:
+        if kept.storage in sources.free:
+            continue
+        if kept.bits_of >= 0:
+            made = tape.steps[kept.bits_of].makes
+            content = next(content for content in made if tape.contents[content].storage == kept.storage)
+            use = mask_of(tape, content)
+            assert use is not None
+            yield content, -(-tape.geometry(use.value)[2].numel() * count // rows.tokens // 8)
+        elif kept.storage not in tape.saved_storages:
+            yield tape.last[kept.storage], rows.nbytes(tape.last[kept.storage], count)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,7 @@ class RangedPlan:
         spans: in the order in which they run: the last tokens first.
         heads: storage -> position of its last span to run, tokens that move.
         whole: replay of what is the same for all tokens; None if there is nothing of the kind.
-        nbytes: that move or stay for backward, of all that this call saved.
+        kept_nbytes: content, and bytes of it that are kept, for all that moves or stays for backward.
         deviation: largest difference that its trial found, in units of its bound.
         wrong: as a Plan's; a plan of ranges of which a trial finds a step wrong is not used.
     """
@@ -155,7 +158,7 @@ class RangedPlan:
     spans: tuple[Span, ...]
     heads: Mapping[int, tuple[int, int]]
     whole: Plan | None
-    nbytes: int
+    kept_nbytes: tuple[tuple[int, int], ...]
     deviation: float = 0.0
     wrong: frozenset[int] = frozenset()
 
@@ -185,15 +188,22 @@ class RangedPlan:
         return self.rows.tokens, *((piece.first, piece.stop) for span in self.spans for piece in span.pieces)
 
     @property
+    def nbytes(self) -> int:
+        """Of all that is kept."""
+        return sum(nbytes for _, nbytes in self.kept_nbytes)
+
+    @property
     def cost(self) -> int:
         """Derived, in picoseconds."""
         tokens = self.rows.tokens
-        return sum(span.cut.replay_cost * (span.stop - span.first) // tokens for span in self.spans)
+        spans = sum(span.cut.replay_cost * (span.stop - span.first) // tokens for span in self.spans)
+        return spans + (0 if self.whole is None else self.whole.cost)
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay holds at once beside what is kept."""
-        return max((span.held_bytes for span in self.spans), default=0)
+        """Most bytes that a replay holds at once beside what is kept. What is not divided is replayed within the first."""
+        spans = max((span.held_bytes for span in self.spans), default=0)
+        return spans + (0 if self.whole is None else self.whole.held_bytes)
 
 
 def ranged_plan_of(
@@ -225,13 +235,14 @@ def ranged_plan_of(
     divisible = [storage for storage in wanted if tape.last[storage] in rows.rows]
     same = [storage for storage in wanted if tape.last[storage] in rows.same]
     moving = [*stuck, *(storage for storage in wanted if storage not in {*divisible, *same})]
+    there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
     spans: list[Span] = []
     heads: dict[int, tuple[int, int]] = {}
     for level, first, stop in ((Level.SAVE_ATTENTION, ends[1], tokens), (Level.SAVE_MATMULS, ends[0], ends[1])):
         open_ = [storage for storage in divisible if not spans or storage in heads]
         if first >= stop:
             continue
-        closed = [*moving, *(storage for storage in divisible if storage not in open_)]
+        closed = [*there, *(storage for storage in divisible if storage not in open_)]
         banned = {*bans(level), *rows.mixes}
         repeated = always if level is Level.SAVE_ATTENTION else ()
         try:
@@ -245,13 +256,13 @@ def ranged_plan_of(
         heads.update((storage, (len(spans) - 1, first)) for storage in span.wanted)
     if not spans:
         return None
-    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, [*moving, *divisible]) if same else None
+    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, moving, divisible) if same else None
     return RangedPlan(
         rows=rows,
         spans=tuple(spans),
         heads=heads,
         whole=whole,
-        nbytes=_nbytes(rows, spans, heads, whole, [*wanted, *stuck]),
+        kept_nbytes=tuple(_kept_nbytes(rows, sources, spans, heads, whole, [*wanted, *stuck])),
     )
 
 
@@ -290,30 +301,47 @@ def ranged_costs_of(
 
 
 def _same(
-    rows: TokenRows, bans: Collection[int], sources: Sources, same: Sequence[int], moving: Sequence[int]
-) -> Plan | None:
-    """The replay of what is the same for all tokens, a cast weight."""
-    tape = rows.tape
-    cut = cheapest(problem_of(tape, bans, sources, same, moving, tape.costs), 1, 0)
-    return plan_of(tape, cut, sources, same) if cut.replayed else None
-
-
-def _nbytes(
     rows: TokenRows,
+    bans: Collection[int],
+    sources: Sources,
+    same: Sequence[int],
+    moving: Sequence[int],
+    divisible: Iterable[int],
+) -> Plan | None:
+    """The replay of what is not divided, a cast weight or the keys.
+
+    It reads nothing that is divided, since ranges wait for it, and repeats no collective, since only these keep the order
+    of other ranks.
+    """
+    tape = rows.tape
+    undivided = dataclasses.replace(sources, lent=sources.lent.union(divisible))
+    talking = [step.number for step in tape.steps if "collective" in groups_of(step.operator)]
+    cut = cheapest(problem_of(tape, {*bans, *talking}, undivided, same, moving, tape.costs), 1, 0)
+    return plan_of(tape, cut, undivided, same) if cut.replayed else None
+
+
+def _kept_nbytes(
+    rows: TokenRows,
+    sources: Sources,
     spans: Sequence[Span],
     heads: Mapping[int, tuple[int, int]],
     whole: Plan | None,
     saved: Iterable[int],
-) -> int:
+) -> Iterator[tuple[int, int]]:
     tape = rows.tape
     again = () if whole is None else whole.wanted
-    total = 0
+    found: dict[int, int] = {}
     for storage in saved:
         if storage in heads:
-            total += rows.nbytes(tape.last[storage], heads[storage][1])
+            found[tape.last[storage]] = rows.nbytes(tape.last[storage], heads[storage][1])
         elif storage not in again:
-            total += tape.storages[storage][1]
-    return total + sum(nbytes for span in spans for _, nbytes in span.kept_nbytes())
+            found[tape.last[storage]] = tape.storages[storage][1]
+    besides = [each for span in spans for each in span.kept_nbytes()]
+    if whole is not None:
+        besides += _besides(rows, whole, sources, rows.tokens)
+    for content, nbytes in besides:
+        found[content] = found.get(content, 0) + nbytes
+    yield from found.items()
 
 
 class _RangedWriter(Writer):
