@@ -76,7 +76,9 @@ class TokenLevels:
     def __post_init__(self) -> None:
         _require_fractions((self.all, self.matmuls, self.attention), argument="TokenLevels")
         if not 0 < self.piece <= 1:
-            raise UsageError(f"TokenLevels: a piece of {self.piece:g} is no fraction of the tokens; give one from 0 to 1")
+            raise UsageError(
+                f"TokenLevels: a piece of {self.piece:g} is no fraction of the tokens; give one from 0 to 1"
+            )
 
     @classmethod
     def of_alpha(cls, alpha: float, *, argument: str = "alpha") -> TokenLevels:
@@ -99,7 +101,7 @@ class TokenLevels:
         return min(first, second), second
 
     def piece_tokens(self, tokens: int) -> int | None:
-        """Returns the most tokens that a replay computes at once, of `tokens` tokens; None where pieces are not asked for."""
+        """Returns the most tokens that a replay computes at once, of `tokens`; None where pieces are not asked for."""
         if self.piece >= 1:
             return None
         return min(tokens, max(_kept(self.piece, tokens), -(-2 * LEAST_TOKENS // tile_of(tokens)) * tile_of(tokens)))

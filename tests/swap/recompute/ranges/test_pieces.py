@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from race_checker import CheckingBackend
 from small_models import SEQ, assert_equal, ids, stack, train
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memo.errors import UsageError
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
@@ -19,13 +23,13 @@ from memo.swap.recompute.ranges.ranged_plan import Piece, Span
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import LEAST_TOKENS, setting_of
+from memo.swap.token_levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
 
 
-def managed(model: torch.nn.Module, alpha: Any, **pieces: Any) -> Manager:
+def managed(model: torch.nn.Module, alpha: Any) -> Manager:
     backend = CheckingBackend("lazy", seed=0)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha), **pieces))
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha)))
 
 
 class Replays:
@@ -65,9 +69,9 @@ def _unseen(call: Any, live: LiveBytes) -> Any:
     return run
 
 
-def run(monkeypatch: pytest.MonkeyPatch, alpha: Any, batch: int = 2, **pieces: Any) -> Replays:
+def run(monkeypatch: pytest.MonkeyPatch, levels: TokenLevels, batch: int = 2) -> Replays:
     model = stack()
-    manager = managed(model, alpha, **pieces)
+    manager = managed(model, levels)
     with monkeypatch.context() as patch:
         got = train(model, lambda step: model(ids(step, batch)), manager, steps=2)
         reference = stack()
@@ -81,31 +85,57 @@ def run(monkeypatch: pytest.MonkeyPatch, alpha: Any, batch: int = 2, **pieces: A
     return replays
 
 
+def in_pieces(tokens: int, all: float = 0.0, matmuls: float = 0.0) -> TokenLevels:
+    return TokenLevels(all=all, matmuls=matmuls, attention=1 - all - matmuls, piece=tokens / SEQ)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("alpha", [0.0, 0.25, (0.25, 0.5, 0.25), (0, 1, 0)])
-def test_a_smaller_piece_holds_less_and_gives_the_same(alpha: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(monkeypatch, alpha, batch, piece=SEQ)
-    small = run(monkeypatch, alpha, batch, piece=16)
-    assert len(small.pieces) > len(whole.pieces) or alpha == (0.25, 0.5, 0.25)
-    assert all(piece.stop - piece.first >= LEAST_TOKENS for piece in small.pieces)
-    if len(small.pieces) > len(whole.pieces):
-        assert small.peak < 0.75 * whole.peak
+@pytest.mark.parametrize(("all", "matmuls"), [(0.0, 0.0), (0.25, 0.0), (0.25, 0.75), (0.0, 1.0)])
+def test_a_smaller_piece_holds_less_and_gives_the_same(
+    all: float, matmuls: float, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(monkeypatch, in_pieces(SEQ - 1, all, matmuls), batch)
+    small = run(monkeypatch, in_pieces(32, all, matmuls), batch)
+    assert [len(replays.pieces) for replays in (whole, small)] == [2 if all else 4, 4]  # of two layers; the last stays
+    assert small.peak < whole.peak
     for replays in (whole, small):
-        assert replays.peak <= max(span.held_bytes for span in replays.spans)
+        assert all_are_long_enough(replays.pieces)
+        assert replays.peak == max(span.held_bytes for span in replays.spans)
+        widest = max(piece.stop - piece.first for piece in replays.pieces)
+        assert replays.peak * SEQ == replays.spans[0].plan_for(SEQ).held_bytes * widest, "in proportion to its tokens"
 
 
-def test_pieces_are_as_large_as_the_bound_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(monkeypatch, 0.0, piece=SEQ)
-    held = whole.spans[0].held_bytes
-    for most in (held, held // 2, held // 3 + 1, 1):
-        bounded = run(monkeypatch, 0.0, most_held=most)
-        widest = max(piece.stop - piece.first for piece in bounded.pieces)
-        if most == 1:
-            assert widest == LEAST_TOKENS  # the least that may be computed again
-        else:
-            assert bounded.peak <= most
-            assert widest == {held: SEQ, held // 2: 24, held // 3 + 1: 16}[most]
+def all_are_long_enough(pieces: list[Piece]) -> bool:
+    return all(piece.stop - piece.first >= LEAST_TOKENS for piece in pieces)
 
 
-def test_without_a_bound_whole_storages_are_replayed_at_alpha_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, 0.0).pieces == []
+@pytest.mark.parametrize(("piece", "most"), [(0.5, 32), (0.7, 32), (0.9, 40), (0.01, 32), (1.0, None)])
+def test_pieces_are_whole_tiles_and_leave_no_rest_that_is_too_short(piece: float, most: int | None) -> None:
+    assert TokenLevels(attention=1.0, piece=piece).piece_tokens(SEQ) == most
+
+
+@pytest.mark.parametrize("piece", [0.0, -1.0, 1.5, math.nan])
+def test_a_piece_is_a_fraction(piece: float) -> None:
+    with pytest.raises(UsageError, match="piece"):
+        TokenLevels(attention=1.0, piece=piece)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("stop", [40, 48, 100, 1000, 4096, 5001])
+@pytest.mark.parametrize("piece", [32, 40, 256, 300, 512])
+def test_pieces_cover_a_span_and_none_is_larger_than_asked(tiles: int, stop: int, piece: int) -> None:
+    first = tiles * tile_of(stop)
+    span = Span.__new__(Span)
+    span.first, span.stop, span.piece = first, stop, piece
+    span.rows = SimpleNamespace(tokens=stop)  # type: ignore[assignment]
+    pieces = span.pieces
+    assert [pieces[0].stop, pieces[-1].first] == [stop, first]
+    assert all(after.stop == before.first for before, after in itertools.pairwise(pieces))
+    assert all_are_long_enough(pieces) or len(pieces) == 1
+    assert all(each.first % tile_of(stop) == 0 for each in pieces)
+    if piece >= 32 and piece >= tile_of(stop):
+        assert max(each.stop - each.first for each in pieces) <= piece
+
+
+def test_without_pieces_whole_storages_are_replayed_at_alpha_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, TokenLevels.of_alpha(0.0)).pieces == []
