@@ -323,7 +323,7 @@ class _RangedWriter(Writer):
         super().__init__(rows.tape, cut, sources, wanted)
         self._token_rows = rows
         self._count = count
-        self.env.update(within=_within, mask=_part_of_mask)
+        self.env.update(within=_within)
 
     def _geometry(self, value: int, content: int) -> Geometry:
         return self._token_rows.geometry(value, content, self._count)
@@ -351,10 +351,3 @@ def _within(
     """A tensor of that geometry over the bytes of `block`, which may begin within a storage."""
     begin = block.storage_offset() * block.itemsize // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), begin + offset, size, stride)
-
-
-def _part_of_mask(
-    part: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros and ones of `dtype`, of the tokens of a piece."""
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(part.reshape(size))

@@ -412,4 +412,6 @@ def _mask(
 ) -> torch.Tensor:
     """Zeros and ones of `dtype`, from one bit each."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if out.is_contiguous():
+        return unpack_mask(bits, out)
     return out.copy_(unpack_mask(bits, torch.empty(size, dtype=dtype, device=device)))

@@ -11,19 +11,22 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 from race_checker import CheckingBackend
-from small_models import SEQ, assert_equal, ids, stack, train
+from small_models import assert_equal, ids, stack, train
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memo.errors import UsageError
+from memo.kernels import pack_mask
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.recompute.ranges.ranged_plan import Piece, Span
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, _bits_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.tiers.host_and_disk import HostTier
 from memo.swap.token_levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
+
+SEQ = 96
 
 
 def managed(model: torch.nn.Module, alpha: Any) -> Manager:
@@ -39,8 +42,9 @@ class Replays:
         self.pieces: list[Piece] = []
         self.spans: list[Span] = []
         self.peak = 0
-        """Of what the steps made, without what is brought for them."""
-        run_piece, run_plan = RangedReplay._run_piece, RangedReplay._run
+        """Of what the steps made and what is gathered for them, without what comes back from a tier."""
+        self._live: LiveBytes | None = None
+        run_piece, run_plan, reload = RangedReplay._run_piece, RangedReplay._run, RangedReplay._bring
 
         def noted(replay: RangedReplay, piece: Piece, take: Any) -> None:
             self.pieces.append(piece)
@@ -48,12 +52,17 @@ class Replays:
             run_piece(replay, piece, take)
 
         def measured(replay: RangedReplay, plan: Plan, bring: Any, give: Any) -> None:
-            with LiveBytes() as live:
-                run_plan(replay, plan, _unseen(bring, live), _unseen(give, live))
-            self.peak = max(self.peak, live.peak)
+            with LiveBytes() as self._live:
+                run_plan(replay, plan, bring, _unseen(give, self._live))
+            self.peak = max(self.peak, self._live.peak)
+            self._live = None
+
+        def reloaded(replay: RangedReplay, position: int) -> torch.Tensor:
+            return reload(replay, position) if self._live is None else _unseen(reload, self._live)(replay, position)
 
         monkeypatch.setattr(RangedReplay, "_run_piece", noted)
         monkeypatch.setattr(RangedReplay, "_run", measured)
+        monkeypatch.setattr(RangedReplay, "_bring", reloaded)
 
 
 def _unseen(call: Any, live: LiveBytes) -> Any:
@@ -73,12 +82,12 @@ def run(monkeypatch: pytest.MonkeyPatch, levels: TokenLevels, batch: int = 2) ->
     model = stack()
     manager = managed(model, levels)
     with monkeypatch.context() as patch:
-        got = train(model, lambda step: model(ids(step, batch)), manager, steps=2)
+        got = train(model, lambda step: model(ids(step, batch, seq=SEQ)), manager, steps=2)
         reference = stack()
-        assert_equal(got, train(reference, lambda step: reference(ids(step, batch)), steps=2))
+        assert_equal(got, train(reference, lambda step: reference(ids(step, batch, seq=SEQ)), steps=2))
         replays = Replays(patch)
         with manager:
-            loss = model(ids(0, batch))
+            loss = model(ids(0, batch, seq=SEQ))
         loss.backward()
     assert manager.stats.live_entries == 0
     manager.close()
@@ -96,7 +105,7 @@ def test_a_smaller_piece_holds_less_and_gives_the_same(
 ) -> None:
     whole = run(monkeypatch, in_pieces(SEQ - 1, all, matmuls), batch)
     small = run(monkeypatch, in_pieces(32, all, matmuls), batch)
-    assert [len(replays.pieces) for replays in (whole, small)] == [2 if all else 4, 4]  # of two layers; the last stays
+    assert [len(replays.pieces) for replays in (whole, small)] == [2 if all else 4, 6]  # of two layers; the last stays
     assert small.peak < whole.peak
     for replays in (whole, small):
         assert all_are_long_enough(replays.pieces)
@@ -105,11 +114,19 @@ def test_a_smaller_piece_holds_less_and_gives_the_same(
         assert replays.peak * SEQ == replays.spans[0].plan_for(SEQ).held_bytes * widest, "in proportion to its tokens"
 
 
+@pytest.mark.parametrize(("before", "tokens", "width"), [(1, 64, 3), (2, 48, 5), (3, 20, 4), (2, 21, 3)])
+def test_the_bits_of_a_piece_are_those_of_its_tokens(before: int, tokens: int, width: int) -> None:
+    mask = torch.rand(before, tokens, width, generator=torch.Generator().manual_seed(0)) > 0.5
+    for first, stop in ((0, 16), (8, tokens), (5, 17), (0, tokens)):
+        part = mask[:, first:stop].contiguous()
+        assert torch.equal(_bits_of(pack_mask(mask), [before, tokens, width], 1, first, stop - first), pack_mask(part))
+
+
 def all_are_long_enough(pieces: list[Piece]) -> bool:
     return all(piece.stop - piece.first >= LEAST_TOKENS for piece in pieces)
 
 
-@pytest.mark.parametrize(("piece", "most"), [(0.5, 32), (0.7, 32), (0.9, 40), (0.01, 32), (1.0, None)])
+@pytest.mark.parametrize(("piece", "most"), [(0.5, 48), (0.7, 64), (0.9, 80), (0.01, 32), (1.0, None)])
 def test_pieces_are_whole_tiles_and_leave_no_rest_that_is_too_short(piece: float, most: int | None) -> None:
     assert TokenLevels(attention=1.0, piece=piece).piece_tokens(SEQ) == most
 
