@@ -55,9 +55,6 @@ class Tapes:
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
-        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
-        most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
-            prove a token axis; None: no bound.
     """
 
     def __init__(
@@ -68,8 +65,6 @@ class Tapes:
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
-        piece: int | None = None,
-        most_held: int | None = None,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -90,7 +85,7 @@ class Tapes:
         self._changing: set[str] = set()
         """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self._ranks = Ranks(engine.backend.device)
-        self._plans = Plans(engine, self._ranks, self._bans, exact=exact, piece=piece, most_held=most_held)
+        self._plans = Plans(engine, self._ranks, self._bans, exact=exact)
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
