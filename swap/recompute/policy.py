@@ -35,7 +35,7 @@ from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
+from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
@@ -142,9 +142,12 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor)
+            if kind is torch.nn.Parameter:
+                return engine_pack(tensor)
+            if kind is not torch.Tensor:
                 local_part(tensor)  # that it waits for a collective is an operator of the layer
-            with Aside(now.recorder):
+            with aside(now.recorder, tensor):
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
 
