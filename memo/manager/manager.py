@@ -24,10 +24,12 @@ from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager.direct_calls import DirectCalls
+from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.manager.step_ends import StepEnds
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
@@ -67,8 +69,6 @@ __all__ = ["Manager", "offload"]
 
 _Path = str | os.PathLike[str]
 
-
-"""Treatment of a layer whose recompute by tokens is not proven: move whole tensors, or run the layer again."""
 OnFull = Literal["spill", "raise", "recompute"]
 """Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
 _LayerLevels = float | Sequence[float] | Level | TokenLevels
@@ -255,8 +255,8 @@ class Manager:
     the `with`, and also after the manager is gone.
 
     Attributes:
-        step: Number of the training step under way, as the trace shows it; `step_done` counts on. Set it before the
-            first forward to begin at another number.
+        step: Number of the training step under way, as the trace shows it; counted on where a step has ended. Set it
+            before the first forward to begin at another number.
 
     Example:
         with memo.offload(model, alpha=1.0) as manager:
@@ -277,12 +277,14 @@ class Manager:
         tokenwise: Tapes | None = None,
     ) -> None:
         self._layers = layers
+        self._entries = entries_of(model, layers)
         self._engine = engine
         self._recorder = recorder
         self._store = store
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
+        self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
@@ -294,7 +296,11 @@ class Manager:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
+        self._step_ends = StepEnds(model)
         self._in_step = False
+        self._is_told = False
+        self._has_trained = False
+        self._is_prepared = False
         self._direct_calls = DirectCalls(layers)
 
     @property
@@ -327,15 +333,12 @@ class Manager:
     def _begin_forwards(self) -> None:
         if self._engine.is_captured():
             return
-        if self._recorder is not None and not self._in_step:
-            self._recorder.begin_step(self.step)
-            self._in_step = True
-        if self._plan_source is not None:
-            self._plan_source.before_forward()
-        self._engine.begin_forwards()
-        self._tokenwise.begin_forwards(self._layers)
+        self._begin_forward()
+        self._is_prepared = True
+        if self._attached is None:
+            self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
         if self._steps is not None:
-            self._hooks.append(self._steps.hook(idle=lambda: self._engine.stats.live_entries == 0))
+            self._hooks.append(self._steps.hook(idle=self._is_idle))
         for position, layer in enumerate(self._layers):
             self._hooks += self._hook(position, layer)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
@@ -345,6 +348,85 @@ class Manager:
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
+
+    def _begin_forward(self) -> None:
+        """Prepares one forward of the model; a step that has ended is evaluated."""
+        has_ended = self._is_idle() and self._step_ends.has_ended(has_trained=self._has_trained)
+        if has_ended:
+            self._has_trained = False
+            if self._in_step and not self._is_told:
+                self._end_step()
+        self._has_trained |= torch.is_grad_enabled()
+        if not self._in_step:
+            self._in_step = True
+            if self._recorder is not None:
+                self._recorder.begin_step(self.step)
+        if self._plan_source is not None:
+            self._plan_source.before_forward(may_end=has_ended)
+        self._engine.begin_forwards()
+        self._tokenwise.begin_forwards(self._layers)
+
+    def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
+        if self._saving is None:
+            return
+        if not self._is_prepared:
+            self._tokenwise.end_forwards()
+            self._engine.end_forwards()
+            for groups in self._running.values():
+                groups.clear()
+            self._begin_forward()
+        self._is_prepared = False
+
+    def _is_idle(self) -> bool:
+        return self._engine.stats.live_entries == 0
+
+    def attach(self) -> Manager:
+        """Manages every training forward of the model from now on, without a `with`.
+
+        Forwards without gradients are left alone: evaluation, generation, what a checkpoint runs again in backward. Those
+        inside `with manager:` are managed as ever. A copy of the model is not attached.
+
+        Returns:
+            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing.
+
+        Raises:
+            UsageError: The manager is closed, or the model is itself the one layer.
+        """
+        if not self._closer.alive:
+            raise UsageError("this manager is closed; call memo.offload again")
+        if any(layer.module in self._entries for layer in self._layers):
+            raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
+        if self._attached is None:
+            self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+        return self
+
+    def detach(self) -> None:
+        """Undoes `attach`: the model has no hook of memo's any more. What is saved comes back all the same.
+
+        Raises:
+            UsageError: A forward is under way.
+        """
+        attached = self._attached
+        if attached is None:
+            return
+        if attached.is_within:
+            raise UsageError("detach: a forward is under way; detach between forwards")
+        attached.remove()
+        self._attached = None
+
+    def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.__enter__()
+        try:
+            if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
+                self._steps.forward_begins(args, kwargs, idle=self._is_idle())
+            self._next_forward(args, kwargs)
+        except BaseException:
+            self._end_attached(failed=True)
+            raise
+
+    def _end_attached(self, failed: bool) -> None:
+        self.__exit__(RuntimeError if failed else None)
 
     def __exit__(self, *exception: object) -> None:
         self._depth -= 1
@@ -371,7 +453,7 @@ class Manager:
 
     def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_elsewhere():
+            if torch.compiler.is_compiling() or self._is_elsewhere():
                 return
             hidden = layer_input(args, kwargs)
             if hidden is not None:
@@ -383,6 +465,8 @@ class Manager:
             self._tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
                 group = running.pop()
@@ -457,8 +541,14 @@ class Manager:
     def step_done(self) -> None:
         """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.
 
-        Optional; call it after the optimizer's step, with no forward or backward under way.
+        Optional; call it after the optimizer's step, with no forward or backward under way. A program that calls it once
+        tells all of its steps; else they are told apart by the optimizer, by changed parameters and by cleared gradients.
         """
+        self._is_told = True
+        self._step_ends.done()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._engine.end_step()
         if self._steps is not None:
             self._steps.done()
@@ -482,6 +572,7 @@ class Manager:
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
+            unseen=self._direct_calls.reasons,
         )
 
     def _disk_use(self) -> DiskUse | None:
@@ -504,8 +595,12 @@ class Manager:
         Raises:
             SwapError: A copy in flight failed. The trace is ended all the same.
         """
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
         if self._closer.detach() is None:
             return
+        self._step_ends.close()
         if self._steps is not None:
             self._steps.done()
         try:
@@ -513,7 +608,7 @@ class Manager:
         finally:
             if self._recorder is not None:
                 if self._in_step:
-                    self.step_done()
+                    self._end_step()
                 self._recorder.close()
 
 

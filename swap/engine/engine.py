@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 from torch.nn import Parameter
 
 from memo.swap.engine.d2h import CopyOut
@@ -185,6 +186,7 @@ class Engine:
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
 
+    @_disable_dynamo  # which must not trace copies
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
@@ -212,6 +214,7 @@ class Engine:
                 group.began = trace.begin(f"forward {module}")
         return group
 
+    @_disable_dynamo  # which must not trace copies
     def end_layer(self, group: Group, *, between: bool) -> None:
         """Ends a layer's forward, after its return or exception.
 
@@ -257,13 +260,15 @@ class Engine:
 
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
-        self._layer_calls.open = None
+        with self._lock:
+            self._layer_calls.open = None
+            self._copy_out.send_saved()
         self._release.end_dropped()
 
     # Hooks of autograd.
 
     def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Packed:
-        """Hook for each tensor that autograd saves; issues the copy out of a storage seen for the first time.
+        """Hook for each tensor that autograd saves; the copy out of a storage seen for the first time follows soon.
 
         Args:
             tensor: any tensor; one that must not move (R3) is kept by reference.
@@ -405,7 +410,7 @@ class Engine:
         if telemetry.trace is not None:
             telemetry.trace.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
-            self._copy_out.send(saved)
+            self._copy_out.saves(saved)
         return hold
 
     # Ends.

@@ -240,7 +240,7 @@ class Aside:
 
 
 def aside(mode: Any, tensor: torch.Tensor) -> Any:
-    """`with aside(mode, tensor):` around the engine's own operators on a tensor and on plain ones.
+    """Suspends a mode for the engine's own operators on `tensor`, and on plain ones.
 
     Where no other mode is on the stack, and no subclass has its own way, all dispatch to Python is switched off: that
     takes an eighth of the time.
