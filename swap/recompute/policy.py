@@ -29,7 +29,7 @@ from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
+from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
 from memo.swap.tensor_kinds import layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
@@ -95,9 +95,12 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor)
+            if kind is torch.nn.Parameter:
+                return engine_pack(tensor)
+            if kind is not torch.Tensor:
                 local_part(tensor)  # that it waits for a collective is an operator of the layer
-            with Aside(now.recorder):
+            with aside(now.recorder, tensor):
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
 
