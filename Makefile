@@ -84,7 +84,7 @@ gpu-rehearsal: setup
 
 # The packages that docs/integrations/README.md lists, each in an environment of its own, on the CPU, from PyPI.
 # `make integration-trl` runs one; the environments stay under build/integrations. What is in requirements-alone.txt is
-# installed without its dependencies.
+# installed without its dependencies. The root is not on the path: our kernels/ would hide the package of that name.
 INTEGRATIONS = $(patsubst tests/integrations/%/requirements.txt,%,$(sort $(wildcard tests/integrations/*/requirements.txt)))
 INTEGRATION_TARGETS = $(addprefix integration-,$(INTEGRATIONS))
 NEEDED = numpy pulp highspy nvidia-ml-py rich pytest pytest-timeout hypothesis "setuptools>=77" wheel
@@ -94,7 +94,7 @@ NEEDED = numpy pulp highspy nvidia-ml-py rich pytest pytest-timeout hypothesis "
 integrations: $(INTEGRATION_TARGETS)
 
 $(INTEGRATION_TARGETS): integration-%: build/integrations/%/.installed
-	build/integrations/$*/bin/python -m pytest -W default -W error::RuntimeWarning $(PYTEST_ARGS) tests/integrations/$*
+	build/integrations/$*/bin/pytest -o pythonpath=tests/support -W default -W error::RuntimeWarning $(PYTEST_ARGS) tests/integrations/$*
 
 build/integrations/%/.installed: tests/integrations/%/requirements.txt
 	@test -x build/integrations/$*/bin/python || $(PY) -m venv build/integrations/$*

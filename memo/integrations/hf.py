@@ -36,10 +36,6 @@ _CHECKPOINTING = (
 _GIB = 1 << 30
 
 
-def _option(text: str, default: Any = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoArguments:
     """Options of `memo.offload` for `HfArgumentParser((TrainingArguments, MemoArguments))`; `--memo_alpha 0.25` and so on.
@@ -47,19 +43,41 @@ class MemoArguments:
     Each field is the argument of `memo.offload` of that name, with its meaning and its default.
     """
 
-    memo_plan: str | None = _option("Plan file for all steps. Default: planned from the first steps.")
-    memo_alpha: float | None = _option("Fraction, 0 to 1, that is moved; the rest is recomputed. Default: planned.")
-    memo_exact: bool = _option("Recompute only what comes back bit for bit.", True)
-    memo_keep: list[str] | None = _option("Operators whose results are never recomputed, such as aten.mm or attention.")
-    memo_repeat: list[str] | None = _option("Operators that may be recomputed although the level keeps their results.")
-    memo_device: str | None = _option("Device memory for all of training, such as 70GiB. Default: 94 % of the GPU's.")
-    memo_host: str = _option("Host memory for activations on this node, such as 64GiB.", "auto")
-    memo_disk: str | None = _option("Directory for the scratch file. Default: no disk on a GPU.")
-    memo_disk_budget: str | None = _option("Disk for activations on this node, such as 1TiB. Default: what is free.")
-    memo_min_bytes: str = _option("Smallest tensor that is moved.", "64KiB")
-    memo_on_full: Literal["spill", "raise", "recompute"] = _option("What happens when a tier is full.", "spill")
-    memo_verify: bool = _option("Check a checksum of each block that is read from disk.", False)
-    memo_trace: str | None = _option("Trace file, or a directory for one of each rank.")
+    memo_plan: str | None = dataclasses.field(
+        default=None, metadata={"help": "Plan file for all steps. Default: planned from the first steps."}
+    )
+    memo_alpha: float | None = dataclasses.field(
+        default=None, metadata={"help": "Fraction, 0 to 1, that is moved; the rest is recomputed. Default: planned."}
+    )
+    memo_exact: bool = dataclasses.field(default=True, metadata={"help": "Recompute only what comes back bit for bit."})
+    memo_keep: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Operators whose results are never recomputed, such as aten.mm or attention."}
+    )
+    memo_repeat: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Operators that may be recomputed although the level keeps their results."}
+    )
+    memo_device: str | None = dataclasses.field(
+        default=None, metadata={"help": "Device memory for all of training, such as 70GiB. Default: 94 % of the GPU's."}
+    )
+    memo_host: str = dataclasses.field(
+        default="auto", metadata={"help": "Host memory for activations on this node, such as 64GiB."}
+    )
+    memo_disk: str | None = dataclasses.field(
+        default=None, metadata={"help": "Directory for the scratch file. Default: no disk on a GPU."}
+    )
+    memo_disk_budget: str | None = dataclasses.field(
+        default=None, metadata={"help": "Disk for activations on this node, such as 1TiB. Default: what is free."}
+    )
+    memo_min_bytes: str = dataclasses.field(default="64KiB", metadata={"help": "Smallest tensor that is moved."})
+    memo_on_full: Literal["spill", "raise", "recompute"] = dataclasses.field(
+        default="spill", metadata={"help": "What happens when a tier is full."}
+    )
+    memo_verify: bool = dataclasses.field(
+        default=False, metadata={"help": "Check a checksum of each block that is read from disk."}
+    )
+    memo_trace: str | None = dataclasses.field(
+        default=None, metadata={"help": "Trace file, or a directory for one of each rank."}
+    )
 
     def options(self) -> dict[str, Any]:
         """The arguments of `memo.offload`."""
@@ -69,9 +87,9 @@ class MemoArguments:
 class MemoCallback(TrainerCallback):  # type: ignore[misc]
     """Trainer callback that manages the training forwards of its model.
 
-    Figures of memory and copies are added to Trainer's logs. Trainer calls callbacks in the order of their list, its reporters
-    first, so that `callbacks=[MemoCallback()]` shows them in `state.log_history` and on the terminal; `add_to` puts the
-    callback in front, and wandb, TensorBoard and the others have them, too.
+    Figures of memory and copies are added to Trainer's logs. Trainer calls callbacks in the order of their list, those of
+    wandb, TensorBoard and other reporters first: `callbacks=[MemoCallback()]` shows figures in `state.log_history` and on
+    the terminal; `add_to` puts the callback in front, and the reporters have them, too.
 
     Args:
         arguments: Options as parsed by HfArgumentParser. Default None: those of `memo.offload`.

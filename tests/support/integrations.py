@@ -102,3 +102,26 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of the words w3, w4, ... to VOCAB, with a chat template; nothing is downloaded."""
+    import tokenizers
+    import transformers as hf
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(3, VOCAB))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} </s> {% endfor %}"
+    return tokenizer
+
+
+def sentences(rows: int = 4 * STEPS, words: int = 24, seed: int = 0) -> list[str]:
+    """Texts of the tokenizer's words, of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(words // 2, words + 1, (rows,), generator=generator).tolist()
+    return [" ".join(f"w{n}" for n in torch.randint(3, VOCAB, (k,), generator=generator).tolist()) for k in lengths]
