@@ -131,6 +131,10 @@ def backward(ctx: Any, grad: torch.Tensor) -> Any:
 hashed.register_autograd(backward, setup_context=keep_inputs)
 
 
+def halved(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return score * 0.5
+
+
 class Layer(nn.Module):
     def __init__(self, how: str, p: float = 0.0) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class Layer(nn.Module):
         if self.how == "hashed":
             out = hashed(q, k, v, self.p)
         else:
-            out = flex_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+            out = flex_attention(*(t.transpose(1, 2) for t in (q, k, v)), score_mod=halved).transpose(1, 2)
         x = x + out.reshape(x.shape)
         return x + self.down(torch.relu(self.up(x)))
 
