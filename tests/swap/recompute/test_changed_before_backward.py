@@ -610,3 +610,77 @@ def test_precision_set_by_backend() -> None:
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
         manager.close()
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """An optimizer of another library: nothing counts what it does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1 * parameter.grad)
+
+
+UNCOUNTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused Adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "another library's": WritesThroughData,
+}
+
+
+def steps_between(model: Stack, manager: Any, make: Callable[[Any], torch.optim.Optimizer]) -> list[Any]:
+    """Gradients of a step with an optimizer's step between its forward and its backward."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(model.parameters())
+    with manager:
+        loss = model(ids())
+    optimizer.step()
+    model.zero_grad()
+    loss.backward()
+    return gradients(model)
+
+
+@by_recompute
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_a_step_that_no_counter_shows_must_not_come_before_backward(
+    offload: Callable[..., memo.Manager], optimizer: str, how: dict[str, Any]
+) -> None:
+    """Autograd itself would not notice, and mix the weights of two steps: without memo, and with it at alpha 1."""
+    make = UNCOUNTED[optimizer]
+    model = stack()
+    manager = offload(model, **how)
+    with pytest.raises(ModifiedAfterSave, match="an optimizer's step between forward and backward"):
+        steps_between(model, manager, make)
+    moved, reference = stack(), stack()
+    got = steps_between(moved, offload(moved, alpha=1.0), make)
+    assert same(got, steps_between(reference, contextlib.nullcontext(), make))
+
+
+@by_recompute
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_steps_after_backward_and_of_other_parameters_are_nobodys_business(
+    offload: Callable[..., memo.Manager], optimizer: str, how: dict[str, Any]
+) -> None:
+    make = UNCOUNTED[optimizer]
+
+    def steps(model: Stack, manager: Any) -> list[Any]:
+        mine, other = make(model.parameters()), nn.Linear(4, 4)
+        for _ in range(3):
+            for_other = make(other.parameters())
+            other.weight.grad, other.bias.grad = torch.ones(4, 4), torch.ones(4)
+            with manager:
+                loss = model(ids())
+            for_other.step()
+            loss.backward()
+            mine.step()
+            mine.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model = stack()
+    manager = offload(model, **how)
+    assert same(steps(model, manager), steps(stack(), contextlib.nullcontext()))
+    assert manager.stats.bytes_recomputed > 0
