@@ -494,7 +494,7 @@ class Manager:
 
     def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_elsewhere():
+            if torch.compiler.is_compiling() or self._is_elsewhere():
                 return
             hidden = layer_input(args, kwargs)
             if hidden is not None:
@@ -506,6 +506,8 @@ class Manager:
             self._tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
                 group = running.pop()
@@ -611,6 +613,7 @@ class Manager:
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
+            unseen=self._direct_calls.reasons,
         )
 
     def _disk_use(self) -> DiskUse | None:
