@@ -35,6 +35,7 @@ __all__ = [
     "offload",
     "parallelize",
     "profile",
+    "token_local",
     "use_planned_allocator",
 ]
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from memo.manager.manager import Manager, offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
-    from memo.swap.recompute.tape.declared import memoize
+    from memo.swap.recompute.tape.declared import memoize, token_local
 else:
     from memo.lazy import attach
 
@@ -61,6 +62,6 @@ else:
             "manager.manager": "Manager offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
-            "swap.recompute.tape.declared": "memoize",
+            "swap.recompute.tape.declared": "memoize token_local",
         },
     )

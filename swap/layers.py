@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memo.errors import NoRepeatedLayers, UsageError
 
@@ -119,12 +121,34 @@ def hook_forward(module: nn.Module, begin: _Begin, end: _End) -> list[LayerHook]
     """
     if module._compiled_call_impl is not None:
         return [_CompiledHook(module, begin, end)]
-    return [
+    hooks = [
         module.register_forward_pre_hook(begin, with_kwargs=True),
         # First of the forward hooks, as the pre-hook is the last: a recompute tried out in `end` still finds the layer as
         # its forward did, with its parameters gathered.
         module.register_forward_hook(end, always_call=True, prepend=True),
     ]
+    for hook, number in zip(hooks, _NUMBERS.setdefault(module, [hook.id for hook in hooks]), strict=True):
+        _renumber(hook, number)
+    return [*hooks]
+
+
+_NUMBERS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+"""Numbers under which a layer's hooks are registered again in each forward. A model that was compiled as a whole guards on
+them, and would be compiled anew for others.
+"""
+
+
+def _renumber(hook: RemovableHandle, number: int) -> None:
+    hooks = hook.hooks_dict_ref()
+    if hooks is None or number in hooks:  # of another manager
+        return
+    first = hook.id == next(iter(hooks))
+    for table in (hooks, *(found for known in hook.extra_dict_ref if (found := known()) is not None)):
+        if hook.id in table:
+            table[number] = table.pop(hook.id)
+    if first:
+        hooks.move_to_end(number, last=False)
+    hook.id = number
 
 
 class _CompiledHook:

@@ -1,12 +1,14 @@
-"""Layers that run without their hooks: a model may call `layer.forward(x)` itself, and then nothing of the layer is managed.
+"""Layers that run without their hooks: a model may call `layer.forward(x)` itself, or be compiled as a whole.
 
-Such a layer is known by its parameters: autograd saves them in its forward, while no layer is open. A layer that a model
-skips (layer drop, an encoder that this batch does not need) saves none, and is not taken for one. Only the first forwards
-are watched, and of them only layers whose hooks have not run.
+Then nothing of a layer is managed. (One compiled function has one backward, which takes all that was saved at once: moving
+it would spare nothing.) Such a layer is known by its parameters: autograd saves them in its forward, while no layer is open.
+A layer that a model skips (layer drop, an encoder that this batch does not need) saves none, and is not taken for one. Only
+the first forwards are watched, and of them only layers whose hooks have not run.
 """
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,12 @@ __all__ = ["DirectCalls"]
 _WATCHED = 3
 """Forwards in which something is saved, until it is clear how the model calls its layers."""
 
+_CALLED = "the model calls layer.forward(x) instead of layer(x)"
+_COMPILED = (
+    "the model is compiled as a whole, which runs no layer by itself; compile its layers instead: "
+    "for layer in manager.layers: layer.module.compile()"
+)
+
 _Pack = Callable[["torch.Tensor"], Any]
 
 
@@ -34,9 +42,11 @@ class DirectCalls:
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
+        self.reasons: dict[str, str] = {}
+        """Layer -> why it is not managed, for layers that ran without their hooks."""
         self._unseen = {layer.name: layer for layer in layers}
         self._owners: dict[int, str] = {}  # a parameter, or its storage object, by address -> layer
-        self._outside: set[str] = set()
+        self._outside: dict[str, str] = {}
         self._left = _WATCHED
         self._has_saved = False
 
@@ -59,7 +69,9 @@ class DirectCalls:
         def watching(tensor: torch.Tensor) -> Any:
             self._has_saved = True
             if not is_open():
-                self._outside.update(self._owners[address] for address in _addresses(tensor) if address in self._owners)
+                for address in _addresses(tensor):
+                    if address in self._owners and self._owners[address] not in self._outside:
+                        self._outside[self._owners[address]] = _COMPILED if _is_compiled() else _CALLED
             return pack(tensor)
 
         return watching
@@ -73,19 +85,26 @@ class DirectCalls:
         if not self._unseen or not self._left:
             return
         self._left -= self._has_saved
-        names = [name for name in self._unseen if name in self._outside and name not in seen]
-        for name in (*seen, *names):
+        found = {name: self._outside[name] for name in self._unseen if name in self._outside and name not in seen}
+        for name in (*seen, *found):
             self._unseen.pop(name, None)
+        self.reasons.update(found)
         self._owners, self._has_saved = {}, False
         self._outside.clear()
-        if names:
+        for reason in dict.fromkeys(found.values()):
+            names = [name for name, why in found.items() if why == reason]
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warnings.warn(
-                f"{names[0]}{others} ran without hooks, and nothing of it is managed: the model calls layer.forward(x) "
-                "instead of layer(x)",
+                f"{names[0]}{others} ran without hooks, and nothing of it is managed: {reason}",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _is_compiled() -> bool:
+    """True while a compiled function saves: its wrappers are callers then."""
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    return any(caller.startswith("torch._functorch._aot_autograd") for caller in callers)
 
 
 def _addresses(tensor: torch.Tensor) -> list[int]:

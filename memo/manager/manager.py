@@ -23,12 +23,15 @@ from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
+from memo.manager import claims
 from memo.manager.direct_calls import DirectCalls
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.manager.step_ends import StepEnds
+from memo.manager.unmanaged import BackwardWatch
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
@@ -214,7 +217,7 @@ def offload(
         exact=exact,
         bans=bans,
     )
-    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
+    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise, watch=BackwardWatch(model, found))
     with contextlib.ExitStack() as undo:
         undo.callback(manager.close)  # a plan or levels that do not fit the model leave no file or buffer behind
         if levels is not None:
@@ -254,8 +257,8 @@ class Manager:
     the `with`, and also after the manager is gone.
 
     Attributes:
-        step: Number of the training step under way, as the trace shows it; `step_done` counts on. Set it before the
-            first forward to begin at another number.
+        step: Number of the training step under way, as the trace shows it; counted on where a step has ended. Set it
+            before the first forward to begin at another number.
 
     Example:
         with memo.offload(model, alpha=1.0) as manager:
@@ -274,7 +277,9 @@ class Manager:
         store: DiskStore | None = None,
         *,
         tokenwise: Tapes | None = None,
+        watch: BackwardWatch | None = None,
     ) -> None:
+        self._watch = watch
         self._layers = layers
         self._entries = entries_of(model, layers)
         self._engine = engine
@@ -283,6 +288,7 @@ class Manager:
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
+        self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
@@ -295,7 +301,10 @@ class Manager:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
         self.step = 0
+        self._step_ends = StepEnds(model)
         self._in_step = False
+        self._is_told = False
+        self._has_trained = False
         self._is_prepared = False
         self._direct_calls = DirectCalls(layers)
 
@@ -305,24 +314,31 @@ class Manager:
         return self._engine.stats
 
     @property
+    def open_layer(self) -> str | None:
+        """Name of a layer whose forward is under way; None between layers."""
+        return next((self._layers[position].name for position, groups in self._running.items() if groups), None)
+
+    @property
     def layers(self) -> Sequence[Layer]:
         """The layers whose activations are managed, in the order of the model."""
         return self._layers
 
     def __enter__(self) -> Manager:
-        if not self._closer.alive:
-            raise UsageError("this manager is closed; call memo.offload again")
-        if self._depth and self._thread != threading.get_ident():
-            raise UsageError("this manager is entered in another thread; call memo.offload in each")
-        self._thread = threading.get_ident()
-        self._depth += 1
+        with self._entering:
+            if not self._closer.alive:
+                raise UsageError("this manager is closed; call memo.offload again")
+            if self._depth and self._thread != threading.get_ident():
+                raise UsageError("this manager is entered in another thread; call memo.offload in each")
+            if self._depth == 0:
+                claims.enter(self)
+                self._thread = threading.get_ident()
+            self._depth += 1
         if self._depth > 1:
             return self
         try:
             self._begin_forwards()
         except BaseException:
-            self._depth = 0
-            self._end_forwards()
+            self._leave()
             raise
         return self
 
@@ -347,11 +363,22 @@ class Manager:
 
     def _begin_forward(self) -> None:
         """Prepares one forward of the model; a step that has ended is evaluated."""
-        if self._recorder is not None and not self._in_step:
-            self._recorder.begin_step(self.step)
+        has_ended = self._is_idle() and self._step_ends.has_ended(has_trained=self._has_trained)
+        if has_ended:
+            self._has_trained = False
+            if self._in_step and not self._is_told:
+                self._end_step()
+        if torch.is_grad_enabled():
+            self._has_trained = True
+            if self._watch is not None:
+                self._watch.stop()
+                self._watch = None
+        if not self._in_step:
             self._in_step = True
+            if self._recorder is not None:
+                self._recorder.begin_step(self.step)
         if self._plan_source is not None:
-            self._plan_source.before_forward()
+            self._plan_source.before_forward(may_end=has_ended)
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
 
@@ -359,6 +386,7 @@ class Manager:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
         if self._saving is None:
             return
+        claims.require_alone(self)
         if not self._is_prepared:
             self._tokenwise.end_forwards()
             self._engine.end_forwards()
@@ -377,17 +405,26 @@ class Manager:
         inside `with manager:` are managed as ever. A copy of the model is not attached.
 
         Returns:
-            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing.
+            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing. Another manager
+            that is attached to the same layers, or to fewer, is detached.
 
         Raises:
-            UsageError: The manager is closed, or the model is itself the one layer.
+            UsageError: The manager is closed, the model is itself the one layer, or a manager of more layers is attached.
         """
         if not self._closer.alive:
             raise UsageError("this manager is closed; call memo.offload again")
         if any(layer.module in self._entries for layer in self._layers):
             raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
         if self._attached is None:
+            ours = {layer.module for layer in self._layers}
+            for other in claims.attached_to(self):
+                if any(layer.module not in ours for layer in other.layers):
+                    raise UsageError("attach: a manager of these and of more layers is attached; detach that one first")
+                other.detach()
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+            claims.claim(self)
+        if self._watch is not None:
+            self._watch.is_attached = True
         return self
 
     def detach(self) -> None:
@@ -401,25 +438,44 @@ class Manager:
             return
         if attached.is_within:
             raise UsageError("detach: a forward is under way; detach between forwards")
-        attached.remove()
-        self._attached = None
+        self._end_attachment()
+
+    def _end_attachment(self) -> None:
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+            claims.release(self)
+        if self._watch is not None:
+            self._watch.is_attached = False
 
     def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.__enter__()
-        if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
-            self._steps.forward_begins(args, kwargs, idle=self._is_idle())
-        self._next_forward(args, kwargs)
+        try:
+            if self._depth == 1 and self._steps is not None:  # its own hook comes too late for this forward
+                self._steps.forward_begins(args, kwargs, idle=self._is_idle())
+            self._next_forward(args, kwargs)
+        except BaseException:
+            self._end_attached(failed=True)
+            raise
 
     def _end_attached(self, failed: bool) -> None:
         self.__exit__(RuntimeError if failed else None)
 
     def __exit__(self, *exception: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth > 1:
+            self._depth -= 1
+        else:
             seen = [self._layers[position].name for position in self._running]
-            self._end_forwards()
+            self._leave()
             if exception[:1] in ((), (None,)):
                 self._direct_calls.end(seen)
+
+    def _leave(self) -> None:
+        try:
+            self._end_forwards()
+        finally:
+            claims.leave(self)
+            self._depth = 0
 
     def _end_forwards(self) -> None:
         if self._saving is not None:
@@ -438,7 +494,7 @@ class Manager:
 
     def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_elsewhere():
+            if torch.compiler.is_compiling() or self._is_elsewhere():
                 return
             hidden = layer_input(args, kwargs)
             if hidden is not None:
@@ -450,6 +506,8 @@ class Manager:
             self._tokenwise.begin(layer, group, args, kwargs)
 
         def end(module: nn.Module, args: object, output: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             running = None if self._is_elsewhere() else self._running.get(position)
             if running:  # empty when an earlier hook of the module raised before ours began
                 group = running.pop()
@@ -524,8 +582,14 @@ class Manager:
     def step_done(self) -> None:
         """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.
 
-        Optional; call it after the optimizer's step, with no forward or backward under way.
+        Optional; call it after the optimizer's step, with no forward or backward under way. A program that calls it once
+        tells all of its steps; else they are told apart by the optimizer, by changed parameters and by cleared gradients.
         """
+        self._is_told = True
+        self._step_ends.done()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._engine.end_step()
         if self._steps is not None:
             self._steps.done()
@@ -549,6 +613,7 @@ class Manager:
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
+            unseen=self._direct_calls.reasons,
         )
 
     def _disk_use(self) -> DiskUse | None:
@@ -571,11 +636,12 @@ class Manager:
         Raises:
             SwapError: A copy in flight failed. The trace is ended all the same.
         """
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
+        self._end_attachment()
+        if self._watch is not None:
+            self._watch.stop()
         if self._closer.detach() is None:
             return
+        self._step_ends.close()
         if self._steps is not None:
             self._steps.done()
         try:
@@ -583,7 +649,7 @@ class Manager:
         finally:
             if self._recorder is not None:
                 if self._in_step:
-                    self.step_done()
+                    self._end_step()
                 self._recorder.close()
 
 

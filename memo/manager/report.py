@@ -12,6 +12,8 @@ from memo.events import StallCause, Tier, UseKind
 from memo.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memo.autoplan import PlanOutcome
     from memo.swap import Engine, Tapes
 
@@ -158,6 +160,8 @@ class Report:
     """None: no disk tier, or one whose traffic is not counted."""
     plan: PlanOutcome | None = None
     """None: a fixed `alpha` or fixed levels."""
+    unseen: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layers that ran without their hooks, and the reason of each."""
 
     @classmethod
     def of(
@@ -168,6 +172,7 @@ class Report:
         disk: DiskUse | None = None,
         tokenwise: Tapes | None = None,
         plan: PlanOutcome | None = None,
+        unseen: Mapping[str, str] | None = None,
     ) -> Report:
         """Reads the counters of `engine`."""
         stats = engine.stats
@@ -202,6 +207,7 @@ class Report:
             tokenwise=None if tokenwise is None else TokenWiseUse.of(engine, tokenwise),
             disk=disk,
             plan=plan,
+            unseen=dict(unseen or {}),
         )
 
     @property
@@ -257,6 +263,7 @@ class Report:
             lines += self.plan.lines()
         if self.tokenwise is not None:
             lines += self.tokenwise.lines()
+        lines += _by_reason("not managed", self.unseen)
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")
         return "\n".join(lines)

@@ -160,7 +160,7 @@ def _stays(axis: Any, x: torch.Tensor) -> Any:
     return axis
 
 
-@token_local(_stays)
+@token_local(axis_after=_stays)
 def counted(x: torch.Tensor) -> torch.Tensor:
     """Talks to the other rank, of nothing that has the shape of a batch."""
     ranks = torch.ones(1)

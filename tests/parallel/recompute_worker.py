@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -24,6 +24,8 @@ from memo.gpt.train.parallel_step import ParallelTrainer
 from memo.parallel.collectives import exchange, gather, scatter_sum, sum_out
 from memo.parallel.world import World, join
 from memo.swap.recompute.axis.token_axis import Axis
+from memo.swap.recompute.plans import Plans
+from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.declared import TokenLocalCall
 from memo.swap.token_levels import Level
 
@@ -173,10 +175,35 @@ def check(name: str) -> None:
             print(f"equal {name} {setting}", flush=True)
 
 
+@contextlib.contextmanager
+def together_checked() -> Iterator[None]:
+    """Holds that other ranks take part in exactly the replays that repeat a collective, and that these are made once."""
+    of, in_ranges, repeated = Plans.of, 0, False
+
+    def checked(self: Plans, call: Any, recorded: Any, setting: Any) -> Any:
+        nonlocal in_ranges, repeated
+        trials = self.trials_run
+        found, together = of(self, call, recorded, setting)
+        numbers = {collective.number for collective in call.recorder.collectives}
+        repeats = not numbers.isdisjoint(getattr(found, "steps", ()))
+        assert together == repeats, (call.layer.name, setting)
+        if repeats and isinstance(found, RangedPlan):
+            in_ranges += 1
+            repeated |= self.trials_run == trials and of(self, call, recorded, setting)[0] is found
+        return found, together
+
+    Plans.of = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Plans.of = of  # type: ignore[method-assign]
+    assert repeated or not in_ranges
+
+
 def main() -> None:
     """Arguments: names of layouts."""
     torch.set_num_threads(1)
-    with join(CPU):
+    with join(CPU), together_checked():
         check_axes()
         for name in sys.argv[1:]:
             check(name)

@@ -79,7 +79,7 @@ class Plan:
     cost: int
     """Derived, in picoseconds."""
     held_bytes: int
-    """Most bytes that the replay holds at once beside what it gives and what is kept."""
+    """Most bytes that the replay has made and holds at once, what it has given by then included, above all that it gives."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
     wrong: frozenset[int] = frozenset()
@@ -219,6 +219,7 @@ class Writer:
         self._objects: dict[int, str] = {}
         self._kept: list[Kept] = []
         self._held: dict[str, int] = {}  # variable -> bytes that stand beside what is given and kept
+        self._given = 0  # bytes that are handed over as they are
         self._peak = 0
 
     def plan(self) -> Plan:
@@ -233,12 +234,12 @@ class Writer:
             first = len(self._lines) + 2
             made = self._step(step)
             line_steps.update(dict.fromkeys(range(first, len(self._lines) + 2), step.number))
-            self._peak = max(self._peak, sum(self._held.values()))
+            self._note_peak()
             for content, name in made.items():
                 if content in self._finals:
                     self._give(self._finals.pop(content), name)
                     if self.gives_memory:
-                        self._held.pop(name, None)
+                        self._given += self._held.pop(name, 0)
             for content in sorted({*self._touched(step), *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
@@ -246,6 +247,7 @@ class Writer:
                     self._line(f"del {name}")
         for content in list(self._finals):  # zeros and ones that no step reads
             self._line(f"del {self._variable(content)}")
+        self._note_peak()
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
         exec(compile(code, "<replay>", "exec"), self.env)
@@ -258,9 +260,12 @@ class Writer:
             code=code,
             kept_bits=self._cut.keep_cost,
             cost=self._cut.replay_cost,
-            held_bytes=self._peak,
+            held_bytes=self._peak - self._given,
             line_steps=line_steps,
         )
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self._given + sum(self._held.values()))
 
     def _geometry(self, value: int, content: int) -> Geometry:
         """Geometry of a value over what its storage holds then."""
@@ -373,7 +378,9 @@ class Writer:
             is_final = content in self._finals
             if is_final:  # autograd saved it, and it moves as bits alone
                 self._give(self._finals.pop(content), name)
-            if not (is_final and self.gives_memory):
+            if is_final and self.gives_memory:
+                self._given += self._nbytes(content)
+            else:
                 self._held[name] = self._nbytes(content)
         return name
 
@@ -405,4 +412,6 @@ def _mask(
 ) -> torch.Tensor:
     """Zeros and ones of `dtype`, from one bit each."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if out.is_contiguous():
+        return unpack_mask(bits, out)
     return out.copy_(unpack_mask(bits, torch.empty(size, dtype=dtype, device=device)))

@@ -42,6 +42,7 @@ __all__ = [
     "Recorder",
     "Ref",
     "Storage",
+    "aside",
     "is_recordable",
 ]
 
@@ -110,6 +111,10 @@ class Key:
         self.storages = tuple(storages)
         self._hash = hash((self.log, self.values, self.storages))
 
+    def is_of(self, log: Sequence[Any], values: Sequence[Geometry], storages: Sequence[Storage]) -> bool:
+        """True if it is the key of that call."""
+        return self.log == tuple(log) and self.values == tuple(values) and self.storages == tuple(storages)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -134,6 +139,8 @@ class Function:
     """
 
     __slots__ = ("axis_after", "function", "repeats", "talks")
+    is_random = False
+    func = None
 
     def __init__(
         self,
@@ -165,6 +172,10 @@ class Function:
 _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY  # of what is traced, not run
+_modes_on_stack = torch._C._len_torch_dispatch_stack
+_SwitchedOff = torch._C._DisableTorchDispatch
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.native_dropout.default
 _DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
@@ -228,6 +239,15 @@ class Aside:
             self._mode.asleep = self._was_asleep
 
 
+def aside(mode: Any, tensor: torch.Tensor) -> Any:
+    """Suspends a mode for the engine's own operators on `tensor`, and on plain ones.
+
+    Where no other mode is on the stack, and no subclass has its own way, all dispatch to Python is switched off: that
+    takes an eighth of the time.
+    """
+    return _SwitchedOff() if type(tensor) is torch.Tensor and _modes_on_stack() == 1 else Aside(mode)
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode around one forward of a layer.
 
@@ -240,6 +260,7 @@ class Recorder(TorchDispatchMode):
         checksums: checks that memory changes by recorded operators alone; None: no check.
         here: the caller's compute stream.
         all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
+        expected: key of the layer's last call, which is taken as that of this one if it is equal.
     """
 
     supports_higher_order_operators = True
@@ -263,6 +284,7 @@ class Recorder(TorchDispatchMode):
         checksums: Checksums | None = None,
         here: Callable[[], int] = lambda: 0,
         all_bits: bool = False,
+        expected: Key | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -278,8 +300,6 @@ class Recorder(TorchDispatchMode):
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
         """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
-        self.saved: list[tuple[int, torch.Tensor]] = []
-        """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
         self.lent: set[int] = set()
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
         self.beside: dict[int, dict[int, Parameter]] = {}
@@ -291,6 +311,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
+        self._expected = expected
         self._here = here
         self._all_bits = all_bits
         self._checksums = checksums
@@ -307,6 +328,9 @@ class Recorder(TorchDispatchMode):
     @property
     def key(self) -> Key:
         """The call's log, values and storages."""
+        expected = self._expected
+        if expected is not None and expected.is_of(self.log, self.values, self.storages):
+            return expected
         return Key(self.log, self.values, self.storages)
 
     @property
@@ -317,7 +341,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
             if self._within is not None and (operator := operator_of(func)).group_at is not None:
                 self._within += _groups_of(operator, args)
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -386,41 +410,44 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        log = self.log
-        log.append(operator)
-        self._exact = getattr(operator, "is_random", False)  # whether it draws at all may depend on a number
+        append, word = self.log.append, self._word
+        append(operator)
+        self._exact = operator.is_random  # whether it draws at all may depend on a number
         for value in args:
             kind = type(value)
             if kind is torch.Tensor or kind is Parameter:
-                log.append(self._word(value))
+                append(word(value))
             elif kind is int:
-                log.append(value)
+                append(value)
             else:
                 self._argument(value)
         if kwargs:
             for name, value in kwargs.items():
-                log.append(NAMED)
-                log.append(name)
+                append(NAMED)
+                append(name)
                 self._argument(value)
 
     def _argument(self, value: Any) -> None:
-        kind, log = type(value), self.log
+        kind, append = type(value), self.log.append
         if kind is int or kind in _CONSTANTS:
-            log.append(value)
-        elif kind is bool:
-            log.append(TRUE if value else FALSE)
-        elif kind is float and self._exact:
-            log.append(value)
+            append(value)
         elif kind is list or kind is tuple or kind is torch.Size:
-            log.append(LIST)
-            log.append(len(value))
+            append(LIST)
+            append(len(value))
             for item in value:
-                self._argument(item)
+                if type(item) is int:
+                    append(item)
+                else:
+                    self._argument(item)
+        elif kind is bool:
+            append(TRUE if value else FALSE)
+        elif kind is float and self._exact:
+            append(value)
         elif isinstance(value, torch.Tensor):
-            log.append(self._word(value))
+            append(self._word(value))
         else:
-            log.append(CARRIED)
-            log.append(kind)
+            append(CARRIED)
+            append(kind)
             self.carried.append(value)
 
     def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
@@ -445,9 +472,7 @@ class Recorder(TorchDispatchMode):
                 self.beside.setdefault(number, {})[id(tensor)] = tensor
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
-        if word is None:
-            word = self._value(geometry)
-        return word
+        return self._value(geometry) if word is None else word
 
     def _value(self, geometry: Geometry) -> Ref:
         number = len(self.values)
@@ -480,13 +505,13 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            if getattr(operator, "func", None) in _DRAWS_BITS:
+            if operator.func in _DRAWS_BITS:
                 self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
-            elif self._all_bits and getattr(operator, "func", None) in _DRAWS_BITS:
+            elif self._all_bits and operator.func in _DRAWS_BITS:
                 self._hold(out, (0,), as_bits=True)
         self._count += 1
 
@@ -516,7 +541,7 @@ class Recorder(TorchDispatchMode):
                     self.streams[number] = self._here()
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
+        """Notes a tensor that autograd saves. The mode must be suspended (`aside`)."""
         kind = type(tensor)
         if kind is Parameter:
             return
@@ -531,11 +556,8 @@ class Recorder(TorchDispatchMode):
         number = self.values[word.value][0]
         if self._checksums is not None:
             self._check(local)
-        birth = self.storages[number][0]
-        if birth is not Birth.PARAMETER:
-            alias = local.detach()
-            self.tensors[number] = alias
-            self.saved.append((number, alias))
+        if self.storages[number][0] is not Birth.PARAMETER:
+            self.tensors[number] = local.detach()
 
     def _check(self, tensor: torch.Tensor) -> None:
         assert self._checksums is not None

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memo.errors import MemoError, SwapError
+from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Replay:
         self._kept = kept
         self._carried = carried
         self._precision = Precision.now()
+        self._steps = uncounted_steps.begin()
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
@@ -188,11 +190,22 @@ class Replay:
                 raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
-        """What the plan keeps at `position`, back on the device."""
+        """What the plan keeps at `position`, back on the device.
+
+        Raises:
+            ModifiedAfterSave: it was changed since the forward.
+            SwapError: a parameter was replaced, or has no memory.
+        """
         kept = self._kept[position]
-        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
-        for other in kept.beside:
-            self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        try:
+            tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+            for other in kept.beside:
+                self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        except ModifiedAfterSave as error:
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor that was changed since its forward: {error}; or move all that"
+                f' this layer saves: levels={{"{self.name}": 1.0}}'
+            ) from error
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(
@@ -202,6 +215,12 @@ class Replay:
             raise SwapError(
                 f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
                 " with alpha=1"
+            )
+        if uncounted_steps.count != self._steps and uncounted_steps.wrote(storage, since=self._steps):
+            raise ModifiedAfterSave(
+                f"a parameter of {self.name} was changed by an optimizer's step between forward and backward, which"
+                " recomputes from it; take the step after backward, or exclude the layer with alpha=1 (torch itself does not"
+                " notice a fused step, and mixes both values)"
             )
         return tensor.detach()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_models import Stack, assert_equal, gradients, ids, lives, plain, stack, train
 from torch import nn
+from torch._dynamo.utils import counters
 
 import memo
 from memo.errors import MemoError, NoRepeatedLayers, SwapError
@@ -117,12 +118,19 @@ def test_backward_works_after_the_manager_itself_is_gone(tmp_path: Path) -> None
     assert set(os.listdir("/proc/self/fd")) < descriptors, "the scratch file is closed with the last graph"
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `_thread.get_ident")
-def test_a_model_compiled_as_a_whole(offload: Callable[..., memo.Manager]) -> None:
+def test_a_model_compiled_as_a_whole_is_one_graph_and_the_report_says_why_nothing_is_managed(
+    offload: Callable[..., memo.Manager],
+) -> None:
     model, reference = stack(), stack()
     compiled, plain_compiled = torch.compile(model, backend="aot_eager"), torch.compile(reference, backend="aot_eager")
-    manager = offload(model)
-    got = train(model, lambda step: compiled(ids(step)), manager)
+    manager = offload(model, alpha=0.25)
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.warns(RuntimeWarning, match=r"layers.0 and \d more ran without hooks.*compiled as a whole"):
+        got = train(model, lambda step: compiled(ids(step)), manager)
+    assert counters["graph_break"] == {}
+    assert counters["stats"]["unique_graphs"] == 1
+    assert "not managed: layers.0 and" in str(manager.report())
     torch._dynamo.reset()
     assert_equal(got, train(reference, lambda step: plain_compiled(ids(step))))
 

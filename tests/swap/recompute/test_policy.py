@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memo
 from memo.lru import LRU
-from memo.swap.recompute import policy
+from memo.swap.recompute import plans
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.trial import Unlike
 from memo.swap.token_levels import Level
@@ -46,13 +46,13 @@ def refused(manager: memo.Manager) -> dict[str, str]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers that were tried out, in order."""
     names: list[str] = []
-    try_out = policy.try_out
+    try_out = plans.try_out
 
     def noted(replay: Any) -> None:
         names.append(replay.name)
         try_out(replay)
 
-    monkeypatch.setattr(policy, "try_out", noted)
+    monkeypatch.setattr(plans, "try_out", noted)
     return names
 
 
@@ -110,14 +110,14 @@ def test_a_layer_of_another_width_has_a_plan_of_its_own(tried: list[str], tmp_pa
 
 
 def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_out = policy.try_out
+    try_out = plans.try_out
 
     def fails(replay: Any) -> None:
         if replay.name == "layers.0":
             raise Unlike(None, "it is fickle")
         try_out(replay)
 
-    monkeypatch.setattr(policy, "try_out", fails)
+    monkeypatch.setattr(plans, "try_out", fails)
     with pytest.warns(RuntimeWarning, match="layers.0 moves whole tensors: it is fickle"):
         manager = equal_over([48, 48], tmp_path)
     assert set(refused(manager)) == {"layers.0"}
@@ -125,7 +125,7 @@ def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypat
 
 
 def test_a_step_that_gives_something_else_is_kept_and_the_rest_is_still_divided(tmp_path: Path) -> None:
-    @memo.swap.token_local(lambda axis, *_: axis)
+    @memo.token_local
     def fickle(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 
@@ -155,11 +155,11 @@ def test_levels_that_a_layer_never_had_are_tried(tried: list[str], tmp_path: Pat
 def test_what_is_remembered_of_ever_new_lengths_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was forgotten is planned again when it comes back."""
     for bound in ("MOST_PLANS", "MOST_KINDS"):
-        monkeypatch.setattr(policy, bound, 4)
+        monkeypatch.setattr(plans, bound, 4)
     manager = equal_over([*range(30, 42), 41, 30], tmp_path)
-    remembered = [value for value in vars(manager._tokenwise).values() if isinstance(value, LRU)]
+    remembered = [value for value in vars(manager._tokenwise._plans).values() if isinstance(value, LRU)]
     assert len(remembered) >= 4
-    assert all(len(known) <= 4 or known is manager._tokenwise._warned for known in remembered)
+    assert all(len(known) <= 4 for known in remembered)
     manager.close()
 
 
@@ -168,7 +168,7 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_a_later_call_but_not_for_
     short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0
-    try_out = policy.try_out
+    try_out = plans.try_out
 
     def out_of_memory(replay: Any) -> None:
         nonlocal tries
@@ -178,7 +178,7 @@ def test_a_trial_that_finds_no_memory_is_made_again_at_a_later_call_but_not_for_
                 raise torch.OutOfMemoryError("no memory")
         try_out(replay)
 
-    monkeypatch.setattr(policy, "try_out", out_of_memory)
+    monkeypatch.setattr(plans, "try_out", out_of_memory)
     model = stack(layers=LAYERS)
     manager = offload(model, tmp_path)
     alone = []
@@ -385,7 +385,7 @@ def test_plans_hold_no_tensor(tmp_path: Path) -> None:
         loss.backward()
     del loss
     gc.collect()
-    plans = [plan for plan in manager._tokenwise._plans._entries.values() if isinstance(plan, Plan)]
+    plans = [plan for plan in manager._tokenwise._plans._found._entries.values() if isinstance(plan, Plan)]
     assert len(plans) >= LAYERS
     seen: set[int] = set()
 

@@ -51,7 +51,7 @@ def test_bytes_that_move_are_those_of_the_cut(kind: str, level: Level, tmp_path:
     with manager:
         loss = forward(model, 2)
     tapes = manager._tokenwise
-    plans = [tapes._plans.get(tapes._last[layer.name]) for layer in manager.layers]
+    plans = [tapes._plans.last(layer.name)[2] for layer in manager.layers]
     kept = [plan.kept_bits for plan in plans if isinstance(plan, Plan)]
     assert len(kept) == len(manager.layers)
     assert 8 * (manager.stats.bytes_disk - before) == sum(kept[:-1])

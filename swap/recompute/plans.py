@@ -1,0 +1,453 @@
+"""The plans of a manager's layers: looked up by the log of a call, or made, tried out, and agreed on with other ranks.
+
+A plan is found by the whole log of a call, so a call that took another path has another plan, made then and there of what
+is left in memory: what the plan that was expected would have kept is held as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.errors import SwapError
+from memo.lru import LRU
+from memo.swap.recompute.agreement import Agreed, Agreements, Shared
+from memo.swap.recompute.choice import Choice
+from memo.swap.recompute.level_costs import Costs, now_s
+from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
+from memo.swap.recompute.ranges.rows import readings_of
+from memo.swap.recompute.tape.bans import NO_BANS, Bans
+from memo.swap.recompute.tape.plan import Plan
+from memo.swap.recompute.tape.step_costs import step_costs
+from memo.swap.recompute.tape.tape import Tape
+from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
+from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
+
+if TYPE_CHECKING:
+    from memo.swap.engine.engine import Engine
+    from memo.swap.recompute.rank_agreement import Ranks
+    from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
+    from memo.swap.recompute.tape.recorder import Key
+
+__all__ = ["Found", "Plans", "Refused"]
+
+MOST_PLANS = 512
+"""Plans that are remembered, over all layers, settings and lengths."""
+MOST_KINDS = 512
+MOST_TRIALS = 12
+"""Trials of one call until it moves whole."""
+MOST_SHORT = 3
+"""Trials of one layer that find no memory until its call moves whole for good."""
+MOST_OVER = 9 / 8
+"""Bytes that token ranges may keep, over what whole storages keep at the same setting; above, these are used."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused:
+    """A log whose call moves whole."""
+
+    reason: str | None
+    """None: its cut says that this is cheapest."""
+    wrong: frozenset[int] = frozenset()
+    for_now: bool = False
+    """The next call is tried out again."""
+
+
+Found = Plan | RangedPlan | Refused
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """A call that has just ended, to be planned."""
+
+    call: OpenCall
+    recorded: RecordedCall
+    setting: Setting
+    choice: Choice
+
+    @property
+    def layer(self) -> str:
+        return self.call.layer.name
+
+    @property
+    def tape(self) -> Tape:
+        return self.choice.tape
+
+
+class Plans:
+    """Plans of one manager's layers.
+
+    Args:
+        engine: packs what is kept.
+        ranks: the ranks that layers talk to.
+        bans: layer -> operators that the user keeps or repeats by name.
+        exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        bans: Mapping[str, Bans],
+        *,
+        exact: bool = False,
+    ) -> None:
+        self.worst_deviation = 0.0
+        """Largest difference of all passed trials."""
+        self.trials_run = 0
+        self._engine = engine
+        self._ranks = ranks
+        self._bans = bans
+        self._exact = exact
+        self._agreements = Agreements(ranks)
+        self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
+        self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
+        self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
+        self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
+        self._expected: LRU[tuple[Any, ...], Found] = LRU(MOST_KINDS)
+        self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
+        self._short: dict[str, int] = {}
+        """Layer -> trials that found no memory."""
+        self._written_unseen: set[str] = set()
+        """Layers in which something unseen has written: each of their calls is recorded with checksums."""
+        self._costs: dict[str, Costs] = {}
+
+    def costs(self) -> list[LayerCosts]:
+        """Bytes and seconds of each level, for layers that have been recorded."""
+        return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
+
+    def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Found | None, bool]:
+        """The plan that a call of this kind is recorded for, and whether it needs checksums."""
+        expected = self._expected.get(kind)
+        return expected, expected is None or layer in self._written_unseen
+
+    def last(self, layer: str) -> tuple[Choice, Setting, Found | None] | None:
+        """What the last recorded call of a layer left to choose, its setting, and what was found for it."""
+        key = self._last.get(layer)
+        if key is None:
+            return None
+        _, log, opaque, sources, wanted, stuck, setting = key
+        choice = Choice(self._tape_of(log, opaque), sources, wanted, stuck, self._bans.get(layer, NO_BANS))
+        found = self._found.get(key)
+        if isinstance(found, (Plan, Refused)):
+            choice = dataclasses.replace(choice, never=found.wrong)
+        return choice, setting, found
+
+    def of(self, call: OpenCall, recorded: RecordedCall, setting: Setting) -> tuple[Found, bool]:
+        """The plan of a call that has just ended, and whether other ranks take part in its replay.
+
+        A log that is new, or that other ranks have not agreed on, is tried out at once.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        layer = call.layer.name
+        opaque = self._opaque_in(call, recorded)
+        shared = self._agreements.shared(layer, (setting, call.recorder.values[0][2]), call.recorder.collectives)
+        # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
+        key = (layer, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        self._last[layer] = key
+        found = self._found.get(key)
+        if found is None or not _is_allowed(found, shared):
+            trials = self.trials_run
+            case = self._case(call, recorded, setting, opaque)
+            found, shared = self._made(case, shared)
+            if not (isinstance(found, Refused) and found.for_now):
+                self._found[key] = found
+            if call.kind not in self._expected or self.trials_run > trials:
+                self._expected[call.kind] = self._next(case, shared, found)
+        return found, any(shared.repeated_by(_steps_of(found)))
+
+    def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:
+        tape, bans = self._tape_of(recorded.key, opaque), self._bans.get(call.layer.name, NO_BANS)
+        return _Case(call, recorded, setting, Choice(tape, recorded.sources, recorded.wanted, recorded.stuck, bans))
+
+    def _tape_of(self, log: Key, opaque: frozenset[int]) -> Tape:
+        tape = self._tapes.get((log, opaque))
+        if tape is None:
+            tape = self._tapes[log, opaque] = Tape(log, opaque)
+            tape.costs = step_costs(tape, self._engine.backend.device.type)
+        return tape
+
+    def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
+        """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
+        key = (call.layer.name, recorded.key)
+        opaque = self._opaque[key] = call.recorder.changed_unseen() | (self._opaque.get(key) or frozenset())
+        if opaque:
+            self._written_unseen.add(call.layer.name)
+        return opaque
+
+    def _made(self, case: _Case, shared: Shared) -> tuple[Found, Shared]:
+        """The plan of a new log, or why there is none, and what was agreed with other ranks.
+
+        Raises:
+            SwapError: other ranks repeat a collective that this one cannot repeat, of which they know nothing.
+        """
+        if shared.numbers and shared.agreed is None:
+            settled = self._settled_ranges(case, shared)
+            if settled is not None:
+                return settled
+            plan, shared = self._settled(case, shared)
+            if plan is not None:
+                return plan, shared
+        if not shared.numbers:
+            ranged = self._in_ranges(case, case.choice.under(shared))
+            if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
+                return shown, shared
+        elif shared.agreed is not None and shared.agreed.ranges is not None:
+            ranged = self._in_ranges(case, case.choice.under(shared))
+            if ranged is None or ranged.form != shared.agreed.ranges:
+                raise SwapError(
+                    f"{case.layer} was to be recomputed together with other ranks in ranges of tokens, and cannot be"
+                    " divided alike in this call; exclude it with alpha=1"
+                )
+            return ranged, shared
+        if not shared.always:
+            return self._tried(case, shared), shared
+        assert shared.agreed is not None
+        wrong, opaque = shared.agreed.known_of(case.tape)
+        case = self._case(case.call, case.recorded, case.setting, opaque)
+        plan = self._plan(case, case.choice.under(shared, wrong))
+        if plan is None:
+            raise SwapError(
+                f"{case.layer} was to be recomputed together with other ranks, and now must not be: a collective"
+                " that they repeat cannot be repeated here; exclude it with alpha=1"
+            )
+        return plan, shared
+
+    def _next(self, case: _Case, shared: Shared, found: Found) -> Found:
+        """The plan that the next call is recorded for: as if all that this one made could be kept."""
+        choice = case.choice.for_next.under(shared)
+        if isinstance(found, RangedPlan):
+            return self._in_ranges(case, choice) or found
+        try:
+            cut = choice.cut(case.setting)
+        except ValueError:
+            return found
+        return choice.plan(cut) if cut.replayed else found
+
+    # -- whole storages
+
+    def _plan(self, case: _Case, choice: Choice) -> Plan | None:
+        """A plan that repeats the collectives that were agreed on; None if there is none."""
+        try:
+            plan = choice.plan(choice.cut(case.setting))
+        except ValueError:
+            return None
+        return plan if plan.wanted else None
+
+    def _tried(self, case: _Case, shared: Shared) -> Plan | Refused:
+        """A plan that other ranks have no part in, tried out; or why there is none."""
+        wrong: frozenset[int] = frozenset()
+        reason = None
+        for _ in range(MOST_TRIALS):
+            choice = case.choice.under(shared, wrong)
+            cut = choice.cut(case.setting)
+            if not cut.replayed:
+                return Refused(reason, wrong)
+            plan = choice.plan(cut)
+            # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
+            operators = (word for word in case.recorded.key.log if type(word) is not int)
+            form = (case.layer, case.setting, *operators, plan.steps)
+            if form in self._shown:
+                return plan
+            try:
+                unlike = self._unlike(case, plan)
+            except torch.OutOfMemoryError:
+                self._short[case.layer] = short = self._short.get(case.layer, 0) + 1
+                reason = "there was no device memory to try its replay out"
+                return Refused(reason, wrong, for_now=short < MOST_SHORT)
+            if unlike is None:
+                self._shown[form] = True
+                return dataclasses.replace(plan, wrong=wrong) if wrong else plan
+            reason = str(unlike)
+            if unlike.step is None:
+                return Refused(reason, wrong)
+            wrong |= {unlike.step}
+        return Refused(reason, wrong)
+
+    def _settled(self, case: _Case, shared: Shared) -> tuple[Plan | None, Shared]:
+        """Agrees with other ranks on the collectives of a new kind of call, and tries the plan out with them.
+
+        All that decides here is exchanged, so that all ranks take the same way. A plan that repeats no collective is
+        left to this rank alone.
+        """
+        wrong: frozenset[int] = frozenset()
+        steps = case.tape.steps
+        for _ in range(MOST_TRIALS):
+            settled = self._agreements.settle(case.layer, shared, self._proposed(case, shared, wrong))
+            plan = self._plan(case, case.choice.under(settled, wrong)) if settled.always else None
+            if not self._ranks.all_have(case.layer, plan is not None):
+                break
+            assert plan is not None
+            unlike = self._unlike(case, plan)
+            if self._ranks.all_have(case.layer, unlike is None):
+                assert settled.agreed is not None
+                agreed = Agreed(
+                    repeats=settled.agreed.repeats,
+                    operators=tuple(step.operator for step in steps),
+                    wrong=wrong,
+                    opaque=self._opaque_in(case.call, case.recorded),
+                )
+                return plan, self._agreements.add(case.layer, shared, agreed)
+            if unlike is not None:
+                wrong |= {step.number for step in steps} if unlike.step is None else {unlike.step}
+        return None, self._agreements.add(case.layer, shared, Agreed((False,) * len(shared.numbers)))
+
+    def _proposed(self, case: _Case, shared: Shared, wrong: Iterable[int]) -> tuple[bool, ...]:
+        """Which collectives this rank would repeat, in this call and in the ones that are held for."""
+        choice = case.choice.under(shared, wrong)
+        cuts = [each.cut(case.setting) for each in (choice, choice.for_next)]
+        return tuple(map(all, zip(*(shared.repeated_by(cut.replayed) for cut in cuts), strict=True)))
+
+    def _unlike(self, case: _Case, plan: Plan) -> Unlike | None:
+        """Tries a plan out; None if it gave what autograd saved."""
+        device = self._engine.backend.device
+        self.trials_run += 1
+        began = now_s(device)
+        try:
+            try_out(case.recorded.replay(plan, self._engine))
+        except Unlike as unlike:
+            return unlike
+        self._count(case, plan.cost, now_s(device) - began)
+        return None
+
+    # -- ranges of tokens
+
+    def _in_ranges(self, case: _Case, choice: Choice, setting: Setting | None = None) -> RangedPlan | None:
+        """Token ranges for a setting; None where it names whole tokens, or whole storages do better."""
+        setting = case.setting if setting is None else setting
+        if setting is Level.SAVE_INPUT or isinstance(setting, Mix):
+            return None
+        levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
+        assert isinstance(levels, TokenLevels)
+        tape = choice.tape
+        if tape.readings is None:
+            tape.readings = list(readings_of(tape, case.call.recorder.carried))
+        alone = dataclasses.replace(choice, always=frozenset())
+        least = {level: alone.at(level).keep_cost for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION)}
+        for rows in tape.readings:
+            first, second = ends = levels.ends(rows.tokens)
+            is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
+            piece = levels.piece_tokens(rows.tokens)
+            if first == rows.tokens or not (is_mixed or piece):
+                continue
+            plan = ranged_plan_of(
+                rows,
+                ends,
+                choice.banned,
+                choice.sources,
+                choice.wanted,
+                choice.stuck,
+                piece=piece,
+                always=choice.always,
+            )
+            bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
+            bits += (rows.tokens - second) * least[Level.SAVE_ATTENTION]
+            if plan is not None and 8 * plan.nbytes * rows.tokens <= MOST_OVER * bits:
+                return plan
+        return None
+
+    def _settled_ranges(self, case: _Case, shared: Shared) -> tuple[RangedPlan, Shared] | None:
+        """Agrees with other ranks on ranges of tokens, which are the same on all of them, and tries them out together.
+
+        All that decides here is exchanged; None on every rank or on none.
+        """
+        layer, ranks = case.layer, self._ranks
+        both = (case.choice, case.choice.for_next)
+        plans = [self._in_ranges(case, choice.under(shared)) for choice in both]
+        repeated = [shared.repeated_by(plan.steps) for plan in plans if plan is not None]
+        if not ranks.all_have(layer, len(repeated) == len(both)):
+            return None
+        settled = self._agreements.settle(layer, shared, tuple(map(all, zip(*repeated, strict=True))))
+        plans = [self._in_ranges(case, choice.under(settled)) for choice in both]
+        forms = [None if plan is None or not settled.allow(plan.steps) else plan.form for plan in plans]
+        same = ranks.say_the_same(layer, forms)
+        plan = plans[0]
+        if not ranks.all_have(layer, same and None not in forms and forms[0] == forms[1]):
+            return None
+        assert plan is not None
+        assert settled.agreed is not None
+        shown = self._shown_ranges(case, plan, together=any(settled.agreed.repeats))
+        if not ranks.all_have(layer, shown is not None):
+            return None
+        assert shown is not None
+        opaque = self._opaque_in(case.call, case.recorded)
+        agreed = dataclasses.replace(settled.agreed, opaque=opaque, ranges=plan.form)
+        return shown, self._agreements.add(layer, shared, agreed)
+
+    def _shown_ranges(self, case: _Case, plan: RangedPlan, *, together: bool = False) -> RangedPlan | None:
+        """A plan of token ranges after its trial; None where it fails and whole storages are to be used."""
+        device = self._engine.backend.device
+        try:
+            self.trials_run += 1
+            began = now_s(device)
+            worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
+            if plan.whole is not None:
+                try_out(case.recorded.replay(plan.whole, self._engine))
+            seconds = now_s(device) - began
+        except Unlike:
+            return None
+        except torch.OutOfMemoryError:
+            if together:
+                raise  # of this rank alone, and the others wait for it in a collective
+            return None
+        self.worst_deviation = max(self.worst_deviation, worst)
+        self._count(case, plan.cost, seconds)
+        return dataclasses.replace(plan, deviation=worst)
+
+    # -- costs
+
+    def _count(self, case: _Case, replayed: int, seconds: float) -> None:
+        """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
+        costs = self._costs.setdefault(case.layer, Costs(case.layer))
+        hidden = case.call.recorder.tensors[0]
+        tokens = hidden.size(-2) if hidden.ndim > 1 else 1
+        each_s = seconds / max(1, replayed)
+        choice = case.choice.for_next
+        at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}
+        least, saved = at[Level.SAVE_ATTENTION].keep_cost // 8, set(case.recorded.saved)
+        costs.counted(
+            tokens=tokens,
+            input_bytes=at[Level.SAVE_INPUT].keep_cost // 8,
+            always_bytes=least,
+            bytes_per_token={
+                Level.SAVE_ALL: (choice.saved_nbytes - least) / tokens,
+                Level.SAVE_MATMULS: (at[Level.SAVE_MATMULS].keep_cost // 8 - least) / tokens,
+                Level.SAVE_ATTENTION: 0.0,
+            },
+            beside_per_token={Level.SAVE_MATMULS: choice.beside_nbytes(at[Level.SAVE_MATMULS], saved) / tokens},
+        )
+        half = self._in_ranges(case, choice, TokenLevels.of_alpha(0.5))
+        if half is not None:
+            tokens = half.rows.tokens
+            counts = ranged_costs_of(half.rows, choice.banned, choice.sources, choice.wanted, choice.stuck)
+            costs.counted(input_bytes=at[Level.SAVE_INPUT].keep_cost // 8, tokens=tokens, **counts)
+        else:
+            costs.points = tuple(
+                PointCost(
+                    name=point,
+                    saved_bytes=cut.keep_cost // 8,
+                    recompute_s=each_s * cut.replay_cost,
+                    beside_bytes=choice.beside_nbytes(cut, saved),
+                    held_bytes=choice.plan(cut).held_bytes,
+                )
+                for point, cut in choice.points().items()
+            )
+        for level, cut in at.items():
+            costs.ran(level, tokens, each_s * cut.replay_cost)
+
+
+def _is_allowed(found: Found, shared: Shared) -> bool:
+    """True if a plan that was found is as other ranks have agreed."""
+    if not shared.allow(_steps_of(found)):
+        return False
+    return shared.agreed is None or shared.agreed.ranges == (found.form if isinstance(found, RangedPlan) else None)
+
+
+def _steps_of(found: Found) -> Sequence[int] | frozenset[int]:
+    """Numbers of the steps that run again."""
+    return () if isinstance(found, Refused) else found.steps
