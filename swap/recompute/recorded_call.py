@@ -13,6 +13,7 @@ import torch
 from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.kept import is_kept
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import Birth, is_recordable
@@ -92,6 +93,8 @@ class RecordedCall:
                 if known.content == content_of(tensor):
                     saved.add(number)
                     self.saved[number] = known
+                    if is_kept(storage):
+                        free.add(number)
             elif storage.nbytes() != nbytes:
                 continue  # freed by its owner, as sharded parameters are
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
