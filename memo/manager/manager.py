@@ -386,6 +386,7 @@ class Manager:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
         if self._saving is None:
             return
+        claims.require_alone(self)
         if not self._is_prepared:
             self._tokenwise.end_forwards()
             self._engine.end_forwards()
