@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row
+from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Birth
 from memo.swap.recompute.tape.tape import uses_in
 from memo.swap.token_levels import Level
 

@@ -20,7 +20,7 @@ import torch
 
 from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
-from memo.swap.recompute.tape.recorder import Function, Geometry
+from memo.swap.recompute.tape.log import Function, Geometry, Holds
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Plan:
     """Steps that a trial found to give something else, and that are not repeated."""
 
     @property
-    def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
-        """What the recorder of the next call must hold for this plan: operator number -> operator, results, as bits."""
+    def holds(self) -> Holds:
+        """What the recorder of the next call must hold for this plan."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
         for kept in self.kept:
             maker = kept.bits_of if kept.bits_of >= 0 else self.tape.storages[kept.storage][2]

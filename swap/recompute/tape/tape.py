@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memo.swap.recompute.tape.filled import Region, covers, region_of
-from memo.swap.recompute.tape.recorder import (
+from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
     HIDDEN,
