@@ -71,6 +71,7 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         always_bytes=always_bytes,
         points=points,
         divisible=costs is None or costs.divisible,
+        piece_s=0.0 if costs is None else costs.piece_s,
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
         storages=-(-times.storages // calls),

@@ -23,6 +23,7 @@ from memo.allocator import model_steps
 from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
+from memo.manager import claims
 from memo.manager.direct_calls import DirectCalls
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
@@ -30,6 +31,7 @@ from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checke
 from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.manager.step_ends import StepEnds
+from memo.manager.unmanaged import BackwardWatch
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
@@ -215,7 +217,7 @@ def offload(
         exact=exact,
         bans=bans,
     )
-    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise)
+    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise, watch=BackwardWatch(model, found))
     with contextlib.ExitStack() as undo:
         undo.callback(manager.close)  # a plan or levels that do not fit the model leave no file or buffer behind
         if levels is not None:
@@ -275,7 +277,9 @@ class Manager:
         store: DiskStore | None = None,
         *,
         tokenwise: Tapes | None = None,
+        watch: BackwardWatch | None = None,
     ) -> None:
+        self._watch = watch
         self._layers = layers
         self._entries = entries_of(model, layers)
         self._engine = engine
@@ -284,6 +288,7 @@ class Manager:
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
+        self._entering = threading.Lock()
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
@@ -309,24 +314,31 @@ class Manager:
         return self._engine.stats
 
     @property
+    def open_layer(self) -> str | None:
+        """Name of a layer whose forward is under way; None between layers."""
+        return next((self._layers[position].name for position, groups in self._running.items() if groups), None)
+
+    @property
     def layers(self) -> Sequence[Layer]:
         """The layers whose activations are managed, in the order of the model."""
         return self._layers
 
     def __enter__(self) -> Manager:
-        if not self._closer.alive:
-            raise UsageError("this manager is closed; call memo.offload again")
-        if self._depth and self._thread != threading.get_ident():
-            raise UsageError("this manager is entered in another thread; call memo.offload in each")
-        self._thread = threading.get_ident()
-        self._depth += 1
+        with self._entering:
+            if not self._closer.alive:
+                raise UsageError("this manager is closed; call memo.offload again")
+            if self._depth and self._thread != threading.get_ident():
+                raise UsageError("this manager is entered in another thread; call memo.offload in each")
+            if self._depth == 0:
+                claims.enter(self)
+                self._thread = threading.get_ident()
+            self._depth += 1
         if self._depth > 1:
             return self
         try:
             self._begin_forwards()
         except BaseException:
-            self._depth = 0
-            self._end_forwards()
+            self._leave()
             raise
         return self
 
@@ -356,7 +368,11 @@ class Manager:
             self._has_trained = False
             if self._in_step and not self._is_told:
                 self._end_step()
-        self._has_trained |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._has_trained = True
+            if self._watch is not None:
+                self._watch.stop()
+                self._watch = None
         if not self._in_step:
             self._in_step = True
             if self._recorder is not None:
@@ -388,17 +404,26 @@ class Manager:
         inside `with manager:` are managed as ever. A copy of the model is not attached.
 
         Returns:
-            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing.
+            This manager, which the model keeps until `detach` or `close`. Attaching again changes nothing. Another manager
+            that is attached to the same layers, or to fewer, is detached.
 
         Raises:
-            UsageError: The manager is closed, or the model is itself the one layer.
+            UsageError: The manager is closed, the model is itself the one layer, or a manager of more layers is attached.
         """
         if not self._closer.alive:
             raise UsageError("this manager is closed; call memo.offload again")
         if any(layer.module in self._entries for layer in self._layers):
             raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
         if self._attached is None:
+            ours = {layer.module for layer in self._layers}
+            for other in claims.attached_to(self):
+                if any(layer.module not in ours for layer in other.layers):
+                    raise UsageError("attach: a manager of these and of more layers is attached; detach that one first")
+                other.detach()
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
+            claims.claim(self)
+        if self._watch is not None:
+            self._watch.is_attached = True
         return self
 
     def detach(self) -> None:
@@ -412,8 +437,15 @@ class Manager:
             return
         if attached.is_within:
             raise UsageError("detach: a forward is under way; detach between forwards")
-        attached.remove()
-        self._attached = None
+        self._end_attachment()
+
+    def _end_attachment(self) -> None:
+        if self._attached is not None:
+            self._attached.remove()
+            self._attached = None
+            claims.release(self)
+        if self._watch is not None:
+            self._watch.is_attached = False
 
     def _begin_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.__enter__()
@@ -429,12 +461,20 @@ class Manager:
         self.__exit__(RuntimeError if failed else None)
 
     def __exit__(self, *exception: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth > 1:
+            self._depth -= 1
+        else:
             seen = [self._layers[position].name for position in self._running]
-            self._end_forwards()
+            self._leave()
             if exception[:1] in ((), (None,)):
                 self._direct_calls.end(seen)
+
+    def _leave(self) -> None:
+        try:
+            self._end_forwards()
+        finally:
+            claims.leave(self)
+            self._depth = 0
 
     def _end_forwards(self) -> None:
         if self._saving is not None:
@@ -595,9 +635,9 @@ class Manager:
         Raises:
             SwapError: A copy in flight failed. The trace is ended all the same.
         """
-        if self._attached is not None:
-            self._attached.remove()
-            self._attached = None
+        self._end_attachment()
+        if self._watch is not None:
+            self._watch.stop()
         if self._closer.detach() is None:
             return
         self._step_ends.close()

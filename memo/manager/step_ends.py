@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 __all__ = ["StepEnds"]
@@ -36,7 +37,8 @@ class StepEnds:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._steps = _Steps()
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        # By their modules: a tensor that has a weak reference could not be swapped, as `to` does with sharded ones.
+        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
         self._before, self._had_gradients = self._state()
         self._is_seen = False
         self._forwards = 0
@@ -78,16 +80,30 @@ class StepEnds:
         versions = (0 if one.is_inference() else one._version for one in parameters)
         return (self._steps.taken, *versions), any(one.grad is not None for one in parameters)
 
-    def _looked_at(self) -> list[nn.Parameter]:
-        """Some parameters that are trained; chosen anew where one of them has been replaced."""
-        living = [parameter for known in self._parameters if (parameter := known()) is not None]
-        if living and len(living) == len(self._parameters) and all(one.requires_grad for one in living):
-            return living
+    def _looked_at(self) -> list[torch.Tensor]:
+        """Some parameters that are trained; others where one of them is gone."""
+        found: list[torch.Tensor] = [
+            parameter
+            for known, name in self._places
+            if (module := known()) is not None and (parameter := module._parameters.get(name)) is not None
+        ]
+        if found and len(found) == len(self._places) and all(one.requires_grad for one in found):
+            return found
         model = self._model()
-        trained = [] if model is None else [one for one in model.parameters() if one.requires_grad]
+        trained = [] if model is None else _trained(model)
         chosen = trained if len(trained) <= 2 * LOOKED_AT else trained[:LOOKED_AT] + trained[-LOOKED_AT:]
-        self._parameters = [weakref.ref(parameter) for parameter in chosen]
-        return chosen
+        self._places = [(weakref.ref(module), name) for module, name, _ in chosen]
+        return [parameter for _, _, parameter in chosen]
+
+
+def _trained(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Parameters that are trained, each with its module and its name there."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
 
 
 class _Steps:

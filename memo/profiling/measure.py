@@ -217,6 +217,7 @@ def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
             for known in points
         ),
         divisible=costs.divisible,
+        piece_s=costs.piece_s,
         forward_s=forward_s,
         backward_s=measured.times.backward_s[number],
         forward_flops=flop.whole,

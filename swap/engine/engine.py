@@ -20,7 +20,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 from torch.nn import Parameter
 
 from memo.swap.engine.d2h import CopyOut
@@ -186,7 +185,6 @@ class Engine:
             if len(self._geometries) > MOST_GEOMETRIES:
                 self._geometries.clear()
 
-    @_disable_dynamo  # which must not trace copies
     def begin_layer(
         self, layer: int, module: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, last: bool
     ) -> Group:
@@ -214,7 +212,6 @@ class Engine:
                 group.began = trace.begin(f"forward {module}")
         return group
 
-    @_disable_dynamo  # which must not trace copies
     def end_layer(self, group: Group, *, between: bool) -> None:
         """Ends a layer's forward, after its return or exception.
 

@@ -85,8 +85,6 @@ class Plans:
         ranks: the ranks that layers talk to.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
-        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
-        most_held: bytes that a replay should hold at most beside what is kept; None: no bound.
     """
 
     def __init__(
@@ -96,8 +94,6 @@ class Plans:
         bans: Mapping[str, Bans],
         *,
         exact: bool = False,
-        piece: int | None = None,
-        most_held: int | None = None,
     ) -> None:
         self.worst_deviation = 0.0
         """Largest difference of all passed trials."""
@@ -106,8 +102,6 @@ class Plans:
         self._ranks = ranks
         self._bans = bans
         self._exact = exact
-        self._piece = piece
-        self._most_held = most_held
         self._agreements = Agreements(ranks)
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
@@ -345,7 +339,8 @@ class Plans:
         for rows in tape.readings:
             first, second = ends = levels.ends(rows.tokens)
             is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
-            if first == rows.tokens or not (is_mixed or self._piece or self._most_held):
+            piece = levels.piece_tokens(rows.tokens)
+            if first == rows.tokens or not (is_mixed or piece):
                 continue
             plan = ranged_plan_of(
                 rows,
@@ -354,8 +349,7 @@ class Plans:
                 choice.sources,
                 choice.wanted,
                 choice.stuck,
-                piece=self._piece,
-                most_held=self._most_held,
+                piece=piece,
                 always=choice.always,
             )
             bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
@@ -399,9 +393,9 @@ class Plans:
             self.trials_run += 1
             began = now_s(device)
             worst = try_out_ranges(case.recorded.ranges(plan, self._engine), exact=self._exact)
-            seconds = now_s(device) - began
             if plan.whole is not None:
                 try_out(case.recorded.replay(plan.whole, self._engine))
+            seconds = now_s(device) - began
         except Unlike:
             return None
         except torch.OutOfMemoryError:
@@ -446,6 +440,7 @@ class Plans:
                     saved_bytes=cut.keep_cost // 8,
                     recompute_s=each_s * cut.replay_cost,
                     beside_bytes=choice.beside_nbytes(cut, saved),
+                    held_bytes=choice.plan(cut).held_bytes,
                 )
                 for point, cut in choice.points().items()
             )

@@ -18,10 +18,11 @@ from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
-from memo.swap.tensor_kinds import local_part
+from memo.swap.tensor_kinds import is_sharded, local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
+    from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
     from memo.swap.layers import Layer
@@ -56,8 +57,12 @@ class OpenCall:
     recorder: Recorder
     setting: Setting
     kind: tuple[Any, ...]
+    hidden: torch.Tensor
+    """The layer's input, as it was given."""
     last: Ended | None = None
     """The layer's last call, as which this one most often ends: objects that are the same are found faster."""
+    copies_input: bool = False
+    """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
     nested: bool = False
 
 
@@ -67,7 +72,10 @@ class RecordedCall:
     def __init__(self) -> None:
         self.ended: Ended
         self.saved: dict[int, SavedStorage] = {}
+        self.has_copied = False
+        """A copy of the layer's input was packed in its place."""
         self._lent: set[int] = set()  # local parts of parameters and buffers
+        self._input: torch.Tensor | None = None  # that copy
         self._call: OpenCall
 
     @classmethod
@@ -77,11 +85,9 @@ class RecordedCall:
         """Reads the recorder of a call that has just ended; `gathered` parameters may be gone before backward."""
         self, recorder = cls(), call.recorder
         self._call = call
-        outputs = {
-            recorder.number_of(local_part(tensor).untyped_storage())
-            for tensor in tensors_within(output)
-            if is_recordable(local_part(tensor))
-        }
+        returned = [part for tensor in tensors_within(output) if is_recordable(part := local_part(tensor))]
+        outputs = {recorder.number_of(part.untyped_storage()) for part in returned}
+        passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if _is_like_given(part, recorder)}
         free, saved, held = set(), set(), set()
         own: set[ref[torch.UntypedStorage]] | None = None
         storages, number_of, saved_as = recorder.storages, recorder.number_of, engine.saved_as
@@ -112,7 +118,7 @@ class RecordedCall:
                     held.add(number)
         lent = recorder.lent - free - saved
         stuck = tuple(
-            sorted(number for number in self.saved if number in outputs or storages[number][0] is not Birth.MADE)
+            sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Birth.MADE)
         )
         wanted = tuple(sorted(number for number in self.saved if number not in stuck))
         sources = Sources(
@@ -237,7 +243,40 @@ class RecordedCall:
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
             if part is not None:
                 tensor = part_to_keep(tensor, part, tokens)
-            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
+            is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
+            if is_input and self._call.copies_input:
+                tensor, is_input = self._copied(tensor), False
+            packed: Packed = engine.pack(tensor)
+            if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
+                packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
+            return Brought(packed, tensor.untyped_storage().nbytes())
+
+    def _is_saved(self, tensor: torch.Tensor, engine: Engine) -> bool:
+        """True if autograd saves a tensor, or has saved it before, and so guards it."""
+        known = engine.saved_as(tensor.untyped_storage())
+        return known is not None and known.content == content_of(tensor)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The layer's input in memory that the program does not have."""
+        if self._input is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self._input = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
+            self.has_copied = True
+        return self._input
+
+
+def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:
+    """True for a result of an argument's shape: the next layer is given it, and keeps it anyway.
+
+    Not so for what a layer shows besides, as the weights of its attention, which the program drops.
+    """
+    given = enumerate(recorder.storages)  # arguments are the first values, one for each storage
+    return any(
+        tensor.shape == recorder.values[number][2]
+        for number, (birth, _, _) in given
+        if birth in (Birth.INPUT, Birth.GIVEN)
+    )
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -47,8 +47,8 @@ __all__ = ["Aside", "Recorder", "aside", "is_recordable"]
 _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_fake_mode = torch._C._get_dispatch_mode
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY  # of what is traced, not run
 _modes_on_stack = torch._C._len_torch_dispatch_stack
 _SwitchedOff = torch._C._DisableTorchDispatch
 _ATEN = torch.ops.aten
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.asleep or _fake_mode(_FAKE) is not None:
+        if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
             if self._within is not None and (operator := operator_of(func)).group_at is not None:
                 self._within += _groups_of(operator, args)
             return func(*args, **kwargs) if kwargs else func(*args)
