@@ -211,11 +211,11 @@ class Tapes:
         if not torch.is_grad_enabled() or self._hearing is not None:
             return
         setting = self._chosen.get(layer.name, self.default)
-        given = _shape_of_input(args, kwargs)
         if self._ranks.talks(layer.name):
-            for other in self._ranks.agree(self._told, given):
+            for other in self._ranks.agree(self._told, _shape_of_input(args, kwargs)):
                 self.refused.pop(other, None)
-        self._hearing = self._ranks.listen(layer.name, given)
+        elif self._ranks.several:
+            self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
         if self._hearing is not None:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
         if _moves_all(setting) and not self._repeats_when_full:
@@ -228,20 +228,22 @@ class Tapes:
             return
         tensors = [part for tensor in tensors_within((args, kwargs)) if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
-        expected, is_checked = self._plans.expected(layer.name, kind)
+        last, holds = self._plans.expected(layer.name, kind)
+        is_checked = holds is None or self._plans.is_written_unseen(layer.name)
         recorder = Recorder(
             local_part(hidden),
             tensors,
-            holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
+            holds=holds,
             checksums=Checksums(self._engine.backend.device) if is_checked else None,
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
+            expected=None if last is None else last.key,
         )
         guard = self._inputs.pop(layer.name, None)
         if guard is not None and guard.is_changed:
             self._changing.add(layer.name)
-        copies = expected is None or layer.name in self._changing
-        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, copies_input=copies)
+        copies = holds is None or layer.name in self._changing
+        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, last, copies_input=copies)
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
