@@ -153,7 +153,15 @@ def _layers(plan: ActivationPlan) -> str:
         figures = (*map(layer.fraction, points), layer.kept, layer.host, layer.disk)
         piece = (_piece(layer, plan),) if cut else ()
         rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures), *piece))
-    header = ("layers", f"points: {points[0]}", *points[1:], "bytes: kept", "host", "disk", *(["recomputed at once"] * cut))
+    header = (
+        "layers",
+        f"points: {points[0]}",
+        *points[1:],
+        "bytes: kept",
+        "host",
+        "disk",
+        *(["recomputed at once"] * cut),
+    )
     return table(header, rows)
 
 
