@@ -87,6 +87,7 @@ class Tapes:
         piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
         most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
             prove a token axis; None: no bound.
+        verify: compares by checksums what replays read with what it was in the forward.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Tapes:
         bans: Mapping[str, Bans] | None = None,
         piece: int | None = None,
         most_held: int | None = None,
+        verify: bool = False,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -117,6 +119,7 @@ class Tapes:
         self._exact = exact
         self._piece = piece
         self._most_held = most_held
+        self._verify = verify
         self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
@@ -286,7 +289,7 @@ class Tapes:
         if guard is not None and guard.is_changed:
             self._changing.add(layer.name)
         copies = expected is None or layer.name in self._changing
-        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, copies_input=copies)
+        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, copies_input=copies, verify=self._verify)
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 

@@ -48,6 +48,8 @@ class OpenCall:
     """The layer's input, as it was given."""
     copies_input: bool = False
     """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
+    verify: bool = False
+    """What replays read is compared with what it was."""
     nested: bool = False
 
 
@@ -140,6 +142,7 @@ class RecordedCall:
             carried=recorder.carried,
             wanted=wanted,
             together=together,
+            verify=self._call.verify,
         )
 
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
@@ -170,6 +173,7 @@ class RecordedCall:
                     wanted=wanted,
                     before=found[-1] if found else None,
                     together=together,
+                    verify=self._call.verify,
                 )
             )
         return found
