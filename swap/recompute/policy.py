@@ -14,6 +14,7 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -39,7 +40,7 @@ from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
-from memo.swap.tensor_kinds import layer_input, local_part
+from memo.swap.tensor_kinds import is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
 from memo.units import format_bytes
 
@@ -272,7 +273,8 @@ class Tapes:
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        tensors = [part for tensor in tensors_within((args, kwargs)) if is_recordable(part := local_part(tensor))]
+        arguments = tensors_within((args, kwargs))
+        tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         expected = self._expected.get(kind)
         recorder = Recorder(
@@ -285,6 +287,9 @@ class Tapes:
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
         )
+        for tensor in arguments:
+            if type(tensor) is not torch.Tensor and tensor is not hidden and is_sharded(tensor):
+                recorder.sharded[ref(local_part(tensor).untyped_storage())] = tensor
         guard = self._inputs.pop(layer.name, None)
         if guard is not None and guard.is_changed:
             self._changing.add(layer.name)

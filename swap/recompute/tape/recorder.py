@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
         self.streams: dict[int, int] = {}
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
-        """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
+        """Memory of a local part -> its DTensor, a parameter or an argument, which alone counts changes of the whole."""
         self.saved: list[tuple[int, torch.Tensor]] = []
         """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
         self.lent: set[int] = set()

@@ -878,3 +878,43 @@ def test_verify_finds_nothing_where_nothing_changes(offload: Callable[..., memo.
     manager = offload(model, verify=True, **how)
     assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
     assert manager.stats.bytes_recomputed > 0
+
+
+class GivenSharded(nn.Module):
+    """Is given a table as a DTensor, which autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, table: Any) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x.sin() + table.to_local())))  # type: ignore[no-any-return]
+
+
+class GivesSharded(Stack):
+    def __init__(self) -> None:
+        super().__init__(make=GivenSharded)
+        self.table = DTensor.from_local(torch.ones(32), init_device_mesh("cpu", (1,)), [Replicate()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_recompute
+def test_a_sharded_argument_must_not_change_before_backward(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = GivesSharded()
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager)
+    assert manager.stats.bytes_recomputed > 0
+    with manager:
+        loss = model(ids())
+    model.table.add_(1.0)
+    with pytest.raises(ModifiedAfterSave):
+        loss.backward()
