@@ -24,7 +24,6 @@ from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager import claims
-from memo.manager.direct_calls import DirectCalls
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import Names, bans_by_layer, layer_at
 from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
@@ -32,6 +31,7 @@ from memo.manager.report import DiskUse, Report
 from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.manager.step_ends import StepEnds
 from memo.manager.unmanaged import BackwardWatch
+from memo.manager.unseen import Unseen
 from memo.manager.validate import require_choice, require_kinds
 from memo.mip.activation import lower_tier_nbytes
 from memo.parallel import PipelineOrder, gather_values, group_of
@@ -306,7 +306,7 @@ class Manager:
         self._is_told = False
         self._has_trained = False
         self._is_prepared = False
-        self._direct_calls = DirectCalls(layers)
+        self._unseen = Unseen(layers)
 
     @property
     def stats(self) -> Stats:
@@ -356,7 +356,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
-        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
+        pack = self._unseen.watch(pack, self._open_layer)
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -386,6 +386,7 @@ class Manager:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
         if self._saving is None:
             return
+        claims.require_alone(self)
         if not self._is_prepared:
             self._tokenwise.end_forwards()
             self._engine.end_forwards()
@@ -467,7 +468,7 @@ class Manager:
             seen = [self._layers[position].name for position in self._running]
             self._leave()
             if exception[:1] in ((), (None,)):
-                self._direct_calls.end(seen)
+                self._unseen.end(seen)
 
     def _leave(self) -> None:
         try:
@@ -486,6 +487,10 @@ class Manager:
         self._hooks.clear()
         self._running.clear()
         self._engine.end_forwards()
+
+    def _open_layer(self) -> str | None:
+        """Name of the layer that runs now."""
+        return next((groups[-1].module for groups in self._running.values() if groups), None)
 
     def _is_elsewhere(self) -> bool:
         """True in a thread that has not entered the manager, and that is not one of backward's."""
@@ -612,7 +617,7 @@ class Manager:
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
-            unseen=self._direct_calls.reasons,
+            unseen=self._unseen.reasons,
         )
 
     def _disk_use(self) -> DiskUse | None:

@@ -82,7 +82,7 @@ class StepEnds:
 
     def _looked_at(self) -> list[torch.Tensor]:
         """Some parameters that are trained; others where one of them is gone."""
-        found = [
+        found: list[torch.Tensor] = [
             parameter
             for known, name in self._places
             if (module := known()) is not None and (parameter := module._parameters.get(name)) is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 from memo.units import format_bytes
 
-__all__ = ["Fate", "LayerExplanation", "Point", "Row"]
+__all__ = ["Fate", "LayerExplanation", "Point", "Row", "TokenRange"]
 
 
 class Fate(enum.StrEnum):
@@ -24,6 +24,8 @@ class Fate(enum.StrEnum):
     """It stays on the device: a parameter, an argument, a small tensor."""
     MOVED = "moved"
     """It is kept: the engine moves it to a tier, or leaves it on the device where the plan says so."""
+    DIVIDED = "divided"
+    """Its first tokens are kept, and the others are replayed."""
     REPLAYED = "replayed"
     """It is dropped, and its operator runs again in backward."""
     VIEW = "view"
@@ -53,7 +55,25 @@ class Row:
     why: str
     """Reason of the fate."""
     replay_us: float | None
-    """Derived time of repeating it; None where nothing could be repeated."""
+    """Derived time of repeating it, for the tokens that are replayed; None where nothing could be repeated."""
+    kept_tokens: tuple[int, int] | None = None
+    """First token that is kept and the one after the last; None for none, and for what is not divided by tokens."""
+    replayed_tokens: tuple[int, int] | None = None
+    """First token that is replayed and the one after the last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRange:
+    """Tokens of each sequence that are replayed by one cut."""
+
+    first: int
+    stop: int
+    """After the last."""
+    pieces: int
+    """Replays, one after the other."""
+    replay_us: float
+    held_nbytes: int
+    """The most that one of them holds at once beside what is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +81,7 @@ class Point:
     """One choice of what is kept."""
 
     name: str
-    """`all`, `matmuls`, `attention` and `input` as the levels; others p1, p2 ..."""
+    """`all`, `matmuls`, `attention` and `input` as the levels; others p1, p2 ...; `ranges` for ranges of tokens."""
     kept_nbytes: int
     kept_fraction: float
     """Of the bytes that autograd saved and that may move."""
@@ -90,6 +110,10 @@ class LayerExplanation:
     rows: tuple[Row, ...]
     points: tuple[Point, ...]
     """From the most kept to the least."""
+    tokens: int | None = None
+    """Of one sequence, where ranges of them are kept and replayed."""
+    ranges: tuple[TokenRange, ...] = ()
+    """That are replayed, in the order of the tokens; of those before the first all is kept."""
 
     @property
     def used(self) -> Point:
@@ -110,20 +134,24 @@ class LayerExplanation:
             f"replayed: {used.replayed_steps} of {_counted(len(steps), 'step')}, {_time(used.replay_us)} derived, "
             f"{format_bytes(used.held_nbytes)} held at once",
         ]
+        head += [_range(one) for one in self.ranges]
         if self.refused is not None:
             head.append(f"moved whole: {self.refused}")
-        return "\n".join(
-            [*head, "", _table(_ROW_HEADER, _folded(self.rows)), "", _table(_POINT_HEADER, map(_point, self.points))]
-        )
+        return "\n".join([*head, "", self._rows(), "", _table(_POINT_HEADER, map(_point, self.points))])
+
+    def _rows(self) -> str:
+        header = [name for name in _ROW_HEADER if self.tokens is not None or name not in _OF_RANGES]
+        return _table(header, ([cells.get(name, "") for name in header] for cells in _folded(self.rows)))
 
 
-_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "fate", "replay", "why")
+_OF_RANGES = ("kept tokens", "replayed")
+_ROW_HEADER = ("step", "operator", "result", "dtype", "bytes", "saved", "fate", *_OF_RANGES, "replay", "why")
 _POINT_HEADER = ("point", "used", "kept", "share", "replay", "steps", "held")
-_RIGHT = frozenset({"step", "bytes", "replay", "kept", "share", "steps", "held"})
+_RIGHT = frozenset({"step", "bytes", *_OF_RANGES, "replay", "kept", "share", "steps", "held"})
 
 
-def _folded(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Cells of the rows; what follows each other and nobody waits for is one line."""
+def _folded(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Cells of the rows by column; what follows each other and nobody waits for is one line."""
     lines = []
     for kind, run in itertools.groupby(rows, _fold):
         group = list(run)
@@ -131,23 +159,16 @@ def _folded(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             lines += [_cells(row) for row in group]
         elif group[0].step is None:
             nbytes = format_bytes(sum(row.nbytes for row in group))
-            name = f"{len(group)} {group[0].operator}s"
-            lines.append(("-", name, "", "", nbytes, _mark(group[0].is_saved), group[0].fate, "", group[0].why))
+            lines.append({**_cells(group[0]), "operator": f"{len(group)} {group[0].operator}s", "bytes": nbytes})
+            lines[-1].update(result="", dtype="")
         else:
             views = all(row.fate is Fate.VIEW for row in group)
-            steps = f"{group[0].step}-{group[-1].step}"
             lines.append(
-                (
-                    steps,
-                    f"{len(group)} {'views' if views else 'steps'}",
-                    "",
-                    "",
-                    "",
-                    "",
-                    "" if views else Fate.UNUSED,
-                    "",
-                    "",
-                )
+                {
+                    "step": f"{group[0].step}-{group[-1].step}",
+                    "operator": f"{len(group)} {'views' if views else 'steps'}",
+                    "fate": "" if views else Fate.UNUSED,
+                }
             )
     return lines
 
@@ -159,18 +180,31 @@ def _fold(row: Row) -> object:
     return "steps" if row.fate in (Fate.VIEW, Fate.UNUSED) and not row.is_saved else None
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> dict[str, str]:
     is_view = row.fate is Fate.VIEW
+    return {
+        "step": "-" if row.step is None else f"{row.step}",
+        "operator": row.operator,
+        "result": "x".join(map(str, row.shape)) or "scalar",
+        "dtype": row.dtype,
+        "bytes": "" if is_view else format_bytes(row.nbytes),
+        "saved": _mark(row.is_saved),
+        "fate": "" if is_view else row.fate,
+        "kept tokens": _span(row.kept_tokens),
+        "replayed": _span(row.replayed_tokens),
+        "replay": "" if row.replay_us is None else _time(row.replay_us),
+        "why": row.why,
+    }
+
+
+def _span(tokens: tuple[int, int] | None) -> str:
+    return "" if tokens is None else f"{tokens[0]}-{tokens[1] - 1}"
+
+
+def _range(tokens: TokenRange) -> str:
     return (
-        "-" if row.step is None else f"{row.step}",
-        row.operator,
-        "x".join(map(str, row.shape)) or "scalar",
-        row.dtype,
-        "" if is_view else format_bytes(row.nbytes),
-        _mark(row.is_saved),
-        "" if is_view else row.fate,
-        "" if row.replay_us is None else _time(row.replay_us),
-        row.why,
+        f"tokens {_span((tokens.first, tokens.stop))}: replayed in {_counted(tokens.pieces, 'piece')}, "
+        f"{_time(tokens.replay_us)} derived, {format_bytes(tokens.held_nbytes)} held at once"
     )
 
 

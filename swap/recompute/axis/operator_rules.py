@@ -117,20 +117,14 @@ def meaning_of(call: Call) -> Meaning:
 def _pointwise(call: Call) -> Meaning:
     """Broadcasting from the right; what does not run over the tokens must be of size one there."""
     shape = tensors_in(call.out)[0].shape
-    found: Axis | None = None
-    for tensor in call.given:
-        axis = call.meaning(tensor)
-        if isinstance(axis, Axis):
-            here = axis.at(axis.dim - tensor.ndim + len(shape))
-            if found is not None and found != here:
-                return Mark.MIXED
-            found = here
-    assert found is not None
-    for tensor in call.given:
-        dim = found.dim - len(shape) + tensor.ndim
-        if call.meaning(tensor) is Mark.SAME and dim >= 0 and tensor.size(dim) != 1:
-            return Mark.MIXED
-    return found
+    axes = {
+        axis.at(axis.dim - tensor.ndim + len(shape))
+        for tensor in call.given
+        if isinstance(axis := call.meaning(tensor), Axis)
+    }
+    found = axes.pop()
+    alike = not axes and all(_broadcasts(call, tensor, found, len(shape)) for tensor in call.given)
+    return found if alike else Mark.MIXED
 
 
 def _view(call: Call) -> Meaning:
@@ -262,11 +256,20 @@ def _times_matrix(call: Call) -> Meaning:
 
 
 def _batched(call: Call) -> Meaning:
-    """Tokens in the rows of the left factor, or one product per token."""
-    left, right = (call.meaning(tensor) for tensor in call.args[:2])
-    if isinstance(left, Axis) and ((left.dim == 1 and right is Mark.SAME) or (left.dim == 0 and right == left)):
-        return left
-    return Mark.MIXED
+    """Tokens in the rows of the left factor, or one product per token; `baddbmm` adds something first."""
+    *added, left, right = call.given
+    axis, other = call.meaning(left), call.meaning(right)
+    if not isinstance(axis, Axis) or not ((axis.dim == 1 and other is Mark.SAME) or (axis.dim == 0 and other == axis)):
+        return Mark.MIXED
+    return axis if all(_broadcasts(call, tensor, axis, left.ndim) for tensor in added) else Mark.MIXED
+
+
+def _broadcasts(call: Call, tensor: torch.Tensor, axis: Axis, ndim: int) -> bool:
+    """True for an operand with the same tokens where a result of so many dimensions has that axis, or of size one there."""
+    meaning, dim = call.meaning(tensor), axis.dim - ndim + tensor.ndim
+    if isinstance(meaning, Axis):
+        return meaning == axis.at(dim)
+    return meaning is Mark.SAME and (dim < 0 or tensor.size(dim) == 1)
 
 
 def _embedding(call: Call) -> Meaning:
@@ -320,7 +323,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.sum, _ATEN.mean, _ATEN.amax, _ATEN.argmax, _ATEN.var, _ATEN.linalg_vector_norm), _reduce),
     **dict.fromkeys((_ATEN.native_layer_norm, _ATEN._fused_rms_norm), _norm),
     **dict.fromkeys((_ATEN.mm, _ATEN.addmm, _ATEN.linear), _times_matrix),
-    _ATEN.bmm: _batched,
+    **dict.fromkeys((_ATEN.bmm, _ATEN.baddbmm), _batched),
     _ATEN.cat: _cat,
     _ATEN.embedding: _embedding,
     _ATEN.expand: _expand,

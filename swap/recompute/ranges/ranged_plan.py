@@ -17,13 +17,17 @@ from typing import Any
 import torch
 
 from memo.swap.recompute.ranges.rows import TokenRows
+from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.cut import Cut, cheapest
+from memo.swap.recompute.tape.log import Geometry
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Geometry
 from memo.swap.recompute.tape.tape import Step
 from memo.swap.token_levels import LEAST_TOKENS, Level, tile_of
 
 __all__ = ["Piece", "RangedPlan", "Span", "ranged_costs_of", "ranged_plan_of"]
+
+STEP_S = 2e-5
+"""Seconds that a step takes which has next to nothing to do; each piece runs all steps."""
 
 Bans = Callable[[Level], Collection[int]]
 
@@ -46,8 +50,8 @@ class Span:
         wanted: storages that the span may give.
         first: first token.
         stop: token after the last.
-        piece: most tokens that are replayed at once; None: all of them.
-        most_held: most bytes that a replay may hold at once, where pieces allow it; None: no bound.
+        piece: most tokens that are replayed at once; None: all of them. Of fewer than two of LEAST_TOKENS a piece may have
+            up to one more.
     """
 
     def __init__(
@@ -60,7 +64,6 @@ class Span:
         first: int,
         stop: int,
         piece: int | None,
-        most_held: int | None,
     ) -> None:
         self.rows = rows
         self.cut = cut
@@ -70,8 +73,6 @@ class Span:
         self._candidates = tuple(wanted)
         self._plans: dict[int, Plan] = {}
         self.piece = stop - first if piece is None else min(stop - first, piece)
-        if piece is None and most_held is not None:
-            self._fit(most_held)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class Span:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay of one piece holds at once beside what is kept."""
+        """Most bytes that a replay of one piece holds at once beside what is kept, and beside where its results go."""
         return max(self.plan_for(piece.stop - piece.first).held_bytes for piece in self.pieces)
 
     @property
@@ -96,7 +97,9 @@ class Span:
             first = -(-max(self.first, stop - self.piece) // tile) * tile
             if stop - first < LEAST_TOKENS:
                 first = (stop - LEAST_TOKENS) // tile * tile
-            if first - self.first < LEAST_TOKENS:
+            if 0 < first - self.first < LEAST_TOKENS:  # the rest has as many, if this piece can spare them
+                first = self.first + -(-LEAST_TOKENS // tile) * tile
+            if stop - first < LEAST_TOKENS or first < self.first:
                 first = self.first
             found.append(Piece(first, stop))
             stop = first
@@ -113,28 +116,23 @@ class Span:
 
     def kept_nbytes(self) -> Iterator[tuple[int, int]]:
         """Content and bytes of each thing that is kept for the span besides what autograd saves, as it is packed."""
-        tape, count, tokens = self.rows.tape, self.stop - self.first, self.rows.tokens
-        for kept in self.plan.kept:
-            content = tape.last[kept.storage] if kept.bits_of < 0 else _made_by(self.rows, kept.bits_of, kept.storage)
-            if kept.storage in self._sources.free or (kept.bits_of < 0 and kept.storage in tape.saved_storages):
-                continue
-            if kept.bits_of >= 0:
-                use = mask_of(tape, content)
-                assert use is not None
-                yield content, -(-tape.geometry(use.value)[2].numel() * count // tokens // 8)
-            else:
-                yield content, self.rows.nbytes(content, count)
-
-    def _fit(self, most_held: int) -> None:
-        """Makes the pieces as small as that bound needs, or as small as they may be."""
-        tile = tile_of(self.rows.tokens)
-        least = max(tile, LEAST_TOKENS)
-        while self.piece > least and (held := self.held_bytes) > most_held:
-            self.piece = max(least, min(self.piece - 1, self.piece * most_held // held) // tile * tile)
+        return _besides(self.rows, self.plan, self._sources, self.stop - self.first)
 
 
-def _made_by(rows: TokenRows, step: int, storage: int) -> int:
-    return next(content for content in rows.tape.steps[step].makes if rows.tape.contents[content].storage == storage)
+def _besides(rows: TokenRows, plan: Plan, sources: Sources, count: int) -> Iterator[tuple[int, int]]:
+    """Content and bytes of each thing that a plan of `count` tokens keeps besides what autograd saves."""
+    tape = rows.tape
+    for kept in plan.kept:
+        if kept.storage in sources.free:
+            continue
+        if kept.bits_of >= 0:
+            made = tape.steps[kept.bits_of].makes
+            content = next(content for content in made if tape.contents[content].storage == kept.storage)
+            use = mask_of(tape, content)
+            assert use is not None
+            yield content, -(-tape.geometry(use.value)[2].numel() * count // rows.tokens // 8)
+        elif kept.storage not in tape.saved_storages:
+            yield tape.last[kept.storage], rows.nbytes(tape.last[kept.storage], count)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +144,7 @@ class RangedPlan:
         spans: in the order in which they run: the last tokens first.
         heads: storage -> position of its last span to run, tokens that move.
         whole: replay of what is the same for all tokens; None if there is nothing of the kind.
-        nbytes: that move or stay for backward, of all that this call saved.
+        kept_nbytes: content, and bytes of it that are kept, for all that moves or stays for backward.
         deviation: largest difference that its trial found, in units of its bound.
         wrong: as a Plan's; a plan of ranges of which a trial finds a step wrong is not used.
     """
@@ -155,7 +153,7 @@ class RangedPlan:
     spans: tuple[Span, ...]
     heads: Mapping[int, tuple[int, int]]
     whole: Plan | None
-    nbytes: int
+    kept_nbytes: tuple[tuple[int, int], ...]
     deviation: float = 0.0
     wrong: frozenset[int] = frozenset()
 
@@ -185,15 +183,25 @@ class RangedPlan:
         return self.rows.tokens, *((piece.first, piece.stop) for span in self.spans for piece in span.pieces)
 
     @property
+    def nbytes(self) -> int:
+        """Of all that is kept."""
+        return sum(nbytes for _, nbytes in self.kept_nbytes)
+
+    @property
     def cost(self) -> int:
         """Derived, in picoseconds."""
         tokens = self.rows.tokens
-        return sum(span.cut.replay_cost * (span.stop - span.first) // tokens for span in self.spans)
+        spans = sum(span.cut.replay_cost * (span.stop - span.first) // tokens for span in self.spans)
+        return spans + (0 if self.whole is None else self.whole.cost)
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay holds at once beside what is kept."""
-        return max((span.held_bytes for span in self.spans), default=0)
+        """Most bytes that a replay holds at once beside what is kept and what it gives.
+
+        What is not divided is replayed within the first.
+        """
+        spans = max((span.held_bytes for span in self.spans), default=0)
+        return spans + (0 if self.whole is None else self.whole.held_bytes)
 
 
 def ranged_plan_of(
@@ -205,7 +213,6 @@ def ranged_plan_of(
     stuck: Sequence[int],
     *,
     piece: int | None = None,
-    most_held: int | None = None,
     always: Iterable[int] = (),
 ) -> RangedPlan | None:
     """The plan of ranges that end at `ends`; None where nothing can be divided.
@@ -217,48 +224,48 @@ def ranged_plan_of(
         sources: what can be kept.
         wanted: storages that autograd saved, and which backward may replay.
         stuck: storages that autograd saved and that move in any case.
-        piece: most tokens that are replayed at once; None: by `most_held`.
-        most_held: most bytes that a replay may hold at once; None: no bound.
+        piece: most tokens that are replayed at once; None: all of a range.
         always: steps that the last tokens repeat, needed or not.
     """
     tape, tokens = rows.tape, rows.tokens
     divisible = [storage for storage in wanted if tape.last[storage] in rows.rows]
     same = [storage for storage in wanted if tape.last[storage] in rows.same]
     moving = [*stuck, *(storage for storage in wanted if storage not in {*divisible, *same})]
+    there = [*moving, *(storage for storage in same if tape.last[storage] in rows.whole)]
     spans: list[Span] = []
     heads: dict[int, tuple[int, int]] = {}
     for level, first, stop in ((Level.SAVE_ATTENTION, ends[1], tokens), (Level.SAVE_MATMULS, ends[0], ends[1])):
         open_ = [storage for storage in divisible if not spans or storage in heads]
         if first >= stop:
             continue
-        closed = [*moving, *(storage for storage in divisible if storage not in open_)]
+        closed = [*there, *(storage for storage in divisible if storage not in open_)]
         banned = {*bans(level), *rows.mixes}
         repeated = always if level is Level.SAVE_ATTENTION else ()
         try:
             cut = cheapest(problem_of(tape, banned, sources, open_, closed, tape.costs, repeated), 1, 0)
         except ValueError:
             return None
-        span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece, most_held=most_held)
+        span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece)
         if not span.wanted:
             break
         spans.append(span)
         heads.update((storage, (len(spans) - 1, first)) for storage in span.wanted)
     if not spans:
         return None
-    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, [*moving, *divisible]) if same else None
+    whole = _same(rows, bans(Level.SAVE_ATTENTION), sources, same, moving, divisible) if same else None
     return RangedPlan(
         rows=rows,
         spans=tuple(spans),
         heads=heads,
         whole=whole,
-        nbytes=_nbytes(rows, spans, heads, whole, [*wanted, *stuck]),
+        kept_nbytes=tuple(_kept_nbytes(rows, sources, spans, heads, whole, [*wanted, *stuck])),
     )
 
 
 def ranged_costs_of(
     rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes of each level, as `Costs.counted` takes them."""
+    """Bytes of each level and seconds of a piece, as `Costs.counted` takes them."""
     tape, tokens = rows.tape, rows.tokens
     last = ranged_plan_of(rows, (0, 0), bans, sources, wanted, stuck)
     middle = ranged_plan_of(rows, (0, tokens), bans, sources, wanted, stuck)
@@ -286,34 +293,56 @@ def ranged_costs_of(
             Level.SAVE_MATMULS: held,
             Level.SAVE_ATTENTION: slices / tokens,
         },
+        "held_per_token": {
+            Level.SAVE_MATMULS: 0.0 if middle is None else middle.spans[0].held_bytes / tokens,
+            Level.SAVE_ATTENTION: last.spans[0].held_bytes / tokens,
+        },
+        "piece_s": STEP_S * len(last.spans[0].plan.steps),
     }
 
 
 def _same(
-    rows: TokenRows, bans: Collection[int], sources: Sources, same: Sequence[int], moving: Sequence[int]
-) -> Plan | None:
-    """The replay of what is the same for all tokens, a cast weight."""
-    tape = rows.tape
-    cut = cheapest(problem_of(tape, bans, sources, same, moving, tape.costs), 1, 0)
-    return plan_of(tape, cut, sources, same) if cut.replayed else None
-
-
-def _nbytes(
     rows: TokenRows,
+    bans: Collection[int],
+    sources: Sources,
+    same: Sequence[int],
+    moving: Sequence[int],
+    divisible: Iterable[int],
+) -> Plan | None:
+    """The replay of what is not divided, a cast weight or the keys.
+
+    It reads nothing that is divided, since ranges wait for it, and repeats no collective, since only these keep the order
+    of other ranks.
+    """
+    tape = rows.tape
+    undivided = dataclasses.replace(sources, lent=sources.lent.union(divisible))
+    talking = [step.number for step in tape.steps if "collective" in groups_of(step.operator)]
+    cut = cheapest(problem_of(tape, {*bans, *talking}, undivided, same, moving, tape.costs), 1, 0)
+    return plan_of(tape, cut, undivided, same) if cut.replayed else None
+
+
+def _kept_nbytes(
+    rows: TokenRows,
+    sources: Sources,
     spans: Sequence[Span],
     heads: Mapping[int, tuple[int, int]],
     whole: Plan | None,
     saved: Iterable[int],
-) -> int:
+) -> Iterator[tuple[int, int]]:
     tape = rows.tape
     again = () if whole is None else whole.wanted
-    total = 0
+    found: dict[int, int] = {}
     for storage in saved:
         if storage in heads:
-            total += rows.nbytes(tape.last[storage], heads[storage][1])
+            found[tape.last[storage]] = rows.nbytes(tape.last[storage], heads[storage][1])
         elif storage not in again:
-            total += tape.storages[storage][1]
-    return total + sum(nbytes for span in spans for _, nbytes in span.kept_nbytes())
+            found[tape.last[storage]] = tape.storages[storage][1]
+    besides = [each for span in spans for each in span.kept_nbytes()]
+    if whole is not None:
+        besides += _besides(rows, whole, sources, rows.tokens)
+    for content, nbytes in besides:
+        found[content] = found.get(content, 0) + nbytes
+    yield from found.items()
 
 
 class _RangedWriter(Writer):
@@ -325,7 +354,7 @@ class _RangedWriter(Writer):
         super().__init__(rows.tape, cut, sources, wanted)
         self._token_rows = rows
         self._count = count
-        self.env.update(within=_within, mask=_part_of_mask)
+        self.env.update(within=_within)
 
     def _geometry(self, value: int, content: int) -> Geometry:
         return self._token_rows.geometry(value, content, self._count)
@@ -353,10 +382,3 @@ def _within(
     """A tensor of that geometry over the bytes of `block`, which may begin within a storage."""
     begin = block.storage_offset() * block.itemsize // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), begin + offset, size, stride)
-
-
-def _part_of_mask(
-    part: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros and ones of `dtype`, of the tokens of a piece."""
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(part.reshape(size))

@@ -5,6 +5,10 @@ that no rule knows, or that mixes tokens, never runs on a part: what it makes is
 axis is right, since parts of it are slices of what was computed; so a new one is taken there (`_Reader.guess`), and rules
 hold for what follows. A wrong guess costs bytes and never a bit.
 
+Where one operand runs over queries and another one over keys, as in attention written out, the step may run on a part of
+the queries if all keys are there. The keys are then the same for all tokens from the step that makes them on: they are
+never divided, and replayed as a whole or kept.
+
     content    Rows: bytes of each token in each row of its storage; or the same whatever tokens are computed; or neither
     value      the axis of a tensor, whose strides must agree with the Rows of what its storage holds
 """
@@ -22,7 +26,8 @@ from memo.swap.engine.token_prefix import Rows
 from memo.swap.recompute.axis.argument_axes import TokenDims
 from memo.swap.recompute.axis.operator_rules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
-from memo.swap.recompute.tape.recorder import Birth, Function, Geometry
+from memo.swap.recompute.tape.bans import is_cheap
+from memo.swap.recompute.tape.log import Birth, Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
 from memo.swap.token_levels import LEAST_TOKENS, tile_of
 
@@ -30,6 +35,9 @@ __all__ = ["TokenRows", "readings_of"]
 
 _SIZES_AT = {"empty": 0, "full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
 """Operators that make a tensor of a size and of no number of another one, and the position of that size."""
+
+_PRODUCTS = frozenset({torch.ops.aten.bmm, torch.ops.aten.baddbmm})
+"""Of which the rows of the left factor may be tokens, while the right one runs over other tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,7 @@ class TokenRows:
         rows: content -> division of its storage.
         same: contents that are the same whatever tokens are computed.
         axes: (value, content) -> token axis.
+        whole: contents that are not divided, though they run over tokens: some step needs all of them.
         mixes: step -> why it never runs on a part of the tokens.
         sized: step -> position of a size among its arguments, of a tensor with that axis.
     """
@@ -50,6 +59,7 @@ class TokenRows:
     tokens: int
     rows: Mapping[int, Rows]
     same: frozenset[int]
+    whole: frozenset[int]
     axes: Mapping[tuple[int, int], Axis]
     mixes: Mapping[int, str]
     sized: Mapping[int, tuple[int, Axis]]
@@ -96,19 +106,38 @@ def readings_of(tape: Tape, carried: Sequence[Any] = ()) -> Iterable[TokenRows]:
         if size[dim] < LEAST_TOKENS + tile_of(0):
             continue
         for found_runs in (False, True) if any(birth is Birth.FOUND for birth, _, _ in tape.storages) else (False,):
-            yield _Reader(tape, dim, carried, found_runs=found_runs).read()
+            reader = _Reader(tape, dim, carried, found_runs=found_runs)
+            yield reader.read()
+            whole: frozenset[int] = frozenset()
+            while reader.needed > whole:
+                whole = frozenset(reader.needed)
+                reader = _Reader(tape, dim, carried, found_runs=found_runs, whole=whole)
+                rows = reader.read()
+            if whole:
+                yield rows
 
 
 class _Reader:
-    """Reads a tape once, in order; `of` is what the rules ask of a stand-in."""
+    """Reads a tape once, in order; `of` is what the rules ask of a stand-in. `whole` are contents that are not divided."""
 
-    def __init__(self, tape: Tape, dim: int, carried: Sequence[Any], *, found_runs: bool) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        dim: int,
+        carried: Sequence[Any],
+        *,
+        found_runs: bool,
+        whole: frozenset[int] = frozenset(),
+    ) -> None:
         size = tape.geometry(0)[2]
         self.tokens = size[dim]
         self._tape = tape
         self._carried = carried
         self._others = math.prod(size[:-1]) // self.tokens
         self._is_first = dim == 0 and len(size) > 2
+        self._whole = whole
+        self.needed = set(whole)
+        """And those that the first step besides has to read as a whole to run on a part of the other tokens."""
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._values: dict[int, int] = {}  # identity of a stand-in -> its value
         self._now: list[dict[int, Meaning] | None] = [None] * len(tape.storages)  # None: the same for all tokens
@@ -130,6 +159,7 @@ class _Reader:
             tokens=self.tokens,
             rows=self._rows,
             same=frozenset(self._same),
+            whole=self._whole,
             axes=self._axes,
             mixes=self._mixes,
             sized=self._sized,
@@ -160,6 +190,8 @@ class _Reader:
                 axis = axes[0] if axes else None  # of a mask over pairs of tokens that of the queries
             elif value is not None and birth is Birth.FOUND and found_runs:
                 axis = self.guess(value, ())
+            if content in self._whole:
+                axis = None
             if value is None or axis is None or not self._put(value, content, axis, begins=True):
                 self._same.add(content)
 
@@ -236,6 +268,7 @@ class _Reader:
         uses = uses_in((step.args, step.kwargs))
         for use in uses:
             self._is_known(use)
+        self._find_needed(step)
         reason = None
         try:
             meaning = self._rule(step)
@@ -248,6 +281,8 @@ class _Reader:
         changed = [content for content in step.makes if content not in fresh]
         if meaning is MIXED and step.makes:
             self._mixes[step.number] = reason or f"{step.name} mixes tokens"
+        elif isinstance(meaning, Axis) and not self._whole.isdisjoint(step.makes):
+            self._mixes[step.number] = "all tokens of its result are needed at once"
         for content in changed:
             self._change(step, content, meaning, uses, like)
         for content in fresh:
@@ -259,9 +294,41 @@ class _Reader:
                 self._put(use.value, use.content, meaning)
             self._is_known(use)
 
+    def _find_needed(self, step: Step) -> None:
+        """Adds the operands that run over other tokens than the result of a step: over keys where it runs over queries."""
+        if self.needed > self._whole:
+            return  # what follows is read in another way then
+        operator, uses = step.operator, uses_in((step.args, step.kwargs))
+        if isinstance(operator, Function) or not operator.is_overload or len(made := uses_in(step.out)) != 1:
+            return
+        ndim = len(self._tape.geometry(made[0].value)[2])
+        if operator.func.overloadpacket in _PRODUCTS:
+            if not is_cheap(step, self._tape):
+                return
+            candidates = uses[-2:-1]
+        elif torch.Tag.pointwise in operator.func.tags:
+            candidates = uses[:1] if operator.writes else uses
+        else:
+            return
+        found = [axis for use in candidates if (axis := self._in_result(use, ndim)) is not None]
+        queries = min(found, key=lambda axis: axis.dim, default=None)
+        if queries is None or (operator.func.overloadpacket in _PRODUCTS and queries.dim != 1):
+            return
+        running = {use.content for use in uses if self._in_result(use, ndim) == queries}
+        for use in uses:
+            if use.content in running or self._meaning(use.value, use.content) is SAME:
+                continue
+            if self._tape.storage(use.content)[0] is not Birth.INPUT:
+                self.needed.add(use.content)
+
+    def _in_result(self, use: Use, ndim: int) -> Axis | None:
+        """The axis of an operand as a dimension of a result of so many dimensions, which broadcasts it."""
+        axis = self._meaning(use.value, use.content)
+        return axis.at(axis.dim - len(self._tape.geometry(use.value)[2]) + ndim) if isinstance(axis, Axis) else None
+
     def _make(self, use: Use, meaning: Meaning, like: Sequence[Axis]) -> None:
         """A result in new memory."""
-        if meaning is SAME:
+        if meaning is SAME or use.content in self._whole:
             self._same.add(use.content)
             return
         axis = meaning if isinstance(meaning, Axis) else self.guess(use.value, like)
@@ -272,6 +339,9 @@ class _Reader:
         """A storage that the step writes into: divided as before, or anew."""
         storage = self._tape.contents[content].storage
         before, self._content[storage] = self._content[storage], content
+        if content in self._whole:
+            self._same.add(content)
+            return
         targets = [use for use in uses if self._tape.geometry(use.value)[0] == storage]
         known = {self._meaning(use.value, before) for use in targets}
         if meaning is not MIXED and known == {meaning}:

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.errors import UsageError
-from memo.swap.recompute.tape.recorder import Birth, Function
+from memo.swap.recompute.tape.log import Birth, Function
 from memo.swap.recompute.tape.tape import Use
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
     from memo.swap.recompute.tape.tape import Step, Tape
 
-__all__ = ["GROUPS", "NO_BANS", "Bans", "banned", "groups_of"]
+__all__ = ["GROUPS", "NO_BANS", "Bans", "banned", "groups_of", "is_cheap"]
 
 GROUPS = ("attention", "matmul", "collective", "scan", "sort", "scatter")
 """Names that stand for several operators."""
@@ -194,13 +194,13 @@ def _by_level(step: Step, tape: Tape, level: Level) -> str | None:
             return "matrix products are kept"
         sums = not isinstance(step.operator, Function) and step.operator.func.overloadpacket.__name__ in _SUMS
         return "sums over ranks are kept" if sums else None
-    if "matmul" in groups and not _cheap(step, tape):
+    if "matmul" in groups and not is_cheap(step, tape):
         return "a product of two activations is kept"
     return None
 
 
-def _cheap(step: Step, tape: Tape) -> bool:
-    """True for a product with a parameter, and for one whose result is larger than both factors."""
+def is_cheap(step: Step, tape: Tape) -> bool:
+    """True for a matrix product with a parameter, and for one whose result is larger than both factors."""
     name = step.operator.func.overloadpacket.__name__
     if name in _CONVOLUTIONS:
         weight = tape.geometry(step.args[1].value)

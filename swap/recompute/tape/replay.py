@@ -38,8 +38,7 @@ class ReplayFailed(Exception):
         self.step = step
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A storage that the replay gives."""
 
     hold: weakref.ref[Hold]
@@ -58,8 +57,7 @@ class Whole:
 _WHOLE = Whole()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Brought:
+class Brought(NamedTuple):
     """Something that a plan keeps of one call."""
 
     packed: Packed
@@ -197,9 +195,15 @@ class Replay:
             SwapError: a parameter was replaced, or has no memory.
         """
         kept = self._kept[position]
-        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
-        for other in kept.beside:
-            self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        try:
+            tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+            for other in kept.beside:
+                self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        except ModifiedAfterSave as error:
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor that was changed since its forward: {error}; or move all that"
+                f' this layer saves: levels={{"{self.name}": 1.0}}'
+            ) from error
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(
@@ -236,8 +240,12 @@ def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
     if now != precision:
         precision.set()
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
+        with torch.no_grad():
+            if torch.is_autocast_enabled(device.type):  # the way out of it costs as much as several steps
+                with torch.autocast(device.type, enabled=False):
+                    yield
+            else:
+                yield
     finally:
         if now != precision:
             now.set()

@@ -13,6 +13,7 @@ from small_models import Block, Stack, assert_equal, gradients, ids, plain, stac
 from strange_layers import Layer, PutsAside
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memo import offload
 from memo.errors import ModifiedAfterSave, SwapError
+from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -684,3 +686,145 @@ def test_steps_after_backward_and_of_other_parameters_are_nobodys_business(
     manager = offload(model, **how)
     assert same(steps(model, manager), steps(stack(), contextlib.nullcontext()))
     assert manager.stats.bytes_recomputed > 0
+
+
+class Widens(nn.Module):
+    """Autograd does not save its input: it widens it first, as norms of half precision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(x.double(), (32,)).float()
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class AddsInPlace(Stack):
+    """Changes what its layers were given, which is no error: nothing in the graph needs it."""
+
+    from_call = 0
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(make=Widens)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embed(ids)
+        for layer in self.layers:
+            if self.calls > self.from_call:
+                x += layer(x)
+            else:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def adds_in_place() -> AddsInPlace:
+    torch.manual_seed(0)
+    return AddsInPlace()
+
+
+@by_recompute
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_input_that_autograd_does_not_save_may_change(
+    offload: Callable[..., memo.Manager], parts: int, how: dict[str, Any]
+) -> None:
+    """Also in the second forward of the first step, whose layers are known by then."""
+
+    def forward(model: Stack) -> Callable[[int], torch.Tensor]:
+        return lambda step: torch.stack([model(ids(parts * step + part)) for part in range(parts)]).sum()
+
+    model, reference = adds_in_place(), adds_in_place()
+    manager = offload(model, **how)
+    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+    assert manager.stats.bytes_recomputed > 0
+    assert not manager._tokenwise.refused
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, RECOMPUTES[2]], ids=["attention", "whole"])
+def test_an_input_that_changes_later_than_in_the_first_calls_is_an_error_that_says_what_to_do(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    model = adds_in_place()
+    model.from_call = 3
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager)
+    with manager:
+        loss = model(ids(3))
+    with pytest.raises(ModifiedAfterSave, match=r'move all that this layer saves: levels=\{"layers.\d": 1.0\}'):
+        loss.backward()
+
+
+@by_recompute
+def test_an_input_that_does_not_change_is_copied_in_first_calls_alone(
+    offload: Callable[..., memo.Manager], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+    plain_copy = RecordedCall._copied
+
+    def watch(self: RecordedCall, tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(True)
+        return plain_copy(self, tensor)
+
+    monkeypatch.setattr(RecordedCall, "_copied", watch)
+    model = adds_in_place()
+    model.from_call = 1000
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    first = len(copied)
+    train(model, lambda step: model(ids(step)), manager)
+    assert len(copied) == first
+
+
+class Sharded(Widens):
+    """Is given a DTensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = F.layer_norm(x.to_local().double(), (32,)).float()  # type: ignore[operator]
+        y = self.down(F.gelu(self.up(wide)))
+        return DTensor.from_local(y, x.device_mesh, x.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+class AddsSharded(AddsInPlace):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = DTensor.from_local(self.embed(ids), self.mesh, [Replicate()])  # type: ignore[arg-type]
+        for layer in self.layers:
+            if self.calls > self.from_call:
+                x += layer(x)
+            else:
+                x = x + layer(x)
+        return x.to_local().square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("from_call", [0, 3])
+@pytest.mark.parametrize("how", RECOMPUTES[1:], ids=["matmuls", "whole"])
+def test_a_sharded_input_that_changes(
+    offload: Callable[..., memo.Manager], from_call: int, how: dict[str, Any]
+) -> None:
+    """Its local part, which the replay reads, does not count changes of the whole."""
+
+    def make() -> AddsSharded:
+        torch.manual_seed(0)
+        model = AddsSharded()
+        model.layers = nn.ModuleList([Sharded() for _ in range(3)])
+        model.mesh = init_device_mesh("cpu", (1,))  # type: ignore[assignment]
+        model.from_call = from_call
+        return model
+
+    model, reference = make(), make()
+    manager = offload(model, **how)
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    assert manager.stats.bytes_recomputed > 0
+    if from_call:
+        with manager:
+            loss = model(ids(3))
+        try:
+            loss.backward()
+        except ModifiedAfterSave:
+            return
+        reference(ids(3)).backward()  # token ranges keep parts of the input in memory of their own
+        assert same(gradients(model), gradients(reference))

@@ -65,12 +65,23 @@ def on_ids(model: nn.Module, step: int) -> torch.Tensor:
     return loss
 
 
+def written_out(name: str) -> nn.Module:
+    """With attention as products and a softmax."""
+    model: Any = hugging_face(name)
+    model.set_attn_implementation("eager")
+    return model  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "llama": (lambda: hugging_face("llama"), causal(2)),
     "gpt2": (lambda: hugging_face("gpt2"), causal(2)),
     "gpt": (lambda: gpt("gpt", layers=2), ours(2)),
     "gpt, dropout": (lambda: gpt("gpt", layers=2, dropout=0.1), ours(2)),
     "our llama": (lambda: gpt("llama", layers=2), ours(2)),
+    "llama, eager": (lambda: written_out("llama"), causal(2)),
+    "gpt2, eager": (lambda: written_out("gpt2"), causal(2)),
+    "gpt2, eager, dropout": (lambda: written_out("gpt2, dropout"), causal(2)),
+    "t5, eager": (lambda: written_out("t5"), causal(2)),
     "sequence first": (SequenceFirstModel, on_ids),
     "sequence first, dropout": (lambda: SequenceFirstModel(0.1), on_ids),
 }

@@ -87,6 +87,42 @@ def test_a_mask_over_pairs_of_tokens_is_cut_by_its_queries() -> None:
     assert axis_of(taped, rows, "aten.exp") == Axis(dim=1)
 
 
+def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention written out; the mask is added."""
+    q, k, v = x.sin(), x.cos(), x.exp()
+    return ((q @ k.mT + mask).softmax(-1) @ v).tanh()
+
+
+@pytest.mark.parametrize("mask", [(BATCH, TOKENS, TOKENS), (TOKENS, TOKENS), (BATCH, 1, TOKENS), (TOKENS, 1)], ids=str)
+def test_attention_written_out_is_divided_by_queries_once_all_keys_are_there(mask: tuple[int, ...]) -> None:
+    taped = record(attend, hidden(BATCH, TOKENS, HIDDEN // 2), torch.randn(mask))
+    usual, rows = readings_of(taped.tape, taped.recorder.carried)
+    first, second = (taped.step("aten.bmm", which) for which in (0, 1))
+    keys = taped.step("aten.cos")
+    assert {first.number, second.number} <= set(usual.mixes)
+    assert rows.mixes.keys() == {second.number, keys.number}
+    assert set(keys.makes) <= rows.whole
+    assert axis_of(taped, rows, "aten._softmax") == axis_of(taped, rows, "aten.bmm") == Axis(dim=1)
+    assert rows.rows.keys().isdisjoint(rows.whole)
+
+
+def test_distances_between_tokens_are_divided_by_queries() -> None:
+    def layer(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        positions = x[0, :, 0].detach().round().long()
+        return x + F.embedding((positions[:, None] - positions.abs()[None]).abs() % 7, table).sum(1)
+
+    taped = record(layer, hidden(), torch.randn(7, HIDDEN))
+    _, rows = readings_of(taped.tape, taped.recorder.carried)
+    assert axis_of(taped, rows, "aten.sub") == Axis(dim=0)
+    assert axis_of(taped, rows, "aten.embedding") == Axis(dim=0)
+
+
+def test_products_with_as_few_bytes_as_their_factors_are_not_read_so() -> None:
+    """They are kept, and their right factor may be divided."""
+    taped = record(lambda x: (x.sin().mT @ x.cos()).mT.exp(), hidden(BATCH, TOKENS, 2 * TOKENS))
+    assert all(not rows.whole for rows in readings_of(taped.tape, taped.recorder.carried))
+
+
 def test_what_is_made_of_parameters_alone_is_the_same_for_all_tokens() -> None:
     weight = torch.nn.Parameter(torch.randn(HIDDEN, HIDDEN))
     taped, rows = read(lambda x: x @ (weight * 2).cos(), hidden())
