@@ -28,6 +28,7 @@ __all__ = [
     "Manager",
     "MemoError",
     "__version__",
+    "keep",
     "linear_cross_entropy",
     "loss_without_logits",
     "memoize",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from memo.manager.offloading import offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
+    from memo.swap.kept import keep
     from memo.swap.recompute.tape.declared import memoize, token_local
 else:
     from memo.lazy import attach
@@ -64,6 +66,7 @@ else:
             "manager.offloading": "offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
+            "swap.kept": "keep",
             "swap.recompute.tape.declared": "memoize token_local",
         },
     )

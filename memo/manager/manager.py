@@ -23,13 +23,13 @@ from memo.allocator import model_steps
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager import claims
-from memo.manager.direct_calls import DirectCalls
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import LayerLevels, layer_at, settings_by_layer
 from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
 from memo.manager.step_ends import StepEnds
 from memo.manager.unmanaged import BackwardWatch
+from memo.manager.unseen import Unseen
 from memo.swap import (
     Engine,
     Group,
@@ -101,7 +101,7 @@ class Manager:
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
-        self._direct_calls = DirectCalls(layers)
+        self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
         self.step = 0
         self._in_step = False
@@ -163,7 +163,7 @@ class Manager:
     @property
     def open_layer(self) -> str | None:
         """Name of a layer whose forward is under way; None between layers."""
-        return next((self._layers[position].name for position, groups in self._running.items() if groups), None)
+        return next((groups[-1].module for groups in self._running.values() if groups), None)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -206,7 +206,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
-        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
+        pack = self._unseen.watch(pack, lambda: self.open_layer)
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -327,7 +327,7 @@ class Manager:
             seen = [self._layers[position].name for position in self._running]
             self._leave()
             if exception[:1] in ((), (None,)):
-                self._direct_calls.end(seen)
+                self._unseen.end(seen)
 
     def _leave(self) -> None:
         try:
@@ -496,7 +496,7 @@ class Manager:
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
-            unseen=self._direct_calls.reasons,
+            unseen=self._unseen.reasons,
         )
 
     def __repr__(self) -> str:

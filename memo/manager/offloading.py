@@ -96,7 +96,9 @@ def offload(
         on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
             raises at once; "recompute" uses the next tier, runs a layer again whole where none has room for its
             tensors, and raises where none has room for its input.
-        verify: True stores a checksum with each block on disk and compares it when the block is read. Default False.
+        verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
+            that recomputes read, parameters among them, in forward and again in backward, and so finds changes that no
+            version counter shows, at the cost of reading them twice more. Default False.
         trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
             missing. The links are measured first, for a fraction of a second. Default None: no trace.
         group: Ranks that communicate within the model's layers (tensor or context parallelism). Without `plan`, `alpha`
@@ -123,7 +125,8 @@ def offload(
         After any of them what earlier forwards saved is still restored, and the manager can be entered again.
 
     A backward raises:
-        ModifiedAfterSave: A tensor that it needs was modified in place after it was saved.
+        ModifiedAfterSave: A tensor that it needs was modified in place after it was saved; with `verify` also where nothing
+            counted it.
         StoreReadError: A read from disk failed; CorruptBlock, with `verify`: its checksum differs.
         SwapError: The manager is closed, a copy failed, or a recompute did something else than its forward.
         After any of them the gradients are incomplete: discard them, and run the forward again. Weights are unchanged.

@@ -127,6 +127,7 @@ class Opening:
             repeats_when_full=self.on_full == "recompute",
             exact=self.exact,
             bans=self.bans,
+            verify=self.verify,
         )
         parts = Parts(engine=engine, tokenwise=tokenwise, recorder=recorder, store=store)
         with contextlib.ExitStack() as undo:
