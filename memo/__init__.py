@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from memo.errors import MemoError
     from memo.loss.projection_loss import linear_cross_entropy
     from memo.loss.without_logits import loss_without_logits
-    from memo.manager.manager import Manager, offload
+    from memo.manager.manager import Manager
+    from memo.manager.offloading import offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
     from memo.swap.kept import keep
@@ -61,7 +62,8 @@ else:
             "errors": "MemoError",
             "loss.projection_loss": "linear_cross_entropy",
             "loss.without_logits": "loss_without_logits",
-            "manager.manager": "Manager offload",
+            "manager.manager": "Manager",
+            "manager.offloading": "offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
             "swap.kept": "keep",

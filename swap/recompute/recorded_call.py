@@ -64,6 +64,8 @@ class OpenCall:
     """The layer's last call, as which this one most often ends: objects that are the same are found faster."""
     copies_input: bool = False
     """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
+    verify: bool = False
+    """What replays read is compared with what it was."""
     nested: bool = False
 
 
@@ -120,6 +122,7 @@ class RecordedCall:
                 elif number not in outputs:  # which the program may change in place, as autograd did not save it
                     held.add(number)
         lent = recorder.lent - free - saved
+        passed_on |= free
         stuck = tuple(
             sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Birth.MADE)
         )
@@ -173,6 +176,7 @@ class RecordedCall:
             carried=recorder.carried,
             wanted=wanted,
             together=together,
+            verify=self._call.verify,
         )
 
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
@@ -203,6 +207,7 @@ class RecordedCall:
                     wanted=wanted,
                     before=found[-1] if found else None,
                     together=together,
+                    verify=self._call.verify,
                 )
             )
         return found

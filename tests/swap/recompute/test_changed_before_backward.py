@@ -828,3 +828,93 @@ def test_a_sharded_input_that_changes(
             return
         reference(ids(3)).backward()  # token ranges keep parts of the input in memory of their own
         assert same(gradients(model), gradients(reference))
+
+
+def adds_to_a_weight_through_data(layer: Any) -> None:
+    layer.up.weight.data.add_(1.0)
+
+
+def adds_to_a_bias_through_numpy(layer: Any) -> None:
+    layer.up.bias.detach().numpy()[0] += 1.0
+
+
+def adds_to_a_buffer_through_data(layer: Any) -> None:
+    layer.table.data.add_(1.0)
+
+
+@by_recompute
+@pytest.mark.parametrize(
+    "change", [adds_to_a_weight_through_data, adds_to_a_bias_through_numpy, adds_to_a_buffer_through_data]
+)
+def test_verify_sees_changes_that_nothing_counts(
+    offload: Callable[..., memo.Manager], change: Callable[[Any], None], how: dict[str, Any]
+) -> None:
+    """Of what a replay reads; of the rest it is right, as autograd keeps it."""
+    model, reference = stack(make=Finds), stack(make=Finds)
+    manager = offload(model, verify=True, **how)
+    try:
+        got = between(model, manager, change)
+    except ModifiedAfterSave as error:
+        assert "nothing counted it" in str(error)  # noqa: PT017
+        return
+    assert same(got, between(reference, contextlib.nullcontext(), change))
+
+
+@by_recompute
+def test_verify_sees_a_weight_that_changes(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    model = stack()
+    manager = offload(model, verify=True, **how)
+    with manager:
+        loss = model(ids())
+    for parameter in model.layers.parameters():
+        parameter.data.add_(1.0)
+    with pytest.raises(ModifiedAfterSave, match="nothing counted it"):
+        loss.backward()
+
+
+@by_recompute
+def test_verify_finds_nothing_where_nothing_changes(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    model = stack()
+    manager = offload(model, verify=True, **how)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    assert manager.stats.bytes_recomputed > 0
+
+
+class GivenSharded(nn.Module):
+    """Is given a table as a DTensor, which autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, table: Any) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x.sin() + table.to_local())))  # type: ignore[no-any-return]
+
+
+class GivesSharded(Stack):
+    def __init__(self) -> None:
+        super().__init__(make=GivenSharded)
+        self.table = DTensor.from_local(torch.ones(32), init_device_mesh("cpu", (1,)), [Replicate()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_recompute
+def test_a_sharded_argument_must_not_change_before_backward(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = GivesSharded()
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager)
+    assert manager.stats.bytes_recomputed > 0
+    with manager:
+        loss = model(ids())
+    model.table.add_(1.0)
+    with pytest.raises(ModifiedAfterSave):
+        loss.backward()
