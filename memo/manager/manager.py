@@ -101,13 +101,13 @@ class Manager:
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
+        self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
         self.step = 0
         self._in_step = False
         self._is_told = False
         self._has_trained = False
         self._is_prepared = False
-        self._unseen = Unseen(layers)
         self._is_closed = False
         self._has_told_device = False
         self._logged_plan: ActivationPlan | None = None
@@ -163,7 +163,7 @@ class Manager:
     @property
     def open_layer(self) -> str | None:
         """Name of a layer whose forward is under way; None between layers."""
-        return next((self._layers[position].name for position, groups in self._running.items() if groups), None)
+        return next((groups[-1].module for groups in self._running.values() if groups), None)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -206,7 +206,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
-        pack = self._unseen.watch(pack, self._open_layer)
+        pack = self._unseen.watch(pack, lambda: self.open_layer)
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -346,10 +346,6 @@ class Manager:
         self._hooks.clear()
         self._running.clear()
         self._engine.end_forwards()
-
-    def _open_layer(self) -> str | None:
-        """Name of the layer that runs now."""
-        return next((groups[-1].module for groups in self._running.values() if groups), None)
 
     def _is_elsewhere(self) -> bool:
         """True in a thread that has not entered the manager, and that is not one of backward's."""

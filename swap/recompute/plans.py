@@ -212,7 +212,7 @@ class Plans:
             ranged = None if form in self._undivided else self._in_ranges(case, case.choice.under(shared))
             if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
                 return shown, shared
-            if case.call.kind in self._expected:  # the first call may not have held what ranges keep
+            if case.call.kind in self._holds:  # the first call may not have held what ranges keep
                 self._undivided[form] = True
         elif shared.agreed is not None and shared.agreed.ranges is not None:
             ranged = self._in_ranges(case, case.choice.under(shared))
@@ -340,7 +340,7 @@ class Plans:
             return None
         levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
         assert isinstance(levels, TokenLevels)
-        if single_level(levels) is not None and not (self._piece or self._most_held):
+        if single_level(levels) is not None and levels.piece >= 1:
             return None
         tape = choice.tape
         if tape.readings is None:

@@ -14,6 +14,7 @@ from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.layers import Layer
     from memo.swap.recompute.ranges.ranged_plan import RangedPlan
     from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
@@ -240,7 +240,8 @@ class RecordedCall:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage), beside)
+            known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
+            return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
