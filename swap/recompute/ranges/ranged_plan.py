@@ -19,8 +19,8 @@ import torch
 from memo.swap.recompute.ranges.rows import TokenRows
 from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.cut import Cut, cheapest
+from memo.swap.recompute.tape.log import Geometry
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Geometry
 from memo.swap.recompute.tape.tape import Step
 from memo.swap.token_levels import LEAST_TOKENS, Level, tile_of
 

@@ -20,7 +20,7 @@ import torch
 
 from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
-from memo.swap.recompute.tape.recorder import Function, Geometry
+from memo.swap.recompute.tape.log import Function, Geometry, Holds
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Plan:
     """Steps that a trial found to give something else, and that are not repeated."""
 
     @property
-    def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
-        """What the recorder of the next call must hold for this plan: operator number -> operator, results, as bits."""
+    def holds(self) -> Holds:
+        """What the recorder of the next call must hold for this plan."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
         for kept in self.kept:
             maker = kept.bits_of if kept.bits_of >= 0 else self.tape.storages[kept.storage][2]
@@ -313,7 +313,7 @@ class Writer:
                 self._held[f"c{content}"] = nbytes
         self._names.update(made)
         operator = step.operator
-        function = self._object(operator.function if isinstance(operator, Function) else operator.func)
+        function = self._object(_callable_of(operator))
         args = [self._argument(value, step, changes) for value in self._args(step)]
         args += [f"{name}={self._argument(value, step, changes)}" for name, value in step.kwargs.items()]
         results = self._results(step.out, step, made)
@@ -344,8 +344,12 @@ class Writer:
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
                 return f"blank({tuple(size)}, {stride}, {self._object(dtype)}, device)"
             name = self._variable(content)
-            if self._shown[name] == (offset, size, stride, dtype):
+            shown = self._shown[name]
+            if shown == (offset, size, stride, dtype):
                 return name
+            is_made = shown is not None and name.startswith("c")
+            if is_made and shown[3] is dtype and not isinstance(step.operator, Function):
+                return f"{name}.as_strided({tuple(size)}, {stride}, {offset})"  # in half the time of `view`
             view = "within" if name.startswith("k") else "view"
             return f"{view}({name}, {offset}, {tuple(size)}, {stride}, {self._object(dtype)})"
         if isinstance(value, list):
@@ -390,6 +394,12 @@ class Writer:
             name = self._objects[id(value)] = f"x{len(self._objects)}"
             self.env[name] = value
         return name
+
+
+def _callable_of(operator: Any) -> Any:
+    if isinstance(operator, Function):
+        return operator.function
+    return operator.func._op if type(operator.func) is torch._ops.OpOverload else operator.func  # its call adds a frame
 
 
 def _view(

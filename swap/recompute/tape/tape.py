@@ -17,7 +17,7 @@ from typing import Any
 
 from memo.swap.recompute.axis.attention import drops_by
 from memo.swap.recompute.tape.filled import Region, covers, region_of
-from memo.swap.recompute.tape.recorder import (
+from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
     HIDDEN,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute.tape.recorder import HIDDEN, Birth, Function, Mark
+from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
