@@ -40,7 +40,7 @@ from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Tape
 from memo.swap.recompute.trial import Unlike, try_out, try_out_ranges
-from memo.swap.tensor_kinds import is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, TokenLevels, setting_of
 from memo.units import format_bytes
 
@@ -346,7 +346,7 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
-        if recorded.has_copied and name not in self._changing:
+        if recorded.has_copied and name not in self._changing and has_storage(local_part(call.hidden)):
             self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
