@@ -11,7 +11,7 @@ PARTS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean
+.PHONY: demo test test-all test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
 
 setup: $(STAMP)
 
@@ -81,6 +81,29 @@ gpu-hour-prepare: setup
 gpu-rehearsal: setup
 	PY=$(PY) tests/emulated_cuda/prepare build/emulated
 	PYTHON=$(BIN)/python tests/emulated_cuda/rehearse build/emulated build/rehearsal
+
+# The packages that docs/integrations/README.md lists, each in an environment of its own, on the CPU, from PyPI.
+# `make integration-trl` runs one; the environments stay under build/integrations. What is in requirements-alone.txt is
+# installed without its dependencies. The root is not on the path: our kernels/ would hide the package of that name.
+INTEGRATIONS = $(patsubst tests/integrations/%/requirements.txt,%,$(sort $(wildcard tests/integrations/*/requirements.txt)))
+INTEGRATION_TARGETS = $(addprefix integration-,$(INTEGRATIONS))
+NEEDED = numpy pulp highspy nvidia-ml-py rich pytest pytest-timeout hypothesis "setuptools>=77" wheel
+
+.PHONY: $(INTEGRATION_TARGETS)
+
+integrations: $(INTEGRATION_TARGETS)
+
+$(INTEGRATION_TARGETS): integration-%: build/integrations/%/.installed
+	build/integrations/$*/bin/pytest -o pythonpath=tests/support -W default -W error::RuntimeWarning $(PYTEST_ARGS) tests/integrations/$*
+
+build/integrations/%/.installed: tests/integrations/%/requirements.txt
+	@test -x build/integrations/$*/bin/python || $(PY) -m venv build/integrations/$*
+	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 $(NEEDED)
+	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --requirement $<
+	@! test -e $(<D)/requirements-alone.txt || \
+	  build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(<D)/requirements-alone.txt
+	build/integrations/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
     from memo.swap.placement import Placement as Placement
-    from memo.swap.recompute.axis.operators import is_attention as is_attention
+    from memo.swap.recompute.axis.attention import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
     from memo.swap.recompute.explanation import LayerExplanation as LayerExplanation
     from memo.swap.recompute.policy import Tapes as Tapes
@@ -63,7 +63,7 @@ else:
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",
             "placement": "Placement",
-            "recompute.axis.operators": "is_attention",
+            "recompute.axis.attention": "is_attention",
             "recompute.axis.token_axis": "Axis",
             "recompute.rank_agreement": "equal_on_all_ranks gather_values",
             "recompute.tape.declared": "memoize token_local",

@@ -63,15 +63,22 @@ class TokenLevels:
     """Fractions of a layer's tokens at each level, in the order of the tokens.
 
     Raises:
-        UsageError: a fraction is not from 0 to 1, or they do not sum to 1.
+        UsageError: a fraction is not from 0 to 1, they do not sum to 1, or the piece is 0.
     """
 
     all: float = 0.0
     matmuls: float = 0.0
     attention: float = 0.0
+    piece: float = 1.0
+    """Largest fraction of the tokens that a replay computes at once, where a token axis is proven: it bounds what the replay
+    holds. 1: each range at once."""
 
     def __post_init__(self) -> None:
         _require_fractions((self.all, self.matmuls, self.attention), argument="TokenLevels")
+        if not 0 < self.piece <= 1:
+            raise UsageError(
+                f"TokenLevels: a piece of {self.piece:g} is no fraction of the tokens; give one from 0 to 1"
+            )
 
     @classmethod
     def of_alpha(cls, alpha: float, *, argument: str = "alpha") -> TokenLevels:
@@ -93,15 +100,22 @@ class TokenLevels:
             second = max(0, tokens - LEAST_TOKENS) // tile_of(tokens) * tile_of(tokens)
         return min(first, second), second
 
+    def piece_tokens(self, tokens: int) -> int | None:
+        """Returns the most tokens that a replay computes at once, of `tokens`; None where pieces are not asked for."""
+        if self.piece >= 1:
+            return None
+        return min(tokens, max(_kept(self.piece, tokens), -(-2 * LEAST_TOKENS // tile_of(tokens)) * tile_of(tokens)))
+
     @property
     def repeats_nothing(self) -> bool:
         """True if every token is saved whole."""
         return self.all >= 1 - _SLACK
 
     def __str__(self) -> str:
+        pieces = f", in pieces of {self.piece:g}" if self.piece < 1 else ""
         if self.matmuls < _SLACK:
-            return f"alpha {self.all:g}"
-        return f"levels {self.all:g} all, {self.matmuls:g} matmuls, {self.attention:g} attention"
+            return f"alpha {self.all:g}{pieces}"
+        return f"levels {self.all:g} all, {self.matmuls:g} matmuls, {self.attention:g} attention{pieces}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +193,7 @@ class PointCost:
     saved_bytes: int
     """All bytes that are saved, of all sequences and tokens, the layer's input included."""
     held_bytes: int = 0
-    """Peak bytes of the recompute beside the layer's saved tensors."""
+    """Most bytes of the recompute beside the layer's saved tensors."""
     recompute_s: float = 0.0
     beside_bytes: int = 0
     """Those of `saved_bytes` that autograd does not save; they stand beside the whole layer."""
@@ -202,6 +216,11 @@ class LayerCosts:
     token axis has level SAVE_ALL only."""
     beside_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
     """Those of `bytes_per_token` that autograd does not save and a recompute at that level reuses."""
+    held_per_token: dict[Level, float] = dataclasses.field(default_factory=dict)
+    """Most bytes that a recompute at that level holds for each token that it computes at once, beside the layer's saved
+    tensors."""
+    piece_s: float = 0.0
+    """Seconds that a recompute takes for each further piece of tokens."""
     recompute_s_per_token: dict[Level, float]
     """Shortest recompute time seen at that level; only levels that have run, and SAVE_ALL with 0."""
     points: tuple[PointCost, ...] = ()

@@ -235,7 +235,12 @@ def settings_of(
 def _points(part: LayerPlan) -> TokenLevels | Mix:
     """Three levels where the plan has no other points."""
     if set(part.points) <= {ALL, MATMULS, ATTENTION}:
-        return TokenLevels(all=part.fraction(ALL), matmuls=part.fraction(MATMULS), attention=part.fraction(ATTENTION))
+        return TokenLevels(
+            all=part.fraction(ALL),
+            matmuls=part.fraction(MATMULS),
+            attention=part.fraction(ATTENTION),
+            piece=part.piece,
+        )
     return Mix(points=part.points)
 
 

@@ -136,16 +136,22 @@ class AutoPlan:
             others_bytes=self._others_bytes,
         )
 
-    def before_forward(self) -> None:
-        """Called before each forward. If nothing is saved, the step before it has ended and is evaluated."""
+    def before_forward(self, *, may_end: bool = True) -> None:
+        """Called before each forward. If nothing is saved, the step before it may have ended, and is then evaluated.
+
+        Args:
+            may_end: False between the microbatches of one step, of which the last one is measured.
+        """
         idle = self._actuator.idle
-        states = self._all_gather((idle, self._actuator.excess_bytes() if idle and self._observes else 0))
-        if not all(rank_idle for rank_idle, _ in states):
+        ended = idle and may_end
+        excess = self._actuator.excess_bytes() if ended and self._observes else 0
+        states = self._all_gather((idle, ended, excess))
+        if not all(rank_idle for rank_idle, _, _ in states):
             self._forwards += 1
             return
         cached = self._cache.current
-        if cached is not None and self._trained:
-            self._end_step(cached, excess=max(excess for _, excess in states))
+        if cached is not None and self._trained and all(rank_ended for _, rank_ended, _ in states):
+            self._end_step(cached, excess=max(rank_excess for _, _, rank_excess in states))
         self._forwards, self._trained = 1, False
         if self._listening:
             self._timeline.restart()

@@ -8,6 +8,7 @@ times, so that noise does not make equal layers differ.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["classes_of", "mlp_tiles_of", "points_of"]
 
 _LEVELS = {ALL: Level.SAVE_ALL, MATMULS: Level.SAVE_MATMULS, ATTENTION: Level.SAVE_ATTENTION}
-_TIMES = ("forward_s", "backward_s", "attention_s")
+_TIMES = ("forward_s", "backward_s", "attention_s", "piece_s")
 _PEAKS = ("forward_transient_bytes", "backward_transient_bytes", "storages", "largest_storage_bytes")
 
 
@@ -65,7 +66,11 @@ def _levels(costs: LayerCosts) -> Iterator[PointProfile]:
         nbytes = round(costs.bytes_per_token[level] * costs.tokens)
         beside = round(costs.beside_per_token.get(level, 0.0) * costs.tokens)
         yield PointProfile(
-            name=name, saved_bytes=nbytes, beside_bytes=min(beside, nbytes), recompute_s=per_token * costs.tokens
+            name=name,
+            saved_bytes=nbytes,
+            beside_bytes=min(beside, nbytes),
+            recompute_s=per_token * costs.tokens,
+            held_bytes=math.ceil(costs.held_per_token.get(level, 0.0) * costs.tokens),
         )
 
 

@@ -71,6 +71,7 @@ def _layer(name: str, times: LayerTimes, costs: LayerCosts | None) -> LayerProfi
         always_bytes=always_bytes,
         points=points,
         divisible=costs is None or costs.divisible,
+        piece_s=0.0 if costs is None else costs.piece_s,
         forward_s=times.forward_ns / calls / 1e9,
         backward_s=max(times.backward_ns - times.recompute_ns - times.waited_ns, 0) / calls / 1e9,
         storages=-(-times.storages // calls),
@@ -89,6 +90,9 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     It differs by layer, since gradients are allocated layer by layer while saved tensors are released. Layers with
     about the same bytes remain one class, which a plan treats alike.
 
+    What a recompute held in the measured step is among it, and not counted a second time: a plan whose recomputes hold
+    more adds the difference.
+
     Returns:
         The profile, and the bytes that are in use whichever layer runs; its transients are the bytes above that.
     """
@@ -103,7 +107,7 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
             layer,
             name=f"{layer.name}+{nbytes - always}",
             forward_transient_bytes=nbytes - always,
-            backward_transient_bytes=nbytes - always,
+            backward_transient_bytes=max(0, nbytes - always - _replayed_bytes(layer)),
         )
         for layer, nbytes in zip(known, beside, strict=True)
     }
@@ -115,6 +119,12 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
+
+
+def _replayed_bytes(layer: LayerProfile) -> int:
+    """Bytes of what was measured that a recompute held, which a plan counts by itself: all but attention was recomputed."""
+    point = layer.point(ATTENTION)
+    return 0 if point is None else point.held_bytes
 
 
 def scaled_profile(profile: Profile, signature: Signature) -> Profile:

@@ -122,6 +122,7 @@ def _slowest_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         always_bytes=max(layer.always_bytes for layer in layers),
         points=tuple(points),
         divisible=all(layer.divisible for layer in layers),
+        piece_s=max(layer.piece_s for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
         storages=max(layer.storages for layer in layers),

@@ -39,8 +39,12 @@ class PlanSource(Protocol):
     def plan(self) -> ActivationPlan | None:
         """The plan in use."""
 
-    def before_forward(self) -> None:
-        """Called before each forward of the model."""
+    def before_forward(self, *, may_end: bool = True) -> None:
+        """Called before each forward of the model.
+
+        Args:
+            may_end: the step before it may have ended; False between microbatches whose gradients are accumulated.
+        """
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called before each forward of a layer, with its arguments."""
@@ -153,7 +157,7 @@ class FixedPlan:
         """The given plan."""
         return self._plan
 
-    def before_forward(self) -> None:
+    def before_forward(self, *, may_end: bool = True) -> None:
         """Does nothing."""
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -185,8 +189,8 @@ class FixedSetting:
         """Always None."""
         return None
 
-    def before_forward(self) -> None:
-        """Between steps, sets how far reloads run ahead, from the last step's peak."""
+    def before_forward(self, *, may_end: bool = True) -> None:
+        """Between two forwards with nothing saved, sets how far reloads run ahead, from the last one's peak."""
         if self._actuator.idle:
             self._actuator.reload_ahead()
 

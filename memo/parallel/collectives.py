@@ -184,7 +184,7 @@ def _axis_exchanged(axis: Axis, x: torch.Tensor, group: Group, scatter: int, gat
     return None if scattered is None else _axis_gathered(scattered, x, group, gather)
 
 
-@token_local(_axis_gathered)
+@token_local(axis_after=_axis_gathered)
 def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """All-gather along `dim`, contiguous; not differentiable."""
     parts = x.new_empty((group.size(), *x.shape))
@@ -193,7 +193,7 @@ def all_gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@token_local(_axis_scattered)
+@token_local(axis_after=_axis_scattered)
 def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """Reduce-scatter along `dim`; not differentiable."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
@@ -202,14 +202,14 @@ def reduce_scattered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return result
 
 
-@token_local(_axis_summed)
+@token_local(axis_after=_axis_summed)
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, group=group)
     return result
 
 
-@token_local(_axis_exchanged)
+@token_local(axis_after=_axis_exchanged)
 def _exchanged(x: torch.Tensor, group: Group, scatter: int, gather: int) -> torch.Tensor:
     parts = x.unflatten(scatter, (group.size(), -1)).movedim(scatter, 0).contiguous()
     received = torch.empty_like(parts)

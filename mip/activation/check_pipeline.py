@@ -16,6 +16,7 @@ from memo.mip.activation.check_step import (
     copy_s,
     is_divided,
     moved,
+    recompute_s,
     rounding_bytes,
     saved_bytes,
     whole_bytes,
@@ -150,9 +151,9 @@ class _Walker:
         for index, following in zip(order, [*order[1:], None], strict=True):
             work_s = share * self._known[index].backward_s
             if not second_half:
-                recompute_s = self._plan.layers[index].recompute_s(self._known[index])
-                self._walk.recompute_s += recompute_s
-                work_s += recompute_s
+                again_s = recompute_s(self._known[index], self._plan.layers[index])
+                self._walk.recompute_s += again_s
+                work_s += again_s
             if following is not None:
                 self._walk.clock_s += max(work_s, self._reach(turn, following))
             else:

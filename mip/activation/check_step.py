@@ -20,6 +20,7 @@ __all__ = [
     "copy_s",
     "is_divided",
     "moved",
+    "recompute_s",
     "rounding_bytes",
     "saved_bytes",
     "walk_microbatch",
@@ -91,13 +92,13 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         walk.stands(held + stands, None)
         walk.clock_s += profile.head.forward_s + profile.head.backward_s
     for index in range(last, first - 1, -1):
-        recompute_s = plan.layers[index].recompute_s(known[index])
+        again_s = recompute_s(known[index], plan.layers[index])
         in_s = 0.0
         if index > first:
             host, disk = moved(known[index - 1], plan.layers[index - 1])
             in_s = copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
-        walk.clock_s += max(known[index].backward_s + recompute_s, in_s)
-        walk.recompute_s += recompute_s
+        walk.clock_s += max(known[index].backward_s + again_s, in_s)
+        walk.recompute_s += again_s
     walk.written = walk.disk
     walk.host *= flight
     walk.disk *= flight
@@ -132,7 +133,19 @@ def whole_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
 def backward_transient_bytes(layer: LayerProfile, plan: LayerPlan) -> float:
     """Peak bytes of a layer's backward, its recompute included, beside all that is saved."""
     held = {point.name: point.held_bytes for point in layer.points}
-    return layer.backward_transient_bytes + sum(held[name] * share for name, share in plan.points.items())
+    at_once = [held[name] * min(share, plan.piece) for name, share in plan.points.items()]
+    return layer.backward_transient_bytes + (max(at_once) if layer.divisible else sum(at_once))
+
+
+def recompute_s(layer: LayerProfile, plan: LayerPlan) -> float:
+    """Seconds of a layer's recompute: of each range its part of the point's, and of every piece but its first one."""
+    again = {point.name: point.recompute_s for point in layer.points}
+    seconds = 0.0
+    for name, share in plan.points.items():
+        seconds += again[name] * share
+        if name != "all":
+            seconds += layer.piece_s * max(0, int(share / plan.piece - 1e-6))
+    return seconds
 
 
 def moved(layer: LayerProfile, plan: LayerPlan) -> tuple[float, float]:

@@ -23,6 +23,9 @@ __all__ = ["Rule", "Violation", "check_plan", "require_valid"]
 PREDICTION_TOLERANCE = 1e-3
 """Relative deviation of a plan's prediction from the checker's arithmetic that is accepted."""
 
+LEAST_TOKENS = 16
+"""Tokens of the smallest piece that a runtime recomputes at once."""
+
 SECONDS_A_DAY = 24 * 60 * 60
 
 
@@ -31,6 +34,8 @@ class Rule(enum.StrEnum):
 
     POINT = "point"
     """Nothing is at a point that its layer cannot have, and a layer that cannot be divided is at one point."""
+    PIECE = "piece"
+    """A layer that cannot be divided is recomputed in one piece, and no piece is smaller than the runtime computes."""
     LAST = "last"
     """The last layer of a stage does not move."""
     TIER = "tier"
@@ -115,6 +120,11 @@ def _layers(plan: ActivationPlan) -> Violation | None:
         if not known.divisible and max(layer.points.values()) != 1:
             message = f"layer {index} is at {len(layer.points)} points, and its class {known.name!r} cannot be divided"
             return Violation(rule=Rule.POINT, message=message, layer=index)
+        cut = layer.piece * problem.profile.signature.rank_tokens
+        if layer.piece < 1 and not (known.divisible and cut > LEAST_TOKENS - 0.5):
+            why = f"fewer than {LEAST_TOKENS}" if known.divisible else f"and its class {known.name!r} cannot be divided"
+            message = f"layer {index} is recomputed in pieces of {cut:.0f} tokens, {why}"
+            return Violation(rule=Rule.PIECE, message=message, layer=index)
         if index in lasts and layer.host + layer.disk > 0:
             return Violation(rule=Rule.LAST, message=f"layer {index} is a stage's last and moves", layer=index)
         for name, fraction, budget, way in (

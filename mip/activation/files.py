@@ -1,8 +1,8 @@
 """JSON files of profiles, hardware and activation plans: strict, versioned, equal bytes for equal values.
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
-checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, are read,
-too.
+checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, and of
+version 2, which knew no pieces, are read, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 2, PROFILE_FORMAT: 2, HARDWARE_FORMAT: 1}
+VERSIONS = {PLAN_FORMAT: 3, PROFILE_FORMAT: 3, HARDWARE_FORMAT: 1}
 _LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
 """Keys of a layer plan of version 1, and the points that they were fractions of."""
 
@@ -117,18 +117,18 @@ def _parse(text: str, kind: type[T], name: str) -> T:
 
 
 def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
-    if name != HARDWARE_FORMAT and root.get("format") == name and _is_version_1(root):
-        root = _upgraded(root)
+    if name != HARDWARE_FORMAT and root.get("format") == name and type(root.get("version")) is int:
+        root = _upgraded(root, name)
     require_format(root, name, version=VERSIONS[name])
     return decode(kind, root, "the file", ignore=("format", "version"))
 
 
-def _is_version_1(root: dict[str, Any]) -> bool:
-    return type(root.get("version")) is int and root["version"] == 1
-
-
-def _upgraded(root: dict[str, Any]) -> dict[str, Any]:
-    """A plan or profile of version 1 as one of version 2; what is not in the format stays as it is, to be refused."""
+def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
+    """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
+    if root["version"] == 2:  # in one piece, which is the default
+        return {**root, "version": VERSIONS[name]}
+    if root["version"] != 1:
+        return root
     problem = root.get("problem")
     profile = problem.get("profile") if isinstance(problem, dict) else root
     classes = profile.get("classes") if isinstance(profile, dict) else None
@@ -142,7 +142,7 @@ def _upgraded(root: dict[str, Any]) -> dict[str, Any]:
         if "points" not in plan:
             defaults = {ALL: 1.0, MATMULS: 0.0, ATTENTION: 0.0}
             plan["points"] = {name: plan.pop(key, defaults[name]) for key, name in _LEVELS.items()}
-    return {**root, "version": VERSIONS[PLAN_FORMAT]}
+    return {**root, "version": VERSIONS[name]}
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

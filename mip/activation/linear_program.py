@@ -15,9 +15,10 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + unmoved(q, j) (full_j + G_j - h_j - d_j)
          + recomputing(q, j) H_j <= device
-         at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p and H = sum_p x_p
-         held_p: under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q), and whole 1 for those that
-         are whole
+         at each position q of a stage (memo.mip.activation.memory_peaks), with G = sum_p x_p beside_p, and H >= x_p held_p
+         for each p; H = piece max_p held_p where the recompute runs in pieces; H = sum_p x_p held_p where the layer is
+         not divided. Under 1F1B kept is (flight - 1) for each layer, 1 more where j < behind(q), and whole 1 for those
+         that are whole
     (7)  sum over a node of flight (sum h) <= host - rounding;  likewise d <= disk - rounding; of several chunks H_s
          instead, with H_s >= sum over the chunks of as many as are held at one time (sum h), for each such time
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
@@ -37,10 +38,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
-from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
@@ -50,7 +50,7 @@ from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model
 
-__all__ = ["DAY_S", "Model", "Sharing"]
+__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
@@ -64,6 +64,27 @@ MARGIN = 1e-6
 # Prices that break ties: a moved byte costs a ten-thousandth of its copy's time, on disk twice that, so that bytes stay
 # where moving them gains nothing.
 MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
+
+
+class Resource(enum.StrEnum):
+    """A resource that a row of the program shares out."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    WEAR = "disk wear"
+    COPY_OUT = "copy out"
+    COPY_IN = "copy in"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A binding row of a solution."""
+
+    resource: Resource
+    where: str
+    saving: float
+    """Dual value: seconds of a step per further byte (device, host, disk, wear a day), or per second of a window."""
 
 
 class Sharing(enum.Enum):
@@ -92,6 +113,8 @@ class _Group:
     recompute: pulp.LpAffineExpression
     recompute_extra_bytes: pulp.LpAffineExpression
     """G: bytes that its recompute is given and autograd does not save."""
+    pieces: pulp.LpAffineExpression
+    """Of `recompute`, what pieces add."""
     held: pulp.LpAffineExpression
     """H: bytes that its recompute holds at once."""
 
@@ -111,6 +134,7 @@ class Model:
         relaxed: the tier whose budget may be exceeded; the excess is then the objective.
         points: for each layer of the profile the one point that it is at, or None where it is free; no layers share.
         whole: layers that cannot be divided are at one point each; no layers share.
+        pieces: fraction of a layer's tokens that its recompute computes at once, by class name; 1 for the others.
     """
 
     def __init__(
@@ -122,8 +146,10 @@ class Model:
         relaxed: Resource | None = None,
         points: Sequence[str | None] | None = None,
         whole: bool = False,
+        pieces: Mapping[str, float] | None = None,
     ) -> None:
         self.problem = problem
+        self.pieces = pieces or {}
         self.staying = staying
         self._points, self._whole = points, whole
         self._sharing = Sharing.NONE if points is not None or whole else sharing
@@ -232,6 +258,7 @@ class Model:
 
     def _group(self, stage: int, chunk: int, mine: Sequence[LayerProfile], members: list[int]) -> _Group:
         layer, name = mine[members[0]], f"{stage}_{members[0]}"
+        further = (1 / self.pieces[layer.name] if layer.name in self.pieces else 0.0) * layer.piece_s / self._second
         x = self._point_variables(layer, stage, members[0], name)
         self._program += pulp.lpSum(x.values()) == 1  # (1)
         given = [known for known in layer.points if known.beside_bytes]
@@ -239,6 +266,7 @@ class Model:
         if alone and members[-1] == len(mine) - 1 and given[:1] == [layer.points[0]]:
             self._program += x[ALL] == 1  # it is whole in any case: nothing of it is gathered
             given = []
+        pieces = pulp.lpSum(x[known.name] * further for known in layer.points[1:] if further)
         budgets, rates = self.problem.budgets, self._rates
         moves = members[-1] < len(mine) - (self.staying or 1)
         link = moves and rates.d2h_bytes_per_s > 0 and rates.h2d_bytes_per_s > 0  # (9)
@@ -257,14 +285,14 @@ class Model:
                 [layer.fixed_bytes / self._byte]
                 + [x[known.name] * (known.saved_bytes / self._byte) for known in layer.points]
             ),
-            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points),
+            recompute=pulp.lpSum(x[known.name] * (known.recompute_s / self._second) for known in layer.points) + pieces,
+            pieces=pieces,
             recompute_extra_bytes=pulp.lpSum(x[known.name] * (known.beside_bytes / self._byte) for known in given),
-            held=pulp.lpSum(x[known.name] * (known.held_bytes / self._byte) for known in layer.points),
+            held=self._held_at_once(layer, x, name),
         )
         if layer.divisible:
-            beside, held = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
+            beside, _ = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
             group.recompute_extra_bytes += beside / self._byte if given else 0.0
-            group.held += held / self._byte
         if to_host or to_disk:
             # (2)
             self._program += group.kept >= 0
@@ -282,6 +310,21 @@ class Model:
             least, most = (0, 1) if at is None else (int(point.name == at),) * 2
             found[point.name] = self._program.add_variable(f"x_{point.name}_{name}", least, most, category)
         return found
+
+    def _held_at_once(
+        self, layer: LayerProfile, x: Mapping[str, pulp.LpVariable], name: str
+    ) -> pulp.LpAffineExpression:
+        """H of a group; an upper bound, also after tokens are rounded."""
+        held = {known.name: known.held_bytes / self._byte for known in layer.points if known.held_bytes}
+        if not layer.divisible or not held:
+            return pulp.lpSum(x[point] * nbytes for point, nbytes in held.items())
+        if layer.name in self.pieces:
+            return pulp.lpSum([self.pieces[layer.name] * max(held.values())])
+        most = self._program.add_variable(f"holds_{name}", 0, None)
+        for point, nbytes in held.items():
+            self._program += most >= x[point] * nbytes
+        _, gained = most_gained_bytes(layer, self.problem.profile.signature.rank_tokens)
+        return most + gained / self._byte
 
     # Rows.
 
@@ -430,7 +473,7 @@ class Model:
         per_second = budgets.disk_wear_bytes_per_day / DAY_S / self._byte * self._second
         for stage in stages:
             busy = self._compute[stage] / self._second + pulp.lpSum(
-                len(group.members) * group.recompute for group in self._stages[stage]
+                len(group.members) * (group.recompute - group.pieces) for group in self._stages[stage]
             )
             least = per_second * problem.pipeline.microbatches * self._compute[stage] / self._second
             # (8)
@@ -468,6 +511,7 @@ class Model:
             kept=max(saved - host - disk, 0.0) / saved if saved else 1.0,
             host=host / saved if saved else 0.0,
             disk=disk / saved if saved else 0.0,
+            piece=self.pieces.get(group.layer.name, 1.0),
         )
 
 

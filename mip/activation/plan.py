@@ -19,6 +19,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                max((h + d) / L,  d / W + h max(0, 2 / L - 1 / W)). What exceeds its window stalls the compute stream
     points     a layer that can be divided has a fraction of its tokens at each of its points, and bytes and seconds are
                the sum of these fractions; one that cannot is at one point
+    pieces     a range of tokens is recomputed in pieces, one after another, of at most the plan's fraction of the layer's
+               tokens. The recompute of a layer that can be divided holds what its largest piece does, which is in
+               proportion to the piece's tokens; each piece of a range but the first one takes a little time besides
     rounding   a storage goes to one place whole, kept ones within the planned bytes, and a place in a tier is of whole
                pages. So a stage that moves leaves free, of each tier's budget and for each microbatch in flight, a page
                for each storage of layers that can move; and where it divides a layer, its largest storage
@@ -74,6 +77,9 @@ MAX_TURNS = 1 << 16
 
 TOLERANCE = 1e-6
 """Deviation from 1 that a sum of fractions may have."""
+
+LEAST_PIECE = 1e-12
+"""Least fraction that a piece may be, so that numbers of pieces stay numbers; a runtime cuts none as small."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +276,12 @@ class LayerPlan:
     kept: float = 1.0
     host: float = 0.0
     disk: float = 0.0
+    piece: float = 1.0
+    """Largest fraction of the layer's tokens that its recompute computes at once; 1 for a layer that cannot be divided."""
 
     def __post_init__(self) -> None:
+        if not LEAST_PIECE <= self.piece <= 1:
+            raise PlanError(f"layer plan: a piece of {self.piece:g} is no fraction of a layer's tokens")
         shares = tuple(self.points.values())
         for what, parts in (("points", shares), ("bytes", (self.kept, self.host, self.disk))):
             shown = ", ".join(f"{part:g}" for part in parts[:8])
@@ -282,7 +292,7 @@ class LayerPlan:
         object.__setattr__(self, "points", {name: share for name, share in self.points.items() if share})
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.points.items()), self.kept, self.host, self.disk))
+        return hash((frozenset(self.points.items()), self.kept, self.host, self.disk, self.piece))
 
     def fraction(self, point: str) -> float:
         """Fraction of the layer at this point."""
@@ -313,11 +323,20 @@ class LayerPlan:
 
     def held_bytes(self, layer: LayerProfile) -> float:
         """Bytes that the recompute holds at once, on top of backward's transient."""
-        return sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
+        if not layer.divisible:
+            return sum(known.held_bytes * self.fraction(known.name) for known in layer.points)
+        return max(known.held_bytes * min(self.fraction(known.name), self.piece) for known in layer.points)
+
+    @property
+    def further_pieces(self) -> int:
+        """Pieces of its recompute, without the first one of each range."""
+        ranges = (share for name, share in self.points.items() if name != ALL)
+        return sum(math.ceil(share / self.piece - TOLERANCE) - 1 for share in ranges if share > self.piece)
 
     def recompute_s(self, layer: LayerProfile) -> float:
         """Seconds of recompute in backward."""
-        return sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
+        again = sum(known.recompute_s * self.fraction(known.name) for known in layer.points)
+        return again + layer.piece_s * self.further_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,13 @@ from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, StagePrediction, chunk_layers
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 
-__all__ = ["LEAST_TOKENS", "in_tiles", "most_gained_bytes", "most_lost_bytes", "tile_of"]
+__all__ = ["LEAST_TOKENS", "in_tiles", "most_gained_bytes", "most_lost_bytes", "piece_tokens", "tile_of"]
 
 LONG_TILE, SHORT_TILE = 256, 8
 """Tokens; a sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
 LONG_TOKENS = 8 * LONG_TILE
+LEAST_PIECE = 32
+"""Tokens of the smallest piece that is planned: of what a range leaves over, two of LEAST_TOKENS can be made."""
 LEAST_TOKENS = 16
 """Smallest range whose products are recomputed: kernels of smaller products round differently."""
 
@@ -29,6 +31,14 @@ _LEVELS = {ALL, MATMULS, ATTENTION}
 def tile_of(tokens: int) -> int:
     """Multiple at which a sequence of so many tokens is cut."""
     return LONG_TILE if tokens >= LONG_TOKENS else SHORT_TILE
+
+
+def piece_tokens(share: float, tokens: int) -> int:
+    """Tokens of a piece: whole tiles, not more than this fraction of all tokens as far as pieces may be as small."""
+    return min(
+        tokens,
+        max(_down(share * tokens, tile_of(tokens), tokens), -(-LEAST_PIECE // tile_of(tokens)) * tile_of(tokens)),
+    )
 
 
 def most_lost_bytes(layer: LayerProfile, tokens: int) -> float:
@@ -129,7 +139,7 @@ def _rounded(plan: LayerPlan, layer: LayerProfile, tokens: int, *, middle_grows:
     used = [number for number, share in enumerate(shares) if share]
     last = used[-1] if middle_grows else len(names) - 1
     if used == [0]:
-        return plan
+        return dataclasses.replace(plan, piece=1.0)
     ends = [tokens] * len(names)
     for number in range(last):
         if middle_grows:
@@ -139,8 +149,12 @@ def _rounded(plan: LayerPlan, layer: LayerProfile, tokens: int, *, middle_grows:
             ends[number] = min(before + _down(shares[number] * tokens, tile, tokens), tokens)
     ends = _without_short_ranges(ends, names, tile)
     counts = [end - begin for begin, end in itertools.pairwise([0, *ends])]
+    longest = max((count for name, count in zip(names, counts, strict=True) if name != ALL), default=0)
+    piece = piece_tokens(plan.piece, tokens)
     return dataclasses.replace(
-        plan, points={name: count / tokens for name, count in zip(names, counts, strict=True) if count}
+        plan,
+        points={name: count / tokens for name, count in zip(names, counts, strict=True) if count},
+        piece=piece / tokens if piece < longest else 1.0,
     )
 
 

@@ -1,21 +1,21 @@
 """Entry point of activation planning: `solve_problem` returns a checked plan, or raises with what would fit.
 
-Owns the sequence: keep everything where that fits, else solve the linear program, choose the points of layers that
-cannot be divided, round token ranges to what the runtime can cut, predict, and check. A plan that the independent
-checker refuses is never returned.
+Owns the sequence: keep everything where that fits, else solve the linear program for ever smaller pieces of tokens until
+they gain nothing, choose the points of layers that cannot be divided, round token ranges to what the runtime can cut,
+predict, and check. A plan that the independent checker refuses is never returned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
-from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import Model, Sharing
+from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
+from memo.mip.activation.pieces import piece_candidates
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
@@ -37,6 +37,8 @@ MOST_LAYERS = 16
 _AT_LAYER = "at layer "
 ALMOST_ALL = 1e-6
 """Fraction of a layer above which all of it is taken to be saved."""
+MOST_IN_VAIN = 2
+"""Sizes of pieces in a row that gain nothing until no smaller one is tried."""
 LEAST_SAVING = 1e-6
 """Fraction of a step; smaller savings come from the prices that break ties."""
 
@@ -54,63 +56,98 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
     kept = _keep_all(problem)
     if kept is not None:
         return kept
-    model = _with_whole_points(problem, _best_model(problem))
+    best, in_vain = _solve(problem, {}), 0
+    for pieces in piece_candidates(problem):
+        if best is not None and not _is_bound(best, pieces):
+            continue
+        plan = _solve(problem, pieces)
+        if best is None or (plan is not None and plan.step_s < best.step_s * (1 - LEAST_SAVING)):
+            best, in_vain = plan, 0
+            continue
+        in_vain += 1
+        if in_vain == MOST_IN_VAIN:
+            break
+    if best is None:
+        raise Infeasible(_infeasible_text(problem))
+    require_valid(best)
+    return best
+
+
+def _solve(problem: ActivationProblem, pieces: Mapping[str, float]) -> ActivationPlan | None:
+    """The plan with recomputes in these pieces; None if none fits."""
+    model = _best_model(problem, pieces)
+    if model is not None:
+        model = _with_whole_points(problem, model)
+    if model is None:
+        return None
     layers, stages = in_tiles(problem, model.layer_plans())
-    plan = ActivationPlan(
+    return ActivationPlan(
         problem=problem, layers=layers, stages=stages, binding=_binding_texts(model.limits(), model.step_s)
     )
-    require_valid(plan)
-    return plan
 
 
-def _best_model(problem: ActivationProblem) -> Model:
+def _is_bound(plan: ActivationPlan, pieces: Mapping[str, float]) -> bool:
+    """Whether some recompute of a plan computes more tokens at once than these pieces have."""
+    names = plan.problem.profile.layers
+    ranges = (
+        (name, share)
+        for name, own in zip(names, plan.layers, strict=True)
+        for point, share in own.points.items()
+        if point != ALL
+    )
+    return any(share > pieces.get(name, 1.0) for name, share in ranges)
+
+
+def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Model | None:
     """The solved program with the shortest step; one with equal layers treated alike, if that costs next to nothing."""
-    solved = [model for model in _programs(problem) if model.solve()]
+    solved = [model for model in _programs(problem, pieces) if model.solve()]
     if not solved:
-        raise Infeasible(_infeasible_text(problem))
+        return None
     exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
-    uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying)
+    uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces)
     return uniform if uniform.solve() and uniform.step_s <= exact.step_s * (1 + UNIFORM_PRICE) else exact
 
 
-def _with_whole_points(problem: ActivationProblem, model: Model) -> Model:
-    """The solved program in which each layer that cannot be divided is at one point."""
+def _with_whole_points(problem: ActivationProblem, model: Model) -> Model | None:
+    """The solved program in which each layer that cannot be divided is at one point; None where none was found."""
     if _divisible(problem):
         return model
     found = round_points(model)
     if found is None:
-        models = (Model(one.problem, staying=one.staying, whole=True) for one in _programs(problem))
+        programs = _programs(problem, model.pieces)
+        models = (Model(one.problem, staying=one.staying, whole=True, pieces=one.pieces) for one in programs)
         found = min(
             (rest for whole in models if whole.solve() and (rest := at_points(whole)).solve()),
             key=lambda whole: whole.step_s,
             default=None,
         )
-    if found is None:
-        raise Infeasible(_infeasible_text(problem))
     return found
 
 
-def _programs(problem: ActivationProblem) -> list[Model]:
-    return [model for staying in _staying_options(problem) for model in _models(problem, staying)]
+def _programs(problem: ActivationProblem, pieces: Mapping[str, float]) -> list[Model]:
+    return [model for staying in _staying_options(problem) for model in _models(problem, staying, pieces)]
 
 
-def _models(problem: ActivationProblem, staying: int | None) -> Iterator[Model]:
-    """The program, and where point `all` has bytes beside the layer, a second one with the undivided layers fixed.
+def _models(problem: ActivationProblem, staying: int | None, pieces: Mapping[str, float]) -> Iterator[Model]:
+    """The program, and a second one with the undivided layers fixed where these are treated as if they were divided.
 
-    Only a divided layer has bytes beside it, a discontinuity that a linear program cannot express. The undivided layers
-    are those that a program without such bytes leaves whole.
+    Only a divided layer has bytes beside it at point `all`, and only its recompute holds a piece: discontinuities that a
+    linear program cannot express. The undivided layers are those that a program without such bytes leaves whole.
     """
-    yield Model(problem, staying=staying)
-    if not _has_beside(problem.profile):
+    yield Model(problem, staying=staying, pieces=pieces)
+    if not (_has_beside(problem.profile) or pieces):
         return
     layers = problem.profile.layer_profiles()
-    free = Model(_with_layers(problem, [_without_beside(layer) for layer in layers]), staying=staying)
+    light = [
+        _without_held(_without_beside(layer)) if layer.name in pieces else _without_beside(layer) for layer in layers
+    ]
+    free = Model(_with_layers(problem, light), staying=staying, pieces=pieces)
     if free.solve():
         plans = zip(layers, free.layer_plans(), strict=True)
         known = [_undivided(layer) if plan.fraction(ALL) >= 1 - ALMOST_ALL else layer for layer, plan in plans]
-        yield Model(_with_layers(problem, known), staying=staying)
+        yield Model(_with_layers(problem, known), staying=staying, pieces=pieces)
 
 
 def _divisible(problem: ActivationProblem) -> bool:
@@ -123,6 +160,10 @@ def _has_beside(profile: Profile) -> bool:
 
 def _without_beside(layer: LayerProfile) -> LayerProfile:
     return dataclasses.replace(layer, points=(dataclasses.replace(layer.points[0], beside_bytes=0), *layer.points[1:]))
+
+
+def _without_held(layer: LayerProfile) -> LayerProfile:
+    return dataclasses.replace(layer, points=tuple(dataclasses.replace(point, held_bytes=0) for point in layer.points))
 
 
 def _undivided(layer: LayerProfile) -> LayerProfile:
@@ -223,13 +264,18 @@ def _infeasible_text(problem: ActivationProblem) -> str:
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:
     """The solved program with the least excess over one tier's budget; None where a larger budget would not help."""
+    *_, pieces = {}, *piece_candidates(problem)
     variants = [problem]
-    if _has_beside(problem.profile):
+    if _has_beside(problem.profile) or pieces:
         variants.append(_with_layers(problem, [_undivided(layer) for layer in problem.profile.layer_profiles()]))
 
     def solved_programs(*, whole: bool = False) -> list[Model]:
         options = _staying_options(problem, tier)
-        models = [Model(one, staying=staying, relaxed=tier, whole=whole) for one in variants for staying in options]
+        models = [
+            Model(one, staying=staying, relaxed=tier, whole=whole, pieces=pieces)
+            for one in variants
+            for staying in options
+        ]
         return [model for model in models if model.solve()]
 
     solved = solved_programs()

@@ -49,7 +49,7 @@ def at_points(model: Model) -> Model:
 
 
 def _again(model: Model, points: _Points) -> Model:
-    return Model(model.problem, staying=model.staying, relaxed=model.relaxed, points=points)
+    return Model(model.problem, staying=model.staying, relaxed=model.relaxed, points=points, pieces=model.pieces)
 
 
 def _used(layer: LayerProfile, plan: LayerPlan) -> list[PointProfile] | None:

@@ -98,7 +98,8 @@ class PointProfile:
     recompute_flops: float = 0.0
     held_bytes: int = 0
     """Peak bytes of the recompute beside the layer's saved tensors, on top of its backward's transient. 0: a
-    recompute holds what a forward holds."""
+    recompute holds what a forward holds. Of a layer that can be divided, the bytes grow with the tokens that are computed
+    at once."""
 
     def __post_init__(self) -> None:
         if not (self.name.isascii() and self.name.isidentifier() and len(self.name) <= MAX_NAME):
@@ -123,6 +124,8 @@ class LayerProfile:
     divisible: bool = True
     """Whether one layer can be at several points, with a fraction of its tokens at each. If not, each layer is at one
     point, and different layers of the class may be at different ones."""
+    piece_s: float = 0.0
+    """Seconds that each piece of tokens but a range's first adds to a recompute: its launches."""
     forward_s: float
     backward_s: float
     """Without any recompute."""

@@ -1,9 +1,9 @@
 """D2H side of the engine: issues copies out as storages are saved, and releases their sources one layer later.
 
-It owns the groups whose sources are still to be released and the groups whose copies wait. It does not own the choice of
-a tier (tier_choice), nor the bytes once they are there.
+It owns the storages that the running operator saves, the groups whose sources are still to be released and the groups whose
+copies wait. It does not own the choice of a tier (tier_choice), nor the bytes once they are there.
 
-    forward    layer 0 | layer 1 | layer 2 | ...           pack: compute event -> copy out waits for it
+    forward    layer 0 | layer 1 | layer 2 | ...           next operator's save: compute event -> copies out wait for it
     copies       out 0 |   out 1 |   out 2 |
     released            ^ end of layer 1: compute waits for out 0, then the sources of layer 0 are released
 
@@ -11,6 +11,16 @@ A copy that the device can order (E2, by the device's own events) never stops th
 host thread can wait for, as to a disk behind a GPU without GPUDirect Storage, keeps its source on the device beyond its
 layer, up to `late_bytes` in all. Beyond that the thread stops at the end of a layer; that time counts as the disk queue's.
 On the CPU the host is the compute stream, and its wait is E2.
+
+Note [A save before its kernel]. Autograd saves an operator's arguments before the operator's kernel runs, and some kernels
+write into what was saved so: the noise of `rrelu_with_noise` is one. A copy issued at the save would read memory that
+nothing has written yet. So it is issued at the first save of another operator, or at the end of the layer.
+
+Operators are told apart by the number of nodes that autograd has made in this thread: each operator makes its node before it
+saves anything, and none of its kernels makes another, since autograd is off below it. So a save at a higher number belongs
+to an operator that began when the earlier one, kernels and all, had been issued. A function of the program
+(autograd.Function) may make nodes within its own, but saves after its forward: its saves may be taken for those of the last
+operator in it, and their copies are issued a save later.
 """
 
 from __future__ import annotations
@@ -18,18 +28,22 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
+import torch
+
 from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.token_prefix import pack_prefixes
+from memo.swap.kept import is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from weakref import ref
 
     from memo.swap.backends.protocol import Backend, Event
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.release import Release
-    from memo.swap.engine.saved_storage import SavedStorage
+    from memo.swap.engine.saved_storage import Hold, SavedStorage
     from memo.swap.engine.stream_order import StreamOrder
     from memo.swap.engine.telemetry import Telemetry
     from memo.swap.engine.tier_choice import TierChoice
@@ -37,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["CopyOut"]
 
 _DEVICE = TierName.DEVICE
+_nodes_made = torch._C._autograd._get_sequence_nr  # of this thread
 _DRAIN, _DISK_QUEUE = StallCause.DRAIN, StallCause.DISK_QUEUE
 
 
@@ -68,16 +83,43 @@ class CopyOut:
         self._release = release
         self._telemetry = telemetry
         self._late_bytes = late_bytes
+        self._being_saved: list[ref[Hold]] = []  # by the operator that saved last
+        self._nodes = -1  # number of nodes that autograd had made then
         self._waiting: Group | None = None  # its copies wait until another layer follows
         self._unreleased: collections.deque[Group] = collections.deque()
         self._late: collections.deque[Group] = collections.deque()  # released but for sources whose copies are late
 
-    def send(self, saved: SavedStorage, written: Event | None = None) -> None:
+    def saves(self, saved: SavedStorage) -> None:
+        """Takes a storage that an operator saves now; issues the copies of those that the operators before it have saved.
+
+        Raises:
+            HostBudgetExceeded, ScratchFull: no tier has room for one of those; it and later ones stay LIVE.
+        """
+        nodes = _nodes_made()
+        if nodes != self._nodes:
+            self.send_saved()
+            self._nodes = nodes
+        self._being_saved.append(saved.hold)
+
+    def send_saved(self) -> None:
+        """Issues the copies of what was saved, by operators that have all ended (Note [A save before its kernel])."""
+        being_saved, home = self._being_saved, None
+        if being_saved:
+            self._being_saved = []
+            for weak in being_saved:
+                hold = weak()
+                if hold is not None:
+                    saved = hold.saved
+                    if saved.home != home:
+                        home, written = saved.home, self._order.written(saved.home)  # one event for them all
+                    self._send(saved, written)
+
+    def _send(self, saved: SavedStorage, written: Event) -> None:
         """Issues the copy out on the storage's home stream (E1).
 
         Args:
             saved: a storage with its source, in state LIVE.
-            written: an event of the home stream since the save; None: record one.
+            written: an event of the home stream after the operator that saved it.
 
         Raises:
             HostBudgetExceeded, ScratchFull: no tier has room; the storage stays LIVE.
@@ -89,6 +131,9 @@ class CopyOut:
             saved.move_to(LEAVING)
             self._drop_source(saved)
             return
+        if is_kept(source.untyped_storage()):
+            telemetry.stats.bytes_kept += nbytes
+            return
         place = self._tier_choice.claim(saved, nbytes)
         if place is None:
             return  # it stays, by plan
@@ -97,8 +142,6 @@ class CopyOut:
             self._pack_prefixes([saved])
             source = prefix.packed(source)
         tier = place.tier
-        if written is None:
-            written = self._order.written(saved.home)
         if telemetry.trace is None:
             saved.out = place.copy_out(source, after=written)
         else:
@@ -121,7 +164,7 @@ class CopyOut:
                 self._pack_prefixes(there)
                 written = self._order.written(home)  # one event for them all
                 for saved in there:
-                    self.send(saved, written)
+                    self._send(saved, written)
 
     def _pack_prefixes(self, waiting: Iterable[SavedStorage]) -> None:
         """Packs moving tokens that are not contiguous; the packed blocks stay until their sources are released."""
@@ -133,14 +176,16 @@ class CopyOut:
         self._telemetry.stats.came_to_device(pack_prefixes(prefixes, self._backend))
 
     def layer_begins(self) -> None:
-        """Issues the copies that waited for another layer, which now begins."""
+        """Issues the copies of what was saved before, also those that waited for another layer, which now begins."""
+        self.send_saved()
         group, self._waiting = self._waiting, None
         if group is not None:
             group.wait_for_next = False
             self.send_living(group)
 
     def layer_ended(self, group: Group) -> None:
-        """Releases the sources of the layers before `group`; its own wait for the end of the next one."""
+        """Issues the last copies of `group`, and releases the sources of earlier layers; its own wait for the next end."""
+        self.send_saved()
         if group.wait_for_next:
             self._waiting = group
         self._unreleased.append(group)

@@ -257,13 +257,15 @@ class Engine:
 
     def end_forwards(self) -> None:
         """Call after a forward; tensors saved later stay on the device."""
-        self._layer_calls.open = None
+        with self._lock:
+            self._layer_calls.open = None
+            self._copy_out.send_saved()
         self._release.end_dropped()
 
     # Hooks of autograd.
 
     def pack(self, tensor: torch.Tensor, content: Content | None = None) -> Packed:
-        """Hook for each tensor that autograd saves; issues the copy out of a storage seen for the first time.
+        """Hook for each tensor that autograd saves; the copy out of a storage seen for the first time follows soon.
 
         Args:
             tensor: any tensor; one that must not move (R3) is kept by reference.
@@ -400,12 +402,12 @@ class Engine:
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
-        stats.live_entries += 1
+        stats.began(nbytes)
         stats.came_to_device(nbytes)
         if telemetry.trace is not None:
             telemetry.trace.changed(saved, tensor)
         if not group.wait_for_next and not group.held:
-            self._copy_out.send(saved)
+            self._copy_out.saves(saved)
         return hold
 
     # Ends.

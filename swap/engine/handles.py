@@ -12,11 +12,37 @@ import torch
 from torch.nn import Parameter
 
 from memo.errors import ModifiedAfterSave
+from memo.swap.engine.saved_storage import version_of
+from memo.swap.tensor_kinds import is_sharded, local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.saved_storage import Geometry, Hold
 
-__all__ = ["Handle", "Kept", "Packed", "Sharded"]
+__all__ = ["Guard", "Handle", "Kept", "Packed", "Sharded"]
+
+
+class Guard:
+    """Sees in-place changes of a tensor, and holds none of its memory.
+
+    Args:
+        tensor: any tensor; a DTensor counts changes of the whole.
+    """
+
+    __slots__ = ("_guard", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        guard: Any = tensor.detach() if is_sharded(tensor) else local_part(tensor).detach()
+        self._version = version_of(guard)
+        if is_sharded(tensor):
+            guard._local_tensor = None
+        else:
+            guard.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._guard: torch.Tensor = guard
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the tensor was changed since."""
+        return version_of(self._guard) != self._version
 
 
 @final

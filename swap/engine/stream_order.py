@@ -5,7 +5,7 @@ storage has one *home*, the stream that it was saved on. Its reload buffer is al
 backward on the stream of its forward. E1, E2, E3 and E5 order the home stream, whichever stream the caller is on; E4 and E6
 order the caller's.
 
-    E1  copy out waits for an event of the home stream, taken when the tensor is saved or later
+    E1  copy out waits for an event of the home stream, taken when the operator that saves the tensor has been issued
     E2  the home stream waits for the copy out before the source is dropped; where another stream allocated the source, its
         memory is reused only after the home stream as well
     E3  reload waits for an event of the home stream, taken when its buffer was allocated there

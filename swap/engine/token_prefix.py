@@ -193,12 +193,12 @@ class TokenPrefix:
         Returns:
             Number of bytes written.
         """
-        target = self.part_of(buffer, span)
-        if self.rows.rows == 1:
-            target.copy_(recomputed.view(target.shape))  # one piece
-            backend.compute_uses(buffer[self.head_nbytes :])
+        if self.rows.rows == 1:  # one piece
+            target = buffer[self.rows.nbytes(span.first) : self.rows.nbytes(span.stop)]
+            target.copy_(recomputed.view(-1))
+            backend.compute_uses(target)
         else:
-            unpack_views(recomputed, [target])
+            unpack_views(recomputed, [self.part_of(buffer, span)])
             backend.compute_uses(buffer)
         self._computed_from = span.first
         return recomputed.numel()

@@ -19,7 +19,7 @@ from memo.lru import LRU
 
 if TYPE_CHECKING:
     from memo.swap.recompute.rank_agreement import Ranks
-    from memo.swap.recompute.tape.recorder import Collective
+    from memo.swap.recompute.tape.log import Collective
     from memo.swap.recompute.tape.tape import Tape
 
 __all__ = ["Agreed", "Agreements", "Shared"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.cut import Cut, Problem, cheapest, curve
+from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Birth
 from memo.swap.token_levels import Level, Mix, Setting, TokenLevels
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from memo.swap.recompute.explanation import Fate, LayerExplanation, Point, Row, TokenRange
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan
 from memo.swap.recompute.tape.cut import Cut
+from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Birth
 from memo.swap.recompute.tape.tape import uses_in
 from memo.swap.token_levels import Level
 

@@ -29,6 +29,8 @@ class Costs:
         self._always_bytes = 0
         self._bytes_per_token: dict[Level, float] = {}
         self._beside_per_token: dict[Level, float] = {}
+        self._held_per_token: dict[Level, float] = {}
+        self._piece_s = 0.0
         self._seconds_per_token: dict[Level, float] = {Level.SAVE_ALL: 0.0}
         self.points: tuple[PointCost, ...] = ()
         """The layer's curve, where its tokens cannot be divided."""
@@ -41,6 +43,8 @@ class Costs:
         always_bytes: int,
         bytes_per_token: dict[Level, float],
         beside_per_token: dict[Level, float] | None = None,
+        held_per_token: dict[Level, float] | None = None,
+        piece_s: float = 0.0,
     ) -> None:
         """Records the bytes of a forward; a new length drops the seconds."""
         if tokens != self._tokens:
@@ -50,6 +54,8 @@ class Costs:
         self._always_bytes = always_bytes
         self._bytes_per_token = bytes_per_token
         self._beside_per_token = beside_per_token or {}
+        self._held_per_token = held_per_token or {}
+        self._piece_s = piece_s
 
     def ran(self, level: Level, tokens: int, seconds: float) -> None:
         """Records the time of a recompute. The shortest per token counts: others waited for a copy or were the first."""
@@ -77,6 +83,8 @@ class Costs:
             always_bytes=self._always_bytes,
             bytes_per_token=dict(self._bytes_per_token),
             beside_per_token=dict(self._beside_per_token),
+            held_per_token=dict(self._held_per_token),
+            piece_s=self._piece_s,
             recompute_s_per_token=dict(self._seconds_per_token),
             points=self.points,
             divisible=not self.points,

@@ -29,8 +29,8 @@ from memo.swap.token_levels import LayerCosts, Level, Mix, PointCost, Setting, T
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.recompute.rank_agreement import Ranks
-    from memo.swap.recompute.recorded_call import OpenCall, RecordedCall
-    from memo.swap.recompute.tape.recorder import Key
+    from memo.swap.recompute.recorded_call import Ended, OpenCall, RecordedCall
+    from memo.swap.recompute.tape.log import Holds, Key
 
 __all__ = ["Found", "Plans", "Refused"]
 
@@ -90,8 +90,6 @@ class Plans:
         ranks: the ranks that layers talk to.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
-        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
-        most_held: bytes that a replay should hold at most beside what is kept; None: no bound.
     """
 
     def __init__(
@@ -101,8 +99,6 @@ class Plans:
         bans: Mapping[str, Bans],
         *,
         exact: bool = False,
-        piece: int | None = None,
-        most_held: int | None = None,
     ) -> None:
         self.worst_deviation = 0.0
         """Largest difference of all passed trials."""
@@ -111,17 +107,15 @@ class Plans:
         self._ranks = ranks
         self._bans = bans
         self._exact = exact
-        self._piece = piece
-        self._most_held = most_held
         self._agreements = Agreements(ranks)
         self._found: LRU[tuple[Any, ...], Found] = LRU(MOST_PLANS)
         self._tapes: LRU[tuple[Any, ...], Tape] = LRU(MOST_PLANS)
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
+        self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
         self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
-        self._expected: LRU[tuple[Any, ...], Found] = LRU(MOST_KINDS)
-        self._last: dict[str, tuple[Any, ...]] = {}  # layer -> key of its last call's plan
+        self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
         self._short: dict[str, int] = {}
         """Layer -> trials that found no memory."""
         self._written_unseen: set[str] = set()
@@ -132,17 +126,21 @@ class Plans:
         """Bytes and seconds of each level, for layers that have been recorded."""
         return [told for costs in self._costs.values() if (told := costs.snapshot()) is not None]
 
-    def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Found | None, bool]:
-        """The plan that a call of this kind is recorded for, and whether it needs checksums."""
-        expected = self._expected.get(kind)
-        return expected, expected is None or layer in self._written_unseen
+    def expected(self, layer: str, kind: tuple[Any, ...]) -> tuple[Ended | None, Holds | None]:
+        """How the layer's last call ended, and what a call of this kind holds for its plan; None where nothing is known."""
+        last = self._last.get(layer)
+        return None if last is None else last[1], self._holds.get(kind)
+
+    def is_written_unseen(self, layer: str) -> bool:
+        """True for a layer in which something unseen has written: each of its calls is recorded with checksums."""
+        return layer in self._written_unseen
 
     def last(self, layer: str) -> tuple[Choice, Setting, Found | None] | None:
         """What the last recorded call of a layer left to choose, its setting, and what was found for it."""
         key = self._last.get(layer)
         if key is None:
             return None
-        _, log, opaque, sources, wanted, stuck, setting = key
+        _, (log, sources, wanted, stuck), opaque, setting = key
         choice = Choice(self._tape_of(log, opaque), sources, wanted, stuck, self._bans.get(layer, NO_BANS))
         found = self._found.get(key)
         if isinstance(found, (Plan, Refused)):
@@ -161,7 +159,7 @@ class Plans:
         opaque = self._opaque_in(call, recorded)
         shared = self._agreements.shared(layer, (setting, call.recorder.values[0][2]), call.recorder.collectives)
         # Each layer has its own: what the dispatcher does not see may differ between layers of one log.
-        key = (layer, recorded.key, opaque, recorded.sources, recorded.wanted, recorded.stuck, setting)
+        key = (layer, recorded.ended, opaque, setting)
         self._last[layer] = key
         found = self._found.get(key)
         if found is None or not _is_allowed(found, shared):
@@ -170,8 +168,9 @@ class Plans:
             found, shared = self._made(case, shared)
             if not (isinstance(found, Refused) and found.for_now):
                 self._found[key] = found
-            if call.kind not in self._expected or self.trials_run > trials:
-                self._expected[call.kind] = self._next(case, shared, found)
+            if call.kind not in self._holds or self.trials_run > trials:
+                following = self._next(case, shared, found)
+                self._holds[call.kind] = {} if isinstance(following, Refused) else following.holds
         return found, any(shared.repeated_by(_steps_of(found)))
 
     def _case(self, call: OpenCall, recorded: RecordedCall, setting: Setting, opaque: frozenset[int]) -> _Case:
@@ -188,10 +187,12 @@ class Plans:
     def _opaque_in(self, call: OpenCall, recorded: RecordedCall) -> frozenset[int]:
         """Storages that something unseen writes into, as a call of this log showed that was recorded with checksums."""
         key = (call.layer.name, recorded.key)
-        opaque = self._opaque[key] = call.recorder.changed_unseen() | (self._opaque.get(key) or frozenset())
-        if opaque:
-            self._written_unseen.add(call.layer.name)
-        return opaque
+        known, seen = self._opaque.get(key), call.recorder.changed_unseen()
+        if known is None or not seen <= known:
+            known = self._opaque[key] = seen.union(known or ())
+            if known:
+                self._written_unseen.add(call.layer.name)
+        return known
 
     def _made(self, case: _Case, shared: Shared) -> tuple[Found, Shared]:
         """The plan of a new log, or why there is none, and what was agreed with other ranks.
@@ -211,7 +212,7 @@ class Plans:
             ranged = None if form in self._undivided else self._in_ranges(case, case.choice.under(shared))
             if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
                 return shown, shared
-            if case.call.kind in self._expected:  # the first call may not have held what ranges keep
+            if case.call.kind in self._holds:  # the first call may not have held what ranges keep
                 self._undivided[form] = True
         elif shared.agreed is not None and shared.agreed.ranges is not None:
             ranged = self._in_ranges(case, case.choice.under(shared))
@@ -339,7 +340,7 @@ class Plans:
             return None
         levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
         assert isinstance(levels, TokenLevels)
-        if single_level(levels) is not None and not (self._piece or self._most_held):
+        if single_level(levels) is not None and levels.piece >= 1:
             return None
         tape = choice.tape
         if tape.readings is None:
@@ -349,7 +350,8 @@ class Plans:
         for rows in tape.readings:
             first, second = ends = levels.ends(rows.tokens)
             is_mixed = 0 < first < rows.tokens or 0 < second < rows.tokens
-            if first == rows.tokens or not (is_mixed or self._piece or self._most_held):
+            piece = levels.piece_tokens(rows.tokens)
+            if first == rows.tokens or not (is_mixed or piece):
                 continue
             plan = ranged_plan_of(
                 rows,
@@ -358,8 +360,7 @@ class Plans:
                 choice.sources,
                 choice.wanted,
                 choice.stuck,
-                piece=self._piece,
-                most_held=self._most_held,
+                piece=piece,
                 always=choice.always,
             )
             bits = first * 8 * choice.saved_nbytes + (second - first) * least[Level.SAVE_MATMULS]
@@ -450,6 +451,7 @@ class Plans:
                     saved_bytes=cut.keep_cost // 8,
                     recompute_s=each_s * cut.replay_cost,
                     beside_bytes=choice.beside_nbytes(cut, saved),
+                    held_bytes=choice.plan(cut).held_bytes,
                 )
                 for point, cut in choice.points().items()
             )

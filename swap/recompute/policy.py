@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -17,8 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memo.errors import UsageError
 from memo.lru import LRU
-from memo.swap.engine.handles import Kept, Sharded
+from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
@@ -29,15 +31,14 @@ from memo.swap.recompute.tape.bans import Bans
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
-from memo.swap.recompute.tape.recorder import Aside, Recorder, is_recordable
-from memo.swap.tensor_kinds import layer_input, local_part
+from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
+from memo.swap.tensor_kinds import is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.layers import Layer
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.cut import Cut
 
@@ -55,9 +56,7 @@ class Tapes:
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
-        piece: most tokens that a replay of token ranges computes at once; None: by `most_held`.
-        most_held: bytes that a replay should hold at most beside what is kept: it runs in pieces of tokens where the rules
-            prove a token axis; None: no bound.
+        verify: compares by checksums what replays read with what it was in the forward.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class Tapes:
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
-        piece: int | None = None,
-        most_held: int | None = None,
+        verify: bool = False,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -82,11 +80,16 @@ class Tapes:
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
+        self._verify = verify
         self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
+        self._inputs: dict[str, Guard] = {}
+        """Layer -> the input of its last call, which was copied to find out if the program changes it after the layer."""
+        self._changing: set[str] = set()
+        """Layers whose input the program changes after them, though autograd does not save it: `x += layer(x)`."""
         self._ranks = Ranks(engine.backend.device)
-        self._plans = Plans(engine, self._ranks, self._bans, exact=exact, piece=piece, most_held=most_held)
+        self._plans = Plans(engine, self._ranks, self._bans, exact=exact)
         self._gathered: Collection[torch.nn.Parameter] = ()
         """Parameters that had no memory before the first forward: something else gathers them, and releases them."""
         self._hearing: Hearing | None = None
@@ -96,9 +99,12 @@ class Tapes:
             now = self._open
             if now is None:
                 return engine_pack(tensor)
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor)
+            if kind is torch.nn.Parameter:
+                return engine_pack(tensor)
+            if kind is not torch.Tensor:
                 local_part(tensor)  # that it waits for a collective is an operator of the layer
-            with Aside(now.recorder):
+            with aside(now.recorder, tensor):
                 now.recorder.save(tensor)
                 return engine_pack(tensor)
 
@@ -209,11 +215,11 @@ class Tapes:
         if not torch.is_grad_enabled() or self._hearing is not None:
             return
         setting = self._chosen.get(layer.name, self.default)
-        given = _shape_of_input(args, kwargs)
         if self._ranks.talks(layer.name):
-            for other in self._ranks.agree(self._told, given):
+            for other in self._ranks.agree(self._told, _shape_of_input(args, kwargs)):
                 self.refused.pop(other, None)
-        self._hearing = self._ranks.listen(layer.name, given)
+        elif self._ranks.several:
+            self._hearing = self._ranks.listen(layer.name, _shape_of_input(args, kwargs))
         if self._hearing is not None:
             self._hearing.__enter__()  # type: ignore[no-untyped-call]
         if _moves_all(setting) and not self._repeats_when_full:
@@ -224,18 +230,30 @@ class Tapes:
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        tensors = [part for tensor in tensors_within((args, kwargs)) if is_recordable(part := local_part(tensor))]
+        arguments = tensors_within((args, kwargs))
+        tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
-        expected, is_checked = self._plans.expected(layer.name, kind)
+        last, holds = self._plans.expected(layer.name, kind)
+        is_checked = holds is None or self._plans.is_written_unseen(layer.name)
         recorder = Recorder(
             local_part(hidden),
             tensors,
-            holds=expected.holds if isinstance(expected, (Plan, RangedPlan)) else None if expected is None else {},
+            holds=holds,
             checksums=Checksums(self._engine.backend.device) if is_checked else None,
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
+            expected=None if last is None else last.key,
         )
-        self._open = OpenCall(layer, group, recorder, setting, kind)
+        for tensor in arguments:
+            if type(tensor) is not torch.Tensor and tensor is not hidden and is_sharded(tensor):
+                recorder.sharded[ref(local_part(tensor).untyped_storage())] = tensor
+        guard = self._inputs.pop(layer.name, None)
+        if guard is not None and guard.is_changed:
+            self._changing.add(layer.name)
+        copies = holds is None or layer.name in self._changing
+        self._open = OpenCall(
+            layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
+        )
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -287,6 +305,8 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
+        if recorded.has_copied and name not in self._changing:
+            self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
         if self._repeats_when_full:
@@ -344,7 +364,8 @@ class Tapes:
 
 
 def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
-    own = (parameter for layer in layers for parameter in layer.module.parameters())
+    modules = (layer.module for layer in layers if not is_gathered_whole(layer.module))
+    own = (parameter for module in modules for parameter in module.parameters())
     # A set by identity: tensors compare by their numbers.
     return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
 

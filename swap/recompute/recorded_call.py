@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -13,25 +13,40 @@ import torch
 from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.kept import is_kept
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
+from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
-from memo.swap.recompute.tape.recorder import Birth, is_recordable
+from memo.swap.recompute.tape.recorder import is_recordable
 from memo.swap.recompute.tape.replay import Brought, Replay, Wanted
-from memo.swap.tensor_kinds import local_part
+from memo.swap.tensor_kinds import is_sharded, local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
+    from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.layers import Layer
     from memo.swap.recompute.ranges.ranged_plan import RangedPlan
+    from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
     from memo.swap.token_levels import Setting
 
-__all__ = ["OpenCall", "Parts", "RecordedCall", "tensors_within"]
+__all__ = ["Ended", "OpenCall", "Parts", "RecordedCall", "tensors_within"]
 
 Parts = dict["SavedStorage", "TokenPrefix"]
 """Storages that are replayed, or of which a part moves."""
+
+
+class Ended(NamedTuple):
+    """What of a call decides on its plan."""
+
+    key: Key
+    sources: Sources
+    wanted: tuple[int, ...]
+    """Saved storages that backward may replay."""
+    stuck: tuple[int, ...]
+    """Saved storages that move in any case."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +58,14 @@ class OpenCall:
     recorder: Recorder
     setting: Setting
     kind: tuple[Any, ...]
+    hidden: torch.Tensor
+    """The layer's input, as it was given."""
+    last: Ended | None = None
+    """The layer's last call, as which this one most often ends: objects that are the same are found faster."""
+    copies_input: bool = False
+    """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
+    verify: bool = False
+    """What replays read is compared with what it was."""
     nested: bool = False
 
 
@@ -50,12 +73,12 @@ class RecordedCall:
     """What the end of a recorded call finds: its log, what of it is still there, and what autograd saved."""
 
     def __init__(self) -> None:
-        self.key: Any
-        self.sources: Sources
-        self.wanted: tuple[int, ...]
-        self.stuck: tuple[int, ...]
+        self.ended: Ended
         self.saved: dict[int, SavedStorage] = {}
+        self.has_copied = False
+        """A copy of the layer's input was packed in its place."""
         self._lent: set[int] = set()  # local parts of parameters and buffers
+        self._input: torch.Tensor | None = None  # that copy
         self._call: OpenCall
 
     @classmethod
@@ -65,25 +88,27 @@ class RecordedCall:
         """Reads the recorder of a call that has just ended; `gathered` parameters may be gone before backward."""
         self, recorder = cls(), call.recorder
         self._call = call
-        self.key = recorder.key
         returned = [part for tensor in tensors_within(output) if is_recordable(part := local_part(tensor))]
         outputs = {recorder.number_of(part.untyped_storage()) for part in returned}
         passed_on = {recorder.number_of(part.untyped_storage()) for part in returned if _is_like_given(part, recorder)}
         free, saved, held = set(), set(), set()
         own: set[ref[torch.UntypedStorage]] | None = None
+        storages, number_of, saved_as = recorder.storages, recorder.number_of, engine.saved_as
         for number, tensor in recorder.tensors.items():
-            birth, nbytes, _ = recorder.storages[number]
+            birth, nbytes, _ = storages[number]
             storage = tensor.untyped_storage()
             if birth is Birth.PARAMETER:
-                is_there = storage.nbytes() == nbytes and recorder.number_of(storage) == number
+                is_there = storage.nbytes() == nbytes and number_of(storage) == number
                 if is_there and not (gathered and tensor in gathered):
                     free.add(number)
                 continue
-            known = engine.saved_as(storage)
+            known = saved_as(storage)
             if known is not None and known.group is call.group:
                 if known.content == content_of(tensor):
                     saved.add(number)
                     self.saved[number] = known
+                    if is_kept(storage):
+                        free.add(number)
             elif storage.nbytes() != nbytes:
                 continue  # freed by its owner, as sharded parameters are
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
@@ -97,20 +122,41 @@ class RecordedCall:
                 elif number not in outputs:  # which the program may change in place, as autograd did not save it
                     held.add(number)
         lent = recorder.lent - free - saved
-        self.stuck = tuple(
-            sorted(
-                number for number in self.saved if number in passed_on or recorder.storages[number][0] is not Birth.MADE
-            )
+        passed_on |= free
+        stuck = tuple(
+            sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Birth.MADE)
         )
-        self.wanted = tuple(sorted(number for number in self.saved if number not in self.stuck))
-        self.sources = Sources(
+        wanted = tuple(sorted(number for number in self.saved if number not in stuck))
+        sources = Sources(
             free=frozenset(free),
             saved=frozenset(saved),
             held=frozenset(held - lent),
             bits=frozenset(recorder.bits),
             lent=frozenset(lent),
         )
+        ended, last = Ended(recorder.key, sources, wanted, stuck), call.last
+        self.ended = last if last is not None and last == ended else ended
         return self
+
+    @property
+    def key(self) -> Key:
+        """Its log."""
+        return self.ended.key
+
+    @property
+    def sources(self) -> Sources:
+        """What of it can be kept."""
+        return self.ended.sources
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Saved storages that backward may replay."""
+        return self.ended.wanted
+
+    @property
+    def stuck(self) -> tuple[int, ...]:
+        """Saved storages that move in any case."""
+        return self.ended.stuck
 
     def replay(self, plan: Plan, engine: Engine, *, together: bool = False) -> Replay:
         """The replay of this call by a plan."""
@@ -130,6 +176,7 @@ class RecordedCall:
             carried=recorder.carried,
             wanted=wanted,
             together=together,
+            verify=self._call.verify,
         )
 
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
@@ -160,6 +207,7 @@ class RecordedCall:
                     wanted=wanted,
                     before=found[-1] if found else None,
                     together=together,
+                    verify=self._call.verify,
                 )
             )
         return found
@@ -192,7 +240,8 @@ class RecordedCall:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage), beside)
+            known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
+            return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())
@@ -203,7 +252,27 @@ class RecordedCall:
         with nullcontext() if here or home is None else engine.backend.stream_context(home):
             if part is not None:
                 tensor = part_to_keep(tensor, part, tokens)
-            return Brought(engine.pack(tensor), tensor.untyped_storage().nbytes())
+            is_input = number == 0 and tensor is recorder.tensors[0] and not self._is_saved(tensor, engine)
+            if is_input and self._call.copies_input:
+                tensor, is_input = self._copied(tensor), False
+            packed: Packed = engine.pack(tensor)
+            if is_input and is_sharded(self._call.hidden) and not isinstance(packed, Sharded):
+                packed = Sharded(self._call.hidden, packed)  # which alone counts changes of the whole
+            return Brought(packed, tensor.untyped_storage().nbytes())
+
+    def _is_saved(self, tensor: torch.Tensor, engine: Engine) -> bool:
+        """True if autograd saves a tensor, or has saved it before, and so guards it."""
+        known = engine.saved_as(tensor.untyped_storage())
+        return known is not None and known.content == content_of(tensor)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The layer's input in memory that the program does not have."""
+        if self._input is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self._input = tensor.new().set_(whole.clone().untyped_storage(), *geometry)
+            self.has_copied = True
+        return self._input
 
 
 def _is_like_given(tensor: torch.Tensor, recorder: Recorder) -> bool:

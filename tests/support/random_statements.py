@@ -474,8 +474,7 @@ noise of a shape | 1 | bsh
     {o} = {bsh} * torch.rand((B, S, 1)).to(x.dtype)
 bernoulli | 1 | bsh
     {o} = {bsh/a} * torch.bernoulli(torch.full_like({bsh/a}, 0.7))
-# Autograd saves its noise before the kernel has filled it, so what copies at once copies too soon; not drawn.
-rrelu | 0 | bsh
+rrelu | 1 | bsh
     {o} = F.rrelu({bsh}, training=True)
 multinomial | 1 | bsh
     {o} = {bsh/a} * torch.multinomial({bsh/a}.detach().float().softmax(-1).view(-1, H), 1).view(B, S, 1) / H

@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.swap.recompute.tape.bans import NO_BANS, Bans, banned
 from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest
+from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Aside, Birth, Recorder
+from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.step_costs import step_costs
 from memo.swap.recompute.tape.tape import Step, Tape
 from memo.swap.token_levels import Level
@@ -87,7 +88,7 @@ def record(
     recorder = Recorder(hidden, given, checksums=Checksums(torch.device("cpu")) if checked else None, **options)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        with Aside(recorder):  # type: ignore[arg-type]
+        with aside(recorder, tensor):
             recorder.save(tensor)
             return tensor
 
@@ -95,7 +96,12 @@ def record(
         out = function(hidden, *given)
     tape = Tape(recorder.key, recorder.changed_unseen())
     tape.costs = step_costs(tape, "cpu")
-    return Taped(recorder, tape, out, {number: content(tensor) for number, tensor in recorder.saved})
+    saved = {
+        number: content(recorder.tensors[number])
+        for number in sorted(tape.saved_storages)
+        if tape.storages[number][0] is not Birth.PARAMETER
+    }
+    return Taped(recorder, tape, out, saved)
 
 
 def assert_replays(taped: Taped, level: Level = Level.SAVE_INPUT, **choice: Any) -> Plan:

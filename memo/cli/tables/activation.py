@@ -147,12 +147,29 @@ def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
         return f"nothing to move: {plan.declined}; every layer keeps everything"
     rows, points = [], _points(plan)
+    cut = any(layer.piece < 1 for layer in plan.layers)
     for first, last, layer in _runs(plan):
         name = f"{first}" if first == last else f"{first} to {last}"
         figures = (*map(layer.fraction, points), layer.kept, layer.host, layer.disk)
-        rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures)))
-    header = ("layers", f"points: {points[0]}", *points[1:], "bytes: kept", "host", "disk")
+        piece = (_piece(layer, plan),) if cut else ()
+        rows.append((name, *(f"{100 * figure:.1f} %" if figure else "-" for figure in figures), *piece))
+    header = (
+        "layers",
+        f"points: {points[0]}",
+        *points[1:],
+        "bytes: kept",
+        "host",
+        "disk",
+        *(["recomputed at once"] * cut),
+    )
     return table(header, rows)
+
+
+def _piece(layer: LayerPlan, plan: ActivationPlan) -> str:
+    """The most tokens that a layer's recompute computes at once."""
+    if layer.piece == 1:
+        return "each range" if layer.recomputes else "-"
+    return f"{format_tokens(round(layer.piece * plan.problem.profile.signature.rank_tokens))} tokens"
 
 
 def _points(plan: ActivationPlan) -> list[str]:

@@ -93,6 +93,10 @@ class Block:
     """Largest number of bytes that forward holds at once beyond everything it saves."""
     backward_transient: float
     """Largest number of bytes that backward holds at once beyond everything that is saved."""
+    held_at_matmuls: float
+    """Largest number of bytes that a recompute at level `matmuls` holds at once, of tokens that it computes at once."""
+    held_at_attention: float
+    """Likewise at level `attention`."""
     storages: int
     """Number of saved storages at the level with the most."""
     largest: float
@@ -155,6 +159,8 @@ class _BlockFigures:
             exchanges_again_at_matmuls=self._exchanges_at_matmuls(),
             forward_transient=max(self._behind_mlp(), self._behind_attention() - saved, 0),
             backward_transient=max(self._backward_of_mlp(), self._backward_of_attention() - saved, 0),
+            held_at_matmuls=self._held_at_matmuls(),
+            held_at_attention=max(self._inner_at_once(), self.q + (5 if self.exchanged else 4) * h),
             storages=self.storages(),
             largest=self.largest(),
         )
@@ -175,6 +181,15 @@ class _BlockFigures:
 
     def _inner(self) -> float:
         return 0 if self.tiled else (4 if self.gated else 2) * self.f
+
+    def _inner_at_once(self) -> float:
+        """Bytes of the MLP's inner tensors that a recompute of all of them makes, until each is where it belongs."""
+        return 0 if self.tiled else (3 if self.gated else 2) * self.f
+
+    def _held_at_matmuls(self) -> float:
+        """The activation's result and operand, or with tensor parallelism all of the MLP; or the residual stream's."""
+        inner = self._inner_at_once() - (self.f if self.tp == 1 and not self.tiled else 0)
+        return max(inner, 4 * self.h)
 
     def _in_pieces(self) -> float:
         """Bytes whose tokens are of several sequences or ranks: between gather and sum, or between two exchanges."""

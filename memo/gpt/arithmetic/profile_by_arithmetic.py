@@ -39,6 +39,7 @@ LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
+REPLAYED = 33  # kernels of a recompute of all but attention, at most
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -158,6 +159,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
                 saved_bytes=round(block.matmuls * tokens),
                 beside_bytes=round((block.beside + block.products_in_pieces) * tokens),
                 recompute_s=block.elementwise_again * memory_s + block.exchanges_again_at_matmuls * context_s,
+                held_bytes=round(block.held_at_matmuls * tokens),
             ),
             PointProfile(
                 name=ATTENTION,
@@ -167,8 +169,11 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
                 + 3 / 4 * tensor_s  # all but the sum after the last projection
                 + block.exchanges_again * context_s,
                 recompute_flops=block.projections_again * tokens,
+                held_bytes=round(block.held_at_attention * tokens),
             ),
         ),
+        # A piece costs its launches, and what the last blocks of rows of its products leave idle, as a tile does.
+        piece_s=REPLAYED * LAUNCH_S + TILE_ROWS / tokens * block.projections_again * products_s,
         forward_s=block.projections * products_s
         + attention_s
         + block.elementwise * memory_s

@@ -79,6 +79,8 @@ def _with_fallback(
 ) -> torch.Tensor:
     """Result of the first kernel that does not refuse. Raises DeviceOutOfMemory; see `attend`."""
     heads, head_dim = query.shape[2:]
+    if torch.compiler.is_compiling():  # a graph has the kernel that it was compiled with
+        return run(_choice_of(query.device, query.dtype, heads, key.shape[2], head_dim))
     kind = Kind.of(device=query.device, dtype=query.dtype, heads=heads, kv_heads=key.shape[2], head_dim=head_dim)
     while True:
         choice = choose(kind)
@@ -92,6 +94,11 @@ def _with_fallback(
             if choice.kernel is Kernel.MATH or in_backward or not is_refusal(error):
                 raise
             refuse(kind, choice.kernel, error)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choice_of(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Choice:
+    return choose(Kind.of(device=device, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, choice: Choice) -> torch.Tensor:

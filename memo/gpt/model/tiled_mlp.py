@@ -137,7 +137,7 @@ class _TiledMlp(torch.autograd.Function):
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@token_local(lambda axis, *_: axis)
+@token_local
 def _tile_by_tile(
     x: torch.Tensor, tiles: int, activation: Activation, parameters: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:

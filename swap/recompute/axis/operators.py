@@ -9,24 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memo.swap.recompute.axis.attention import drops_by, is_attention
 from memo.swap.recompute.axis.operator_rules import COLLECTIVES
 
-__all__ = ["Operator", "group_of", "is_attention", "operator_of"]
+__all__ = ["Operator", "group_of", "operator_of"]
 
 _ATEN = torch.ops.aten
-_ATTENTION = frozenset(
-    getattr(_ATEN, name)
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-    if hasattr(_ATEN, name)
-)
 # These say when a collective's result is there, and change nothing in it.
 _AWAIT = frozenset({"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"})
 _COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
@@ -50,17 +38,9 @@ _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 
 
 @functools.cache
-def is_attention(func: torch._ops.OpOverload) -> bool:
-    """True for the fused attention operators of torch and of the flash_attn package."""
-    return func.overloadpacket in _ATTENTION or (
-        func.namespace.startswith("flash_attn") and "forward" in func.overloadpacket.__name__
-    )
-
-
-@functools.cache
 def is_random(func: torch._ops.OpOverload) -> bool:
-    """True for operators that draw from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+    """True for operators that draw from a generator, or may: other packages' attention that can drop has no tag."""
+    return torch.Tag.nondeterministic_seeded in func.tags or (is_attention(func) and drops_by(func) is not None)
 
 
 class Operator:
@@ -74,13 +54,13 @@ class Operator:
     def __init__(self, func: Any) -> None:
         self.func = func
         self.is_overload = is_overload = isinstance(func, torch._ops.OpOverload)
-        self.is_attention = is_overload and is_attention(func)
+        self.is_attention = is_attention(func)
         self.is_random = is_overload and is_random(func)
         name = func._schema.name if is_overload else ""
         self.awaits = name in _AWAIT
         self.is_collective = name in COLLECTIVES
         self.is_known = (
-            self.is_attention or self.is_collective or (is_overload and func.namespace in ("aten", "prim", "prims"))
+            (is_overload and func.namespace in ("aten", "prim", "prims")) or self.is_collective or self.is_attention
         )
         """It is one of those that may have a rule for tokens (memo.swap.recompute.axis.operator_rules)."""
         self.group_at = _group_at(func) if is_overload else None

@@ -19,12 +19,15 @@ import torch
 from memo.swap.recompute.ranges.rows import TokenRows
 from memo.swap.recompute.tape.bans import groups_of
 from memo.swap.recompute.tape.cut import Cut, cheapest
+from memo.swap.recompute.tape.log import Geometry
 from memo.swap.recompute.tape.plan import Plan, Sources, Writer, mask_of, plan_of, problem_of
-from memo.swap.recompute.tape.recorder import Geometry
 from memo.swap.recompute.tape.tape import Step
 from memo.swap.token_levels import LEAST_TOKENS, Level, tile_of
 
 __all__ = ["Piece", "RangedPlan", "Span", "ranged_costs_of", "ranged_plan_of"]
+
+STEP_S = 2e-5
+"""Seconds that a step takes which has next to nothing to do; each piece runs all steps."""
 
 Bans = Callable[[Level], Collection[int]]
 
@@ -47,8 +50,8 @@ class Span:
         wanted: storages that the span may give.
         first: first token.
         stop: token after the last.
-        piece: most tokens that are replayed at once; None: all of them.
-        most_held: most bytes that a replay may hold at once, where pieces allow it; None: no bound.
+        piece: most tokens that are replayed at once; None: all of them. Of fewer than two of LEAST_TOKENS a piece may have
+            up to one more.
     """
 
     def __init__(
@@ -61,7 +64,6 @@ class Span:
         first: int,
         stop: int,
         piece: int | None,
-        most_held: int | None,
     ) -> None:
         self.rows = rows
         self.cut = cut
@@ -71,8 +73,6 @@ class Span:
         self._candidates = tuple(wanted)
         self._plans: dict[int, Plan] = {}
         self.piece = stop - first if piece is None else min(stop - first, piece)
-        if piece is None and most_held is not None:
-            self._fit(most_held)
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Span:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay of one piece holds at once beside what is kept."""
+        """Most bytes that a replay of one piece holds at once beside what is kept, and beside where its results go."""
         return max(self.plan_for(piece.stop - piece.first).held_bytes for piece in self.pieces)
 
     @property
@@ -97,7 +97,9 @@ class Span:
             first = -(-max(self.first, stop - self.piece) // tile) * tile
             if stop - first < LEAST_TOKENS:
                 first = (stop - LEAST_TOKENS) // tile * tile
-            if first - self.first < LEAST_TOKENS:
+            if 0 < first - self.first < LEAST_TOKENS:  # the rest has as many, if this piece can spare them
+                first = self.first + -(-LEAST_TOKENS // tile) * tile
+            if stop - first < LEAST_TOKENS or first < self.first:
                 first = self.first
             found.append(Piece(first, stop))
             stop = first
@@ -115,13 +117,6 @@ class Span:
     def kept_nbytes(self) -> Iterator[tuple[int, int]]:
         """Content and bytes of each thing that is kept for the span besides what autograd saves, as it is packed."""
         return _besides(self.rows, self.plan, self._sources, self.stop - self.first)
-
-    def _fit(self, most_held: int) -> None:
-        """Makes the pieces as small as that bound needs, or as small as they may be."""
-        tile = tile_of(self.rows.tokens)
-        least = max(tile, LEAST_TOKENS)
-        while self.piece > least and (held := self.held_bytes) > most_held:
-            self.piece = max(least, min(self.piece - 1, self.piece * most_held // held) // tile * tile)
 
 
 def _besides(rows: TokenRows, plan: Plan, sources: Sources, count: int) -> Iterator[tuple[int, int]]:
@@ -201,7 +196,10 @@ class RangedPlan:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a replay holds at once beside what is kept. What is not divided is replayed within the first."""
+        """Most bytes that a replay holds at once beside what is kept and what it gives.
+
+        What is not divided is replayed within the first.
+        """
         spans = max((span.held_bytes for span in self.spans), default=0)
         return spans + (0 if self.whole is None else self.whole.held_bytes)
 
@@ -215,7 +213,6 @@ def ranged_plan_of(
     stuck: Sequence[int],
     *,
     piece: int | None = None,
-    most_held: int | None = None,
     always: Iterable[int] = (),
 ) -> RangedPlan | None:
     """The plan of ranges that end at `ends`; None where nothing can be divided.
@@ -227,8 +224,7 @@ def ranged_plan_of(
         sources: what can be kept.
         wanted: storages that autograd saved, and which backward may replay.
         stuck: storages that autograd saved and that move in any case.
-        piece: most tokens that are replayed at once; None: by `most_held`.
-        most_held: most bytes that a replay may hold at once; None: no bound.
+        piece: most tokens that are replayed at once; None: all of a range.
         always: steps that the last tokens repeat, needed or not.
     """
     tape, tokens = rows.tape, rows.tokens
@@ -249,7 +245,7 @@ def ranged_plan_of(
             cut = cheapest(problem_of(tape, banned, sources, open_, closed, tape.costs, repeated), 1, 0)
         except ValueError:
             return None
-        span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece, most_held=most_held)
+        span = Span(rows, cut, sources, open_, first=first, stop=stop, piece=piece)
         if not span.wanted:
             break
         spans.append(span)
@@ -269,7 +265,7 @@ def ranged_plan_of(
 def ranged_costs_of(
     rows: TokenRows, bans: Bans, sources: Sources, wanted: Sequence[int], stuck: Sequence[int]
 ) -> dict[str, Any]:
-    """Bytes of each level, as `Costs.counted` takes them."""
+    """Bytes of each level and seconds of a piece, as `Costs.counted` takes them."""
     tape, tokens = rows.tape, rows.tokens
     last = ranged_plan_of(rows, (0, 0), bans, sources, wanted, stuck)
     middle = ranged_plan_of(rows, (0, tokens), bans, sources, wanted, stuck)
@@ -297,6 +293,11 @@ def ranged_costs_of(
             Level.SAVE_MATMULS: held,
             Level.SAVE_ATTENTION: slices / tokens,
         },
+        "held_per_token": {
+            Level.SAVE_MATMULS: 0.0 if middle is None else middle.spans[0].held_bytes / tokens,
+            Level.SAVE_ATTENTION: last.spans[0].held_bytes / tokens,
+        },
+        "piece_s": STEP_S * len(last.spans[0].plan.steps),
     }
 
 
@@ -353,7 +354,7 @@ class _RangedWriter(Writer):
         super().__init__(rows.tape, cut, sources, wanted)
         self._token_rows = rows
         self._count = count
-        self.env.update(within=_within, mask=_part_of_mask)
+        self.env.update(within=_within)
 
     def _geometry(self, value: int, content: int) -> Geometry:
         return self._token_rows.geometry(value, content, self._count)
@@ -381,10 +382,3 @@ def _within(
     """A tensor of that geometry over the bytes of `block`, which may begin within a storage."""
     begin = block.storage_offset() * block.itemsize // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=block.device).set_(block.untyped_storage(), begin + offset, size, stride)
-
-
-def _part_of_mask(
-    part: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros and ones of `dtype`, of the tokens of a piece."""
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(part.reshape(size))

@@ -7,6 +7,7 @@ the layer was given from the whole, of what is held besides from the span's own 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,16 @@ def _parted(size: Sequence[int], axis: Axis, count: int) -> list[int]:
     return [*size[: axis.dim], axis.outer, count, axis.inner, *size[axis.dim + 1 :]]
 
 
+def _bits_of(bits: torch.Tensor, size: Sequence[int], dim: int, first: int, count: int) -> torch.Tensor:
+    """The bits of `count` tokens from `first` on, of zeros and ones of that size with the tokens in `dim`."""
+    width = math.prod(size[dim + 1 :])
+    if all(tokens * width % 8 == 0 for tokens in (size[dim], first, count)):
+        lies = bits[: math.prod(size) // 8].view(-1, size[dim] * width // 8)
+        return lies[:, first * width // 8 : (first + count) * width // 8].reshape(-1)
+    whole = unpack_mask(bits, torch.empty(size, dtype=torch.bool, device=bits.device))
+    return pack_mask(whole.narrow(dim, first, count).contiguous())
+
+
 class RangedReplay(Replay):
     """The steps that one span of a layer call has to run again.
 
@@ -92,6 +103,7 @@ class RangedReplay(Replay):
         wanted: storages that it gives, in the plan's order.
         before: replay of the tokens behind, which some of what is kept needs to be whole.
         together: other ranks run it at the same place in their backward.
+        verify: sums the bytes of what is kept now, and again when they are read.
     """
 
     def __init__(
@@ -106,8 +118,11 @@ class RangedReplay(Replay):
         wanted: Sequence[Wanted],
         before: RangedReplay | None = None,
         together: bool = False,
+        verify: bool = False,
     ) -> None:
-        super().__init__(engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together)
+        super().__init__(
+            engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together, verify=verify
+        )
         self.span = span
         self.before = before
         self._slices = slices
@@ -159,13 +174,11 @@ class RangedReplay(Replay):
         self._run(self.span.plan_for(count), bring, give)
 
     def _part(self, position: int, piece: Piece) -> torch.Tensor:
-        """The tokens of a piece, of what the plan keeps at `position`: bytes, or zeros and ones."""
+        """The tokens of a piece, of what the plan keeps at `position`: bytes, or bits."""
         tensor, part = self._bring(position), self._slices[position]
         first, count = piece.first - part.first, piece.stop - piece.first
         if part.bits is not None:
-            size, axis = part.bits
-            whole = torch.empty(_parted(size, axis, part.count), dtype=torch.bool, device=tensor.device)
-            return unpack_mask(tensor, whole).narrow(axis.dim + 1, first, count)
+            return _bits_of(tensor, _parted(*part.bits, part.count), part.bits[1].dim + 1, first, count)
         block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         if part.rows is None:
             return block

@@ -27,7 +27,7 @@ from memo.swap.recompute.axis.argument_axes import TokenDims
 from memo.swap.recompute.axis.operator_rules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
 from memo.swap.recompute.tape.bans import is_cheap
-from memo.swap.recompute.tape.recorder import Birth, Function, Geometry
+from memo.swap.recompute.tape.log import Birth, Function, Geometry
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use, uses_in
 from memo.swap.token_levels import LEAST_TOKENS, tile_of
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memo.errors import UsageError
-from memo.swap.recompute.tape.recorder import Birth, Function
+from memo.swap.recompute.tape.log import Birth, Function
 from memo.swap.recompute.tape.tape import Use
 from memo.swap.token_levels import Level
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -80,33 +80,52 @@ class TokenLocalCall:
         return f"{self.function.__name__}({numbers})"
 
 
-def token_local(axis_after: AxisAfter) -> Callable[[_Function], _Function]:
-    """Declares that a function computes each token's result from that token alone, or moves whole tokens between ranks.
+def _same_axis(axis: Axis, *_: Any) -> Axis:
+    return axis
 
-    The decorated function is called as `function(x, *others)` and returns a new tensor. Outside `memo.offload` it runs
-    unchanged. A collective must be given the same number of tokens on every rank.
+
+@overload
+def token_local(function: _Function, /) -> _Function: ...
+
+
+@overload
+def token_local(*, axis_after: AxisAfter) -> Callable[[_Function], _Function]: ...
+
+
+def token_local(function: Callable[..., Any] | None = None, *, axis_after: AxisAfter = _same_axis) -> Any:
+    """Decorator: a function may run again in a replay, also on a part of the tokens.
+
+    For kernels that torch does not see (Triton, extensions) whose every result depends on one token alone: norms, gates,
+    rotations. Without it their results are kept. Outside `memo.offload` the function runs unchanged.
+
+        @memo.token_local
+        def gate(x, scale): ...  # launches a kernel
+
+    The layer's first call runs it twice and compares bit for bit; a declaration that this shows to be wrong is as good as
+    none. That is the risk: a function that is wrong only for other numbers or lengths gives wrong gradients.
 
     Args:
+        function: called as `function(x, *others)`, where `x` is a tensor (..., tokens, ...) and `others` are the same for
+            all tokens: weights, numbers. It must not write into them, draw random numbers, or return a view of them. Its
+            result is a new tensor. It may be a collective, given the same number of tokens on every rank.
         axis_after: called as `axis_after(axis, x, *others)` with the token axis of `x`; returns the token axis of the
-            result, or None where tokens mix, after which the layer moves whole.
+            result, or None where tokens mix. By default tokens stay in the dimension in which they were.
 
     Returns:
-        A decorator for functions of which only the first argument runs over the tokens.
+        The function with the same signature; without `function`, a decorator.
     """
+    if function is None:
+        return functools.partial(token_local, axis_after=axis_after)
 
-    def mark(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
-            for mode in reversed(_get_current_dispatch_mode_stack()):
-                handle = getattr(mode, "token_local", None)
-                if handle is not None:
-                    handled: torch.Tensor = handle(
-                        TokenLocalCall(function=function, axis_after=axis_after, x=x, others=others)
-                    )
-                    return handled
-            result: torch.Tensor = function(x, *others)
-            return result
+    @functools.wraps(function)
+    def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            handle = getattr(mode, "token_local", None)
+            if handle is not None:
+                call = TokenLocalCall(function=function, axis_after=axis_after, x=x, others=others)
+                handled: torch.Tensor = handle(call)
+                return handled
+        result: torch.Tensor = function(x, *others)
+        return result
 
-        return run  # type: ignore[return-value]
-
-    return mark
+    return run

@@ -20,7 +20,7 @@ import torch
 
 from memo.kernels import unpack_mask
 from memo.swap.recompute.tape import cut as cuts
-from memo.swap.recompute.tape.recorder import Function, Geometry
+from memo.swap.recompute.tape.log import Function, Geometry, Holds
 from memo.swap.recompute.tape.tape import Carried, Use, uses_in
 
 if TYPE_CHECKING:
@@ -79,15 +79,15 @@ class Plan:
     cost: int
     """Derived, in picoseconds."""
     held_bytes: int
-    """Most bytes that the replay holds at once beside what it gives and what is kept."""
+    """Most bytes that the replay has made and holds at once, what it has given by then included, above all that it gives."""
     line_steps: Mapping[int, int]
     """Line of the code -> number of the step that it runs."""
     wrong: frozenset[int] = frozenset()
     """Steps that a trial found to give something else, and that are not repeated."""
 
     @property
-    def holds(self) -> Mapping[int, tuple[Any, tuple[int, ...], bool]]:
-        """What the recorder of the next call must hold for this plan: operator number -> operator, results, as bits."""
+    def holds(self) -> Holds:
+        """What the recorder of the next call must hold for this plan."""
         found: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
         for kept in self.kept:
             maker = kept.bits_of if kept.bits_of >= 0 else self.tape.storages[kept.storage][2]
@@ -219,6 +219,7 @@ class Writer:
         self._objects: dict[int, str] = {}
         self._kept: list[Kept] = []
         self._held: dict[str, int] = {}  # variable -> bytes that stand beside what is given and kept
+        self._given = 0  # bytes that are handed over as they are
         self._peak = 0
 
     def plan(self) -> Plan:
@@ -233,12 +234,12 @@ class Writer:
             first = len(self._lines) + 2
             made = self._step(step)
             line_steps.update(dict.fromkeys(range(first, len(self._lines) + 2), step.number))
-            self._peak = max(self._peak, sum(self._held.values()))
+            self._note_peak()
             for content, name in made.items():
                 if content in self._finals:
                     self._give(self._finals.pop(content), name)
                     if self.gives_memory:
-                        self._held.pop(name, None)
+                        self._given += self._held.pop(name, 0)
             for content in sorted({*self._touched(step), *made}):
                 if content in self._names and last_use.get(content, -1) <= step.number:
                     name = self._names.pop(content)
@@ -246,6 +247,7 @@ class Writer:
                     self._line(f"del {name}")
         for content in list(self._finals):  # zeros and ones that no step reads
             self._line(f"del {self._variable(content)}")
+        self._note_peak()
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         code = f"def replay(kept, carried, give, device):\n{body}"
         exec(compile(code, "<replay>", "exec"), self.env)
@@ -258,9 +260,12 @@ class Writer:
             code=code,
             kept_bits=self._cut.keep_cost,
             cost=self._cut.replay_cost,
-            held_bytes=self._peak,
+            held_bytes=self._peak - self._given,
             line_steps=line_steps,
         )
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self._given + sum(self._held.values()))
 
     def _geometry(self, value: int, content: int) -> Geometry:
         """Geometry of a value over what its storage holds then."""
@@ -308,7 +313,7 @@ class Writer:
                 self._held[f"c{content}"] = nbytes
         self._names.update(made)
         operator = step.operator
-        function = self._object(operator.function if isinstance(operator, Function) else operator.func)
+        function = self._object(_callable_of(operator))
         args = [self._argument(value, step, changes) for value in self._args(step)]
         args += [f"{name}={self._argument(value, step, changes)}" for name, value in step.kwargs.items()]
         results = self._results(step.out, step, made)
@@ -339,8 +344,12 @@ class Writer:
             if content not in step.reads and content not in step.makes:  # its shape is read, and no number of it
                 return f"blank({tuple(size)}, {stride}, {self._object(dtype)}, device)"
             name = self._variable(content)
-            if self._shown[name] == (offset, size, stride, dtype):
+            shown = self._shown[name]
+            if shown == (offset, size, stride, dtype):
                 return name
+            is_made = shown is not None and name.startswith("c")
+            if is_made and shown[3] is dtype and not isinstance(step.operator, Function):
+                return f"{name}.as_strided({tuple(size)}, {stride}, {offset})"  # in half the time of `view`
             view = "within" if name.startswith("k") else "view"
             return f"{view}({name}, {offset}, {tuple(size)}, {stride}, {self._object(dtype)})"
         if isinstance(value, list):
@@ -373,7 +382,9 @@ class Writer:
             is_final = content in self._finals
             if is_final:  # autograd saved it, and it moves as bits alone
                 self._give(self._finals.pop(content), name)
-            if not (is_final and self.gives_memory):
+            if is_final and self.gives_memory:
+                self._given += self._nbytes(content)
+            else:
                 self._held[name] = self._nbytes(content)
         return name
 
@@ -383,6 +394,12 @@ class Writer:
             name = self._objects[id(value)] = f"x{len(self._objects)}"
             self.env[name] = value
         return name
+
+
+def _callable_of(operator: Any) -> Any:
+    if isinstance(operator, Function):
+        return operator.function
+    return operator.func._op if type(operator.func) is torch._ops.OpOverload else operator.func  # its call adds a frame
 
 
 def _view(
@@ -405,4 +422,6 @@ def _mask(
 ) -> torch.Tensor:
     """Zeros and ones of `dtype`, from one bit each."""
     out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if out.is_contiguous():
+        return unpack_mask(bits, out)
     return out.copy_(unpack_mask(bits, torch.empty(size, dtype=dtype, device=device)))

@@ -1,21 +1,13 @@
 """Recorder of one layer call: writes each operator that runs below autograd into a log, while the layer's forward runs once.
 
-The log is flat, and it is the key of the call's plan: two calls with equal logs read and write the same storages with the
-same operators, so that what was decided for one holds for the other. Storages and values are numbered as they appear:
-
-    storage   one piece of memory; numbered by a weak reference to its object, since addresses are reused
-    value     a tensor: offset, sizes, strides and type over a storage
-
-Numbers with a fraction and objects (generators, process groups) are carried beside the log, as they may differ from call
-to call. The recorder holds no tensor that autograd does not save, but the layer's arguments, and those that the caller
-names beforehand in `holds`.
+A storage is numbered by a weak reference to its object, since addresses are reused. The recorder holds no tensor that
+autograd does not save, but the layer's arguments, and those that the caller names beforehand in `holds`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -24,147 +16,41 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memo.kernels import pack_mask
 from memo.swap.recompute.axis.operators import Operator, group_of, operator_of
+from memo.swap.recompute.tape.log import (
+    CARRIED,
+    FALSE,
+    HIDDEN,
+    LIST,
+    NAMED,
+    OTHER,
+    OUTPUTS,
+    SAVED,
+    TRUE,
+    Birth,
+    Collective,
+    Function,
+    Geometry,
+    Holds,
+    Key,
+    Ref,
+    Storage,
+    word_of,
+)
 from memo.swap.tensor_kinds import has_storage, is_sharded, local_part
 
 if TYPE_CHECKING:
-    from memo.swap.recompute.axis.token_axis import Axis
     from memo.swap.recompute.tape.checksums import Checksums
     from memo.swap.recompute.tape.declared import TokenLocalCall
 
-__all__ = [
-    "Aside",
-    "Birth",
-    "Collective",
-    "Function",
-    "Geometry",
-    "Key",
-    "Mark",
-    "Recorder",
-    "Ref",
-    "Storage",
-    "is_recordable",
-]
-
-Geometry = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
-"""Number of the storage; offset, sizes and strides in elements; type."""
-
-
-class Mark(enum.Enum):
-    """Words of the log that stand for themselves."""
-
-    __hash__ = object.__hash__
-
-    OUTPUTS = "arguments end, results follow"
-    SAVED = "autograd saves the value that follows"
-    TRUE = "True"
-    FALSE = "False"
-    CARRIED = "an argument that is carried beside the log"
-    LIST = "a list begins; its length follows"
-    NAMED = "the name of the next argument follows"
-    HIDDEN = "a tensor without a storage of its own, or whose bytes do not describe it"
-    OTHER = "a result that is no tensor"
-
-
-OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Mark.OUTPUTS, Mark.SAVED, Mark.TRUE, Mark.FALSE, Mark.CARRIED
-LIST, NAMED, HIDDEN, OTHER = Mark.LIST, Mark.NAMED, Mark.HIDDEN, Mark.OTHER
-
-
-class Birth(enum.Enum):
-    """Where a storage comes from."""
-
-    __hash__ = object.__hash__
-
-    INPUT = "the layer's hidden states"
-    GIVEN = "another argument of the layer"
-    PARAMETER = "a parameter"
-    FOUND = "it was there, or something made it that the dispatcher does not see"
-    MADE = "an operator of the layer made it"
-
-
-class Ref:
-    """Word of the log: a value, by its number."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"v{self.value}"
-
-
-_REFS: list[Ref] = [Ref(number) for number in range(256)]
-
-Storage = tuple[Birth, int, int]
-"""Origin, bytes, and the number of the operator that made it; -1 for others."""
-
-
-class Key:
-    """Log, values and storages of one call; hashed once."""
-
-    __slots__ = ("_hash", "log", "storages", "values")
-
-    def __init__(self, log: Sequence[Any], values: Sequence[Geometry], storages: Sequence[Storage]) -> None:
-        self.log = tuple(log)
-        self.values = tuple(values)
-        self.storages = tuple(storages)
-        self._hash = hash((self.log, self.values, self.storages))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Key)
-            and self._hash == other._hash
-            and self.log == other.log
-            and self.values == other.values
-            and self.storages == other.storages
-        )
-
-
-class Function:
-    """A function of the program that the log has as one operator.
-
-    Args:
-        function: takes and returns tensors.
-        repeats: it may be called again, as `token_local` declares; results of a memoized function are kept.
-        talks: it ran collectives.
-        axis_after: declared token axis of the result (`token_local`).
-    """
-
-    __slots__ = ("axis_after", "function", "repeats", "talks")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        repeats: bool,
-        talks: bool = False,
-        axis_after: Callable[..., Axis | None] | None = None,
-    ) -> None:
-        self.function = function
-        self.repeats = repeats
-        self.talks = talks
-        self.axis_after = axis_after
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.function, self.repeats, self.talks
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Function) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return getattr(self.function, "__name__", "a function")
-
+__all__ = ["Aside", "Recorder", "aside", "is_recordable"]
 
 _PLAIN = (torch.Tensor, Parameter)
 _CONSTANTS = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY  # of what is traced, not run
+_modes_on_stack = torch._C._len_torch_dispatch_stack
+_SwitchedOff = torch._C._DisableTorchDispatch
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.native_dropout.default
 _DRAWS_BITS = frozenset({_ATEN.bernoulli_.float, _ATEN.bernoulli.default, _DROPOUT})
@@ -190,16 +76,6 @@ def is_recordable(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
         and not tensor._is_zerotensor()
     )
-
-
-class Collective(NamedTuple):
-    """A collective of the call, or a function of the program that ran some."""
-
-    number: int
-    """Of the operator."""
-    name: str
-    groups: tuple[str, ...]
-    """Names of the process groups of several ranks that it was given."""
 
 
 class Aside:
@@ -228,18 +104,27 @@ class Aside:
             self._mode.asleep = self._was_asleep
 
 
+def aside(mode: Any, tensor: torch.Tensor) -> Any:
+    """Suspends a mode for the engine's own operators on `tensor`, and on plain ones.
+
+    Where no other mode is on the stack, and no subclass has its own way, all dispatch to Python is switched off: that
+    takes an eighth of the time.
+    """
+    return _SwitchedOff() if type(tensor) is torch.Tensor and _modes_on_stack() == 1 else Aside(mode)
+
+
 class Recorder(TorchDispatchMode):
     """Dispatch mode around one forward of a layer.
 
     Args:
         hidden: local part of the layer's input.
         given: the local parts of its other tensor arguments.
-        holds: operator number -> (operator, positions of its results whose storages are held, True to hold zeros and ones
-            as bits), as the plan that is expected to fit will keep; None for a call of which nothing is known, where bits
-            are held of every random 0/1 mask.
+        holds: what the plan that is expected to fit will keep; None for a call of which nothing is known, where bits are
+            held of every random 0/1 mask.
         checksums: checks that memory changes by recorded operators alone; None: no check.
         here: the caller's compute stream.
         all_bits: holds all random 0/1 masks as bits, whatever `holds` says.
+        expected: key of the layer's last call, which is taken as that of this one if it is equal.
     """
 
     supports_higher_order_operators = True
@@ -259,10 +144,11 @@ class Recorder(TorchDispatchMode):
         hidden: torch.Tensor,
         given: Sequence[torch.Tensor],
         *,
-        holds: Mapping[int, tuple[Any, tuple[int, ...], bool]] | None = None,
+        holds: Holds | None = None,
         checksums: Checksums | None = None,
         here: Callable[[], int] = lambda: 0,
         all_bits: bool = False,
+        expected: Key | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Any] = []
@@ -277,9 +163,7 @@ class Recorder(TorchDispatchMode):
         self.streams: dict[int, int] = {}
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
-        """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
-        self.saved: list[tuple[int, torch.Tensor]] = []
-        """Storage number and a detached alias of each tensor that autograd saved, if it has a storage."""
+        """Memory of a local part -> its DTensor, a parameter or an argument, which alone counts changes of the whole."""
         self.lent: set[int] = set()
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
         self.beside: dict[int, dict[int, Parameter]] = {}
@@ -291,6 +175,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[ref[torch.UntypedStorage], int] = {}
         self._by_geometry: dict[Geometry, Ref] = {}
         self._holds = holds
+        self._expected = expected
         self._here = here
         self._all_bits = all_bits
         self._checksums = checksums
@@ -307,6 +192,9 @@ class Recorder(TorchDispatchMode):
     @property
     def key(self) -> Key:
         """The call's log, values and storages."""
+        expected = self._expected
+        if expected is not None and expected.is_of(self.log, self.values, self.storages):
+            return expected
         return Key(self.log, self.values, self.storages)
 
     @property
@@ -317,7 +205,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.asleep or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if self.asleep or _get_dispatch_mode(_FAKE) is not None or _get_dispatch_mode(_PROXY) is not None:
             if self._within is not None and (operator := operator_of(func)).group_at is not None:
                 self._within += _groups_of(operator, args)
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -386,41 +274,44 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        log = self.log
-        log.append(operator)
-        self._exact = getattr(operator, "is_random", False)  # whether it draws at all may depend on a number
+        append, word = self.log.append, self._word
+        append(operator)
+        self._exact = operator.is_random  # whether it draws at all may depend on a number
         for value in args:
             kind = type(value)
             if kind is torch.Tensor or kind is Parameter:
-                log.append(self._word(value))
+                append(word(value))
             elif kind is int:
-                log.append(value)
+                append(value)
             else:
                 self._argument(value)
         if kwargs:
             for name, value in kwargs.items():
-                log.append(NAMED)
-                log.append(name)
+                append(NAMED)
+                append(name)
                 self._argument(value)
 
     def _argument(self, value: Any) -> None:
-        kind, log = type(value), self.log
+        kind, append = type(value), self.log.append
         if kind is int or kind in _CONSTANTS:
-            log.append(value)
-        elif kind is bool:
-            log.append(TRUE if value else FALSE)
-        elif kind is float and self._exact:
-            log.append(value)
+            append(value)
         elif kind is list or kind is tuple or kind is torch.Size:
-            log.append(LIST)
-            log.append(len(value))
+            append(LIST)
+            append(len(value))
             for item in value:
-                self._argument(item)
+                if type(item) is int:
+                    append(item)
+                else:
+                    self._argument(item)
+        elif kind is bool:
+            append(TRUE if value else FALSE)
+        elif kind is float and self._exact:
+            append(value)
         elif isinstance(value, torch.Tensor):
-            log.append(self._word(value))
+            append(self._word(value))
         else:
-            log.append(CARRIED)
-            log.append(kind)
+            append(CARRIED)
+            append(kind)
             self.carried.append(value)
 
     def _word(self, tensor: torch.Tensor, *, made: bool = False) -> Any:
@@ -445,16 +336,12 @@ class Recorder(TorchDispatchMode):
                 self.beside.setdefault(number, {})[id(tensor)] = tensor
         geometry = (number, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         word = self._by_geometry.get(geometry)
-        if word is None:
-            word = self._value(geometry)
-        return word
+        return self._value(geometry) if word is None else word
 
     def _value(self, geometry: Geometry) -> Ref:
         number = len(self.values)
-        if number == len(_REFS):
-            _REFS.append(Ref(number))
         self._has_complex = self._has_complex or geometry[4].is_complex
-        word = self._by_geometry[geometry] = _REFS[number]
+        word = self._by_geometry[geometry] = word_of(number)
         self.values.append(geometry)
         return word
 
@@ -480,13 +367,13 @@ class Recorder(TorchDispatchMode):
             self._result(out)
         holds = self._holds
         if holds is None:
-            if getattr(operator, "func", None) in _DRAWS_BITS:
+            if operator.func in _DRAWS_BITS:
                 self._hold(out, (0,), as_bits=True)
         else:
             hold = holds.get(self._count)
             if hold is not None and hold[0] == operator:
                 self._hold(out, hold[1], as_bits=hold[2])
-            elif self._all_bits and getattr(operator, "func", None) in _DRAWS_BITS:
+            elif self._all_bits and operator.func in _DRAWS_BITS:
                 self._hold(out, (0,), as_bits=True)
         self._count += 1
 
@@ -516,7 +403,7 @@ class Recorder(TorchDispatchMode):
                     self.streams[number] = self._here()
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that autograd saves. The mode must be suspended (`Aside`)."""
+        """Notes a tensor that autograd saves. The mode must be suspended (`aside`)."""
         kind = type(tensor)
         if kind is Parameter:
             return
@@ -531,11 +418,8 @@ class Recorder(TorchDispatchMode):
         number = self.values[word.value][0]
         if self._checksums is not None:
             self._check(local)
-        birth = self.storages[number][0]
-        if birth is not Birth.PARAMETER:
-            alias = local.detach()
-            self.tensors[number] = alias
-            self.saved.append((number, alias))
+        if self.storages[number][0] is not Birth.PARAMETER:
+            self.tensors[number] = local.detach()
 
     def _check(self, tensor: torch.Tensor) -> None:
         assert self._checksums is not None

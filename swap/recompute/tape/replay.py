@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memo.errors import MemoError, SwapError
+from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.swap.engine.handles import Handle, Kept, Sharded
+from memo.swap.recompute.tape.checksums import checksum
+from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Kept, Packed
+    from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
     from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
@@ -37,8 +40,7 @@ class ReplayFailed(Exception):
         self.step = step
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A storage that the replay gives."""
 
     hold: weakref.ref[Hold]
@@ -57,8 +59,7 @@ class Whole:
 _WHOLE = Whole()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Brought:
+class Brought(NamedTuple):
     """Something that a plan keeps of one call."""
 
     packed: Packed
@@ -112,6 +113,7 @@ class Replay:
         carried: arguments of the call that the plan does not hold.
         wanted: storages that it gives, in the plan's order.
         together: other ranks run it at the same place in their backward.
+        verify: sums the bytes of what is kept now, and again when they are read.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Replay:
         carried: Sequence[Any],
         wanted: Sequence[Wanted],
         together: bool = False,
+        verify: bool = False,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -133,6 +136,8 @@ class Replay:
         self._kept = kept
         self._carried = carried
         self._precision = Precision.now()
+        self._steps = uncounted_steps.begin()
+        self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
@@ -188,11 +193,22 @@ class Replay:
                 raise ReplayFailed(self._failed_step(plan, error), _first_line(error)) from error
 
     def _bring(self, position: int) -> torch.Tensor:
-        """What the plan keeps at `position`, back on the device."""
+        """What the plan keeps at `position`, back on the device.
+
+        Raises:
+            ModifiedAfterSave: it was changed since the forward.
+            SwapError: a parameter was replaced, or has no memory.
+        """
         kept = self._kept[position]
-        tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
-        for other in kept.beside:
-            self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        try:
+            tensor = local_part(self._engine.unpack(kept.packed, by_backward=False))
+            for other in kept.beside:
+                self._engine.unpack(other, by_backward=False)  # raises if it was changed
+        except ModifiedAfterSave as error:
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor that was changed since its forward: {error}; or move all that"
+                f' this layer saves: levels={{"{self.name}": 1.0}}'
+            ) from error
         storage = tensor.untyped_storage()
         if kept.storage is not None and kept.storage() is not storage:
             raise SwapError(
@@ -203,12 +219,37 @@ class Replay:
                 f"{self.name} needs a parameter in backward whose memory is not there; shard whole layers, or exclude it"
                 " with alpha=1"
             )
+        if uncounted_steps.count != self._steps and uncounted_steps.wrote(storage, since=self._steps):
+            raise ModifiedAfterSave(
+                f"a parameter of {self.name} was changed by an optimizer's step between forward and backward, which"
+                " recomputes from it; take the step after backward, or exclude the layer with alpha=1 (torch itself does not"
+                " notice a fused step, and mixes both values)"
+            )
+        if self._sums is not None:
+            self._verify(kept, self._sums[position], tensor)
         return tensor.detach()
+
+    def _verify(self, kept: Brought, known: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """Raises ModifiedAfterSave if bytes that came back are not those of the forward."""
+        is_replayed = type(kept.packed) is Handle and kept.packed.hold.saved.prefix is not None
+        if known is not None and not is_replayed and checksum(tensor, kept.nbytes).item() != known.item():
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} whose bytes"
+                " changed since its forward, and nothing counted it: a write through .data, by NumPy or by a kernel, or"
+                " memory that is damaged"
+            )
 
     @staticmethod
     def _failed_step(plan: Plan, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
         return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+
+
+def _sum_of(kept: Brought) -> torch.Tensor | None:
+    """Checksum of something that was just packed; None where its bytes have left the device already."""
+    packed = kept.packed.local if isinstance(kept.packed, Sharded) else kept.packed
+    tensor = local_part(packed.tensor) if isinstance(packed, Kept) else packed.hold.saved.source
+    return None if tensor is None else checksum(tensor, kept.nbytes)
 
 
 def _first_line(error: BaseException) -> str:
@@ -223,8 +264,12 @@ def _as_recorded(device: torch.device, precision: Precision) -> Iterator[None]:
     if now != precision:
         precision.set()
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
+        with torch.no_grad():
+            if torch.is_autocast_enabled(device.type):  # the way out of it costs as much as several steps
+                with torch.autocast(device.type, enabled=False):
+                    yield
+            else:
+                yield
     finally:
         if now != precision:
             now.set()

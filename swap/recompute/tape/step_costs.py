@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memo.lru import LRU
-from memo.swap.recompute.tape.recorder import Function
+from memo.swap.recompute.tape.log import Function
 from memo.swap.recompute.tape.tape import Carried, Hidden, Step, Tape, Use
 from memo.swap.recompute.tape.work import Work, picoseconds_of, rates_of, work_of
 

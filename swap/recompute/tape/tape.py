@@ -15,8 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memo.swap.recompute.axis.attention import drops_by
 from memo.swap.recompute.tape.filled import Region, covers, region_of
-from memo.swap.recompute.tape.recorder import (
+from memo.swap.recompute.tape.log import (
     CARRIED,
     FALSE,
     HIDDEN,
@@ -304,11 +305,12 @@ class Tape:
 
 def _drops_nothing(step: Step) -> bool:
     """True for attention without dropout."""
-    for position, declared in enumerate(step.operator.func._schema.arguments):
-        if declared.name == "dropout_p":
-            given = step.args[position] if position < len(step.args) else step.kwargs.get("dropout_p")
-            return given is None or given == 0.0
-    return False
+    drops = drops_by(step.operator.func)
+    if drops is None:
+        return False  # it draws for another reason
+    position, name, default, nothing = drops
+    given = step.args[position] if position < len(step.args) else step.kwargs.get(name)
+    return (default if given is None else given) == nothing
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -17,6 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from memo.swap.recompute.axis.attention import is_attention
+
 __all__ = ["Rates", "Work", "picoseconds_of", "rates_of", "work_of"]
 
 _ATEN = torch.ops.aten
@@ -90,6 +92,7 @@ _ATTENTION = _packets(
 )
 # Their queries are tokens, heads, width: with a batch dimension, or several sequences in a row.
 _ATTENTION_TOKENS_FIRST = _packets("_flash_attention_forward", "_efficient_attention_forward")
+_LONGEST = ("max_seqlen_k", "max_seqlen_kv", "max_k")
 # These move no byte; views besides, which their schema shows.
 _MOVES_NOTHING = _packets(
     "_unsafe_view", "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"
@@ -134,6 +137,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
         return Work(flops=touched, nbytes=nbytes)
     if packet in _LOOK_UP:
         nbytes -= max(0, _nbytes(args[0]) - sum(map(_nbytes, written)))
+    if packet not in _ATTENTION and packet not in _ATTENTION_TOKENS_FIRST and is_attention(func):
+        return Work(flops=_named_attention_flops(args, kwargs, schema, written), nbytes=nbytes)
     return Work(flops=_flops(packet, args, kwargs, out, written), nbytes=nbytes)
 
 
@@ -208,6 +213,24 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     width = int(key.shape[-1])
     rows = int(query.numel()) // max(1, width)
     return 2 * rows * keys * (width + int(value.shape[-1])) // (2 if causal else 1)
+
+
+def _named_attention_flops(
+    args: Sequence[Any], kwargs: Mapping[str, Any], schema: Any, written: Sequence[torch.Tensor]
+) -> int:
+    """Of attention that is known by its name: queries, keys and values come first, causal as most of it is.
+
+    FlexAttention has heads before tokens; other packages have tokens first, of a batch or of several sequences in a row,
+    whose longest is then told.
+    """
+    given = {declared.name: value for declared, value in zip(schema.arguments, args, strict=False)} if schema else {}
+    first = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)][:3]
+    if len(first) < 3 or any(tensor.dim() not in (3, 4) for tensor in first):
+        return sum(int(tensor.numel()) for tensor in written)
+    longest = next((value for name, value in {**given, **kwargs}.items() if name in _LONGEST and value), None)
+    keys = first[1].shape[-2] if schema is None else longest or first[1].shape[-3]
+    query, key, value = first
+    return _attention_flops(query, key, value, keys=int(keys), causal=True)
 
 
 def _is_causal(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -119,6 +119,9 @@ def test_the_middle_level_moves_at_most_what_it_says(sizes: dict[str, Any], layo
     assert cost.bytes_per_token[Level.SAVE_MATMULS] <= block.matmuls
     assert cost.beside_per_token[Level.SAVE_MATMULS] <= block.beside + block.products_in_pieces
     assert cost.beside_per_token.get(Level.SAVE_ALL, 0.0) <= block.in_pieces
+    assert cost.held_per_token.get(Level.SAVE_MATMULS, 0.0) <= block.held_at_matmuls * (1 + 1 / 64)
+    held = cost.held_per_token.get(Level.SAVE_ATTENTION)  # None: not divided
+    assert held is None or block.held_at_attention / 2 <= held <= block.held_at_attention * (1 + 1 / 64)
 
 
 @pytest.mark.parametrize("sizes", [{"positions": "rotary"}, {"variant": "llama"}], ids=["gpt", "llama"])

@@ -122,7 +122,8 @@ def test_what_a_recompute_is_given_stands_beside_both_whole_layers() -> None:
     assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == GIVEN_PEAK
 
 
-# Recomputes hold bytes: half of 40 + half of 60, on top of backward's transient of 5. Layers 0 and 1 keep nothing.
+# Recomputes hold bytes, one range after the other: half of 40, then half of 60, on top of backward's transient of 5.
+# Layers 0 and 1 keep nothing.
 CURVE = dataclasses.replace(
     GIVEN,
     points=(
@@ -134,7 +135,7 @@ CURVE = dataclasses.replace(
     backward_transient_bytes=5,
 )
 HOLDING = LayerPlan(points={"p1": 0.5, "p2": 0.5}, kept=0.0, host=1.0)
-HOLDING_PEAK = 2 * 160 + 5 + (40 + 60) // 2
+HOLDING_PEAK = 2 * 160 + 5 + 60 // 2
 
 
 def holding_plan(device_bytes: int, *, divisible: bool = True, pipeline: Pipeline | None = None) -> ActivationPlan:

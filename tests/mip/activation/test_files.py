@@ -51,11 +51,12 @@ def as_version_1(text: str) -> str:
     root["version"] = 1
     for known in root.get("problem", root).get("profile", root)["classes"]:
         known["levels"] = [{"level": point.pop("name"), **point} for point in known.pop("points")]
-        del known["divisible"]
+        del known["divisible"], known["piece_s"]
         for level in known["levels"]:
             del level["held_bytes"]
     for part in root["layers"] if "problem" in root else ():
         points = part.pop("points")
+        del part["piece"]
         part |= {f"{name}_tokens": points.get(point, 0.0) for name, point in FIRST_KEYS.items()}
     return json.dumps(root)
 
@@ -72,6 +73,16 @@ def test_a_plan_of_the_first_version_is_the_equal_plan(tmp_path: Path) -> None:
     assert read_any_plan(tmp_path / "plan.json") == PLAN
     (tmp_path / "profile.json").write_text(as_version_1(profile_to_json(PLAN.problem.profile)))
     assert read_profile(tmp_path / "profile.json") == PLAN.problem.profile
+
+
+def test_a_plan_of_the_second_version_is_recomputed_in_one_piece() -> None:
+    root = json.loads(plan_to_json(CURVED))
+    root["version"] = 2
+    for known in root["problem"]["profile"]["classes"]:
+        del known["piece_s"]
+    for part in root["layers"]:
+        del part["piece"]
+    assert plan_from_json(json.dumps(root)) == CURVED
 
 
 def test_keys_that_the_first_version_left_out_have_their_defaults() -> None:
@@ -153,12 +164,12 @@ HOSTILE = {
     "nothing": ("", "not JSON"),
     "an array": ("[]", "not a JSON object"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "a number beyond every float": (TEXT.replace('"version": 2', '"version": 2e999'), "not a number"),
-    "a number of 5000 digits": (TEXT.replace('"version": 2', '"version": ' + "9" * 5000), "not JSON"),
-    "NaN": (TEXT.replace('"version": 2', '"version": NaN'), "not a number"),
-    "a key twice": (TEXT.replace('"version": 2', '"version": 2, "version": 2'), "twice"),
+    "a number beyond every float": (TEXT.replace('"version": 3', '"version": 3e999'), "not a number"),
+    "a number of 5000 digits": (TEXT.replace('"version": 3', '"version": ' + "9" * 5000), "not JSON"),
+    "NaN": (TEXT.replace('"version": 3', '"version": NaN'), "not a number"),
+    "a key twice": (TEXT.replace('"version": 3', '"version": 3, "version": 3'), "twice"),
     "another format": (edited(at("format", value="memo-profile")), "the format 'memo-profile', not"),
-    "another version": (edited(at("version", value=3)), "version is 3"),
+    "another version": (edited(at("version", value=4)), "version is 4"),
     "true as version": (edited(at("version", value=True)), "version is True"),
     "an unknown key": (edited(at("extra", value=1)), "unknown key 'extra'"),
     "an unknown key within": (edited(at(*BUDGETS, "gpu", value=1)), "unknown key 'gpu'"),

@@ -13,12 +13,14 @@ from small_models import Block, Stack, assert_equal, gradients, ids, plain, stac
 from strange_layers import Layer, PutsAside
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memo.errors import ModifiedAfterSave, SwapError
+from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.token_levels import Level
 
 if TYPE_CHECKING:
@@ -602,3 +604,309 @@ def test_precision_set_by_backend(offload: Callable[..., memo.Manager]) -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """An optimizer of another library: nothing counts what it does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1 * parameter.grad)
+
+
+UNCOUNTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused Adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "another library's": WritesThroughData,
+}
+
+
+def steps_between(model: Stack, manager: Any, make: Callable[[Any], torch.optim.Optimizer]) -> list[Any]:
+    """Gradients of a step with an optimizer's step between its forward and its backward."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(model.parameters())
+    with manager:
+        loss = model(ids())
+    optimizer.step()
+    model.zero_grad()
+    loss.backward()
+    return gradients(model)
+
+
+@by_recompute
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_a_step_that_no_counter_shows_must_not_come_before_backward(
+    offload: Callable[..., memo.Manager], optimizer: str, how: dict[str, Any]
+) -> None:
+    """Autograd itself would not notice, and mix the weights of two steps: without memo, and with it at alpha 1."""
+    make = UNCOUNTED[optimizer]
+    model = stack()
+    manager = offload(model, **how)
+    with pytest.raises(ModifiedAfterSave, match="an optimizer's step between forward and backward"):
+        steps_between(model, manager, make)
+    moved, reference = stack(), stack()
+    got = steps_between(moved, offload(moved, alpha=1.0), make)
+    assert same(got, steps_between(reference, contextlib.nullcontext(), make))
+
+
+@by_recompute
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_steps_after_backward_and_of_other_parameters_are_nobodys_business(
+    offload: Callable[..., memo.Manager], optimizer: str, how: dict[str, Any]
+) -> None:
+    make = UNCOUNTED[optimizer]
+
+    def steps(model: Stack, manager: Any) -> list[Any]:
+        mine, other = make(model.parameters()), nn.Linear(4, 4)
+        for _ in range(3):
+            for_other = make(other.parameters())
+            other.weight.grad, other.bias.grad = torch.ones(4, 4), torch.ones(4)
+            with manager:
+                loss = model(ids())
+            for_other.step()
+            loss.backward()
+            mine.step()
+            mine.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model = stack()
+    manager = offload(model, **how)
+    assert same(steps(model, manager), steps(stack(), contextlib.nullcontext()))
+    assert manager.stats.bytes_recomputed > 0
+
+
+class Widens(nn.Module):
+    """Autograd does not save its input: it widens it first, as norms of half precision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(x.double(), (32,)).float()
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class AddsInPlace(Stack):
+    """Changes what its layers were given, which is no error: nothing in the graph needs it."""
+
+    from_call = 0
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(make=Widens)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embed(ids)
+        for layer in self.layers:
+            if self.calls > self.from_call:
+                x += layer(x)
+            else:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+def adds_in_place() -> AddsInPlace:
+    torch.manual_seed(0)
+    return AddsInPlace()
+
+
+@by_recompute
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_input_that_autograd_does_not_save_may_change(
+    offload: Callable[..., memo.Manager], parts: int, how: dict[str, Any]
+) -> None:
+    """Also in the second forward of the first step, whose layers are known by then."""
+
+    def forward(model: Stack) -> Callable[[int], torch.Tensor]:
+        return lambda step: torch.stack([model(ids(parts * step + part)) for part in range(parts)]).sum()
+
+    model, reference = adds_in_place(), adds_in_place()
+    manager = offload(model, **how)
+    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+    assert manager.stats.bytes_recomputed > 0
+    assert not manager._tokenwise.refused
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.0}, RECOMPUTES[2]], ids=["attention", "whole"])
+def test_an_input_that_changes_later_than_in_the_first_calls_is_an_error_that_says_what_to_do(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    model = adds_in_place()
+    model.from_call = 3
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager)
+    with manager:
+        loss = model(ids(3))
+    with pytest.raises(ModifiedAfterSave, match=r'move all that this layer saves: levels=\{"layers.\d": 1.0\}'):
+        loss.backward()
+
+
+@by_recompute
+def test_an_input_that_does_not_change_is_copied_in_first_calls_alone(
+    offload: Callable[..., memo.Manager], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+    plain_copy = RecordedCall._copied
+
+    def watch(self: RecordedCall, tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(True)
+        return plain_copy(self, tensor)
+
+    monkeypatch.setattr(RecordedCall, "_copied", watch)
+    model = adds_in_place()
+    model.from_call = 1000
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    first = len(copied)
+    train(model, lambda step: model(ids(step)), manager)
+    assert len(copied) == first
+
+
+class Sharded(Widens):
+    """Is given a DTensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = F.layer_norm(x.to_local().double(), (32,)).float()  # type: ignore[operator]
+        y = self.down(F.gelu(self.up(wide)))
+        return DTensor.from_local(y, x.device_mesh, x.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+class AddsSharded(AddsInPlace):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = DTensor.from_local(self.embed(ids), self.mesh, [Replicate()])  # type: ignore[arg-type]
+        for layer in self.layers:
+            if self.calls > self.from_call:
+                x += layer(x)
+            else:
+                x = x + layer(x)
+        return x.to_local().square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("from_call", [0, 3])
+@pytest.mark.parametrize("how", RECOMPUTES[1:], ids=["matmuls", "whole"])
+def test_a_sharded_input_that_changes(
+    offload: Callable[..., memo.Manager], from_call: int, how: dict[str, Any]
+) -> None:
+    """Its local part, which the replay reads, does not count changes of the whole."""
+
+    def make() -> AddsSharded:
+        torch.manual_seed(0)
+        model = AddsSharded()
+        model.layers = nn.ModuleList([Sharded() for _ in range(3)])
+        model.mesh = init_device_mesh("cpu", (1,))  # type: ignore[assignment]
+        model.from_call = from_call
+        return model
+
+    model, reference = make(), make()
+    manager = offload(model, **how)
+    got = train(model, lambda step: model(ids(step)), manager)
+    assert_equal(got, train(reference, lambda step: reference(ids(step))))
+    assert manager.stats.bytes_recomputed > 0
+    if from_call:
+        with manager:
+            loss = model(ids(3))
+        try:
+            loss.backward()
+        except ModifiedAfterSave:
+            return
+        reference(ids(3)).backward()  # token ranges keep parts of the input in memory of their own
+        assert same(gradients(model), gradients(reference))
+
+
+def adds_to_a_weight_through_data(layer: Any) -> None:
+    layer.up.weight.data.add_(1.0)
+
+
+def adds_to_a_bias_through_numpy(layer: Any) -> None:
+    layer.up.bias.detach().numpy()[0] += 1.0
+
+
+def adds_to_a_buffer_through_data(layer: Any) -> None:
+    layer.table.data.add_(1.0)
+
+
+@by_recompute
+@pytest.mark.parametrize(
+    "change", [adds_to_a_weight_through_data, adds_to_a_bias_through_numpy, adds_to_a_buffer_through_data]
+)
+def test_verify_sees_changes_that_nothing_counts(
+    offload: Callable[..., memo.Manager], change: Callable[[Any], None], how: dict[str, Any]
+) -> None:
+    """Of what a replay reads; of the rest it is right, as autograd keeps it."""
+    model, reference = stack(make=Finds), stack(make=Finds)
+    manager = offload(model, verify=True, **how)
+    try:
+        got = between(model, manager, change)
+    except ModifiedAfterSave as error:
+        assert "nothing counted it" in str(error)  # noqa: PT017
+        return
+    assert same(got, between(reference, contextlib.nullcontext(), change))
+
+
+@by_recompute
+def test_verify_sees_a_weight_that_changes(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    model = stack()
+    manager = offload(model, verify=True, **how)
+    with manager:
+        loss = model(ids())
+    for parameter in model.layers.parameters():
+        parameter.data.add_(1.0)
+    with pytest.raises(ModifiedAfterSave, match="nothing counted it"):
+        loss.backward()
+
+
+@by_recompute
+def test_verify_finds_nothing_where_nothing_changes(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
+    model = stack()
+    manager = offload(model, verify=True, **how)
+    assert_equal(train(model, lambda step: model(ids(step)), manager), plain())
+    assert manager.stats.bytes_recomputed > 0
+
+
+class GivenSharded(nn.Module):
+    """Is given a table as a DTensor, which autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, table: Any) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x.sin() + table.to_local())))  # type: ignore[no-any-return]
+
+
+class GivesSharded(Stack):
+    def __init__(self) -> None:
+        super().__init__(make=GivenSharded)
+        self.table = DTensor.from_local(torch.ones(32), init_device_mesh("cpu", (1,)), [Replicate()])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.table)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("one_rank")
+@by_recompute
+def test_a_sharded_argument_must_not_change_before_backward(
+    offload: Callable[..., memo.Manager], how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = GivesSharded()
+    manager = offload(model, **how)
+    train(model, lambda step: model(ids(step)), manager)
+    assert manager.stats.bytes_recomputed > 0
+    with manager:
+        loss = model(ids())
+    model.table.add_(1.0)
+    with pytest.raises(ModifiedAfterSave):
+        loss.backward()

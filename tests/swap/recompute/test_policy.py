@@ -125,7 +125,7 @@ def test_a_trial_that_fails_speaks_for_its_layer_alone(tmp_path: Path, monkeypat
 
 
 def test_a_step_that_gives_something_else_is_kept_and_the_rest_is_still_divided(tmp_path: Path) -> None:
-    @memo.swap.token_local(lambda axis, *_: axis)
+    @memo.token_local
     def fickle(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 

@@ -138,7 +138,7 @@ def test_a_replay_without_memory_says_so() -> None:
 
 
 def test_a_function_that_differs_in_its_second_run_is_found() -> None:
-    @memo.swap.token_local(lambda axis, *_: axis)
+    @memo.token_local
     def fickle(x: torch.Tensor) -> torch.Tensor:
         return x.detach() * (1.0 if torch.is_grad_enabled() else 2.0)
 

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from live_bytes import LiveBytes
 from race_checker import CheckingBackend
-from small_models import SEQ, assert_equal, ids, stack, train
+from small_models import assert_equal, ids, stack, train
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memo.errors import UsageError
+from memo.kernels import pack_mask
 from memo.manager.manager import Manager
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
 from memo.swap.recompute.ranges.ranged_plan import Piece, Span
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, _bits_of
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.tiers.host_and_disk import HostTier
-from memo.swap.token_levels import LEAST_TOKENS, setting_of
+from memo.swap.token_levels import LEAST_TOKENS, TokenLevels, setting_of, tile_of
+
+SEQ = 96
 
 
-def managed(model: torch.nn.Module, alpha: Any, **pieces: Any) -> Manager:
+def managed(model: torch.nn.Module, alpha: Any) -> Manager:
     backend = CheckingBackend("lazy", seed=0)
     engine = Engine(backend, [HostTier(backend, 1 << 24, segment_bytes=1 << 20)], min_bytes=512)
-    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha), **pieces))
+    return Manager(model, find_layers(model), engine, tokenwise=Tapes(engine, setting_of(alpha)))
 
 
 class Replays:
@@ -35,8 +42,9 @@ class Replays:
         self.pieces: list[Piece] = []
         self.spans: list[Span] = []
         self.peak = 0
-        """Of what the steps made, without what is brought for them."""
-        run_piece, run_plan = RangedReplay._run_piece, RangedReplay._run
+        """Of what the steps made and what is gathered for them, without what comes back from a tier."""
+        self._live: LiveBytes | None = None
+        run_piece, run_plan, reload = RangedReplay._run_piece, RangedReplay._run, RangedReplay._bring
 
         def noted(replay: RangedReplay, piece: Piece, take: Any) -> None:
             self.pieces.append(piece)
@@ -44,12 +52,17 @@ class Replays:
             run_piece(replay, piece, take)
 
         def measured(replay: RangedReplay, plan: Plan, bring: Any, give: Any) -> None:
-            with LiveBytes() as live:
-                run_plan(replay, plan, _unseen(bring, live), _unseen(give, live))
-            self.peak = max(self.peak, live.peak)
+            with LiveBytes() as self._live:
+                run_plan(replay, plan, bring, _unseen(give, self._live))
+            self.peak = max(self.peak, self._live.peak)
+            self._live = None
+
+        def reloaded(replay: RangedReplay, position: int) -> torch.Tensor:
+            return reload(replay, position) if self._live is None else _unseen(reload, self._live)(replay, position)
 
         monkeypatch.setattr(RangedReplay, "_run_piece", noted)
         monkeypatch.setattr(RangedReplay, "_run", measured)
+        monkeypatch.setattr(RangedReplay, "_bring", reloaded)
 
 
 def _unseen(call: Any, live: LiveBytes) -> Any:
@@ -65,47 +78,81 @@ def _unseen(call: Any, live: LiveBytes) -> Any:
     return run
 
 
-def run(monkeypatch: pytest.MonkeyPatch, alpha: Any, batch: int = 2, **pieces: Any) -> Replays:
+def run(monkeypatch: pytest.MonkeyPatch, levels: TokenLevels, batch: int = 2) -> Replays:
     model = stack()
-    manager = managed(model, alpha, **pieces)
+    manager = managed(model, levels)
     with monkeypatch.context() as patch:
-        got = train(model, lambda step: model(ids(step, batch)), manager, steps=2)
+        got = train(model, lambda step: model(ids(step, batch, seq=SEQ)), manager, steps=2)
         reference = stack()
-        assert_equal(got, train(reference, lambda step: reference(ids(step, batch)), steps=2))
+        assert_equal(got, train(reference, lambda step: reference(ids(step, batch, seq=SEQ)), steps=2))
         replays = Replays(patch)
         with manager:
-            loss = model(ids(0, batch))
+            loss = model(ids(0, batch, seq=SEQ))
         loss.backward()
     assert manager.stats.live_entries == 0
     manager.close()
     return replays
 
 
+def in_pieces(tokens: int, all: float = 0.0, matmuls: float = 0.0) -> TokenLevels:
+    return TokenLevels(all=all, matmuls=matmuls, attention=1 - all - matmuls, piece=tokens / SEQ)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("alpha", [0.0, 0.25, (0.25, 0.5, 0.25), (0, 1, 0)])
-def test_a_smaller_piece_holds_less_and_gives_the_same(alpha: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(monkeypatch, alpha, batch, piece=SEQ)
-    small = run(monkeypatch, alpha, batch, piece=16)
-    assert len(small.pieces) > len(whole.pieces) or alpha == (0.25, 0.5, 0.25)
-    assert all(piece.stop - piece.first >= LEAST_TOKENS for piece in small.pieces)
-    if len(small.pieces) > len(whole.pieces):
-        assert small.peak < 0.75 * whole.peak
+@pytest.mark.parametrize(("all", "matmuls"), [(0.0, 0.0), (0.25, 0.0), (0.25, 0.75), (0.0, 1.0)])
+def test_a_smaller_piece_holds_less_and_gives_the_same(
+    all: float, matmuls: float, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(monkeypatch, in_pieces(SEQ - 1, all, matmuls), batch)
+    small = run(monkeypatch, in_pieces(32, all, matmuls), batch)
+    assert [len(replays.pieces) for replays in (whole, small)] == [2 if all else 4, 6]  # of two layers; the last stays
+    assert small.peak < whole.peak
     for replays in (whole, small):
-        assert replays.peak <= max(span.held_bytes for span in replays.spans)
+        assert all_are_long_enough(replays.pieces)
+        assert replays.peak == max(span.held_bytes for span in replays.spans)
+        widest = max(piece.stop - piece.first for piece in replays.pieces)
+        assert replays.peak * SEQ == replays.spans[0].plan_for(SEQ).held_bytes * widest, "in proportion to its tokens"
 
 
-def test_pieces_are_as_large_as_the_bound_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(monkeypatch, 0.0, piece=SEQ)
-    held = whole.spans[0].held_bytes
-    for most in (held, held // 2, held // 3 + 1, 1):
-        bounded = run(monkeypatch, 0.0, most_held=most)
-        widest = max(piece.stop - piece.first for piece in bounded.pieces)
-        if most == 1:
-            assert widest == LEAST_TOKENS  # the least that may be computed again
-        else:
-            assert bounded.peak <= most
-            assert widest == {held: SEQ, held // 2: 24, held // 3 + 1: 16}[most]
+@pytest.mark.parametrize(("before", "tokens", "width"), [(1, 64, 3), (2, 48, 5), (3, 20, 4), (2, 21, 3)])
+def test_the_bits_of_a_piece_are_those_of_its_tokens(before: int, tokens: int, width: int) -> None:
+    mask = torch.rand(before, tokens, width, generator=torch.Generator().manual_seed(0)) > 0.5
+    for first, stop in ((0, 16), (8, tokens), (5, 17), (0, tokens)):
+        part = mask[:, first:stop].contiguous()
+        assert torch.equal(_bits_of(pack_mask(mask), [before, tokens, width], 1, first, stop - first), pack_mask(part))
 
 
-def test_without_a_bound_whole_storages_are_replayed_at_alpha_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, 0.0).pieces == []
+def all_are_long_enough(pieces: list[Piece]) -> bool:
+    return all(piece.stop - piece.first >= LEAST_TOKENS for piece in pieces)
+
+
+@pytest.mark.parametrize(("piece", "most"), [(0.5, 48), (0.7, 64), (0.9, 80), (0.01, 32), (1.0, None)])
+def test_pieces_are_whole_tiles_and_leave_no_rest_that_is_too_short(piece: float, most: int | None) -> None:
+    assert TokenLevels(attention=1.0, piece=piece).piece_tokens(SEQ) == most
+
+
+@pytest.mark.parametrize("piece", [0.0, -1.0, 1.5, math.nan])
+def test_a_piece_is_a_fraction(piece: float) -> None:
+    with pytest.raises(UsageError, match="piece"):
+        TokenLevels(attention=1.0, piece=piece)
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+@pytest.mark.parametrize("stop", [40, 48, 100, 1000, 4096, 5001])
+@pytest.mark.parametrize("piece", [32, 40, 256, 300, 512])
+def test_pieces_cover_a_span_and_none_is_larger_than_asked(tiles: int, stop: int, piece: int) -> None:
+    first = tiles * tile_of(stop)
+    span = Span.__new__(Span)
+    span.first, span.stop, span.piece = first, stop, piece
+    span.rows = SimpleNamespace(tokens=stop)  # type: ignore[assignment]
+    pieces = span.pieces
+    assert [pieces[0].stop, pieces[-1].first] == [stop, first]
+    assert all(after.stop == before.first for before, after in itertools.pairwise(pieces))
+    assert all_are_long_enough(pieces) or len(pieces) == 1
+    assert all(each.first % tile_of(stop) == 0 for each in pieces)
+    if piece >= 32 and piece >= tile_of(stop):
+        assert max(each.stop - each.first for each in pieces) <= piece
+
+
+def test_without_pieces_whole_storages_are_replayed_at_alpha_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, TokenLevels.of_alpha(0.0)).pieces == []

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute.tape.recorder import HIDDEN, Birth, Function, Mark
+from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -243,7 +243,7 @@ def test_a_memoized_function_is_one_operator_whose_results_are_kept() -> None:
 def test_a_token_local_function_is_one_operator_that_may_run_again() -> None:
     calls = 0
 
-    @memo.swap.token_local(lambda axis, *_: axis)
+    @memo.token_local
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
         nonlocal calls
         calls += 1

@@ -1,0 +1,277 @@
+"""Hugging Face's Trainer, and the trainers that are made of it (TRL's, Axolotl's): a callback, a mixin, and options.
+
+    Trainer(..., callbacks=[MemoCallback(host="64GiB")]).train()
+
+Owns one manager for each `train()`: it is made when training begins and closed when it ends. Evaluation and generation are
+left alone. Invariant: outside of training the model has no hook of ours.
+
+    callback    the model's own forwards are managed: nearly always what one wants
+    mixin       all of `compute_loss` is: for trainers that call parts of the model themselves
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import TrainerCallback
+
+import memo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["MemoArguments", "MemoCallback", "MemoTrainerMixin"]
+
+_CHECKPOINTING = (
+    "gradient checkpointing is on: turn gradient checkpointing off; memo replaces it (gradient_checkpointing=False). "
+    "Gradients are right all the same, but each layer runs twice and memo finds nothing to move in it"
+)
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoArguments:
+    """Options of `memo.offload` for `HfArgumentParser((TrainingArguments, MemoArguments))`; `--memo_alpha 0.25` and so on.
+
+    Each field is the argument of `memo.offload` of that name, with its meaning and its default.
+    """
+
+    memo_plan: str | None = dataclasses.field(
+        default=None, metadata={"help": "Plan file for all steps. Default: planned from the first steps."}
+    )
+    memo_alpha: float | None = dataclasses.field(
+        default=None, metadata={"help": "Fraction, 0 to 1, that is moved; the rest is recomputed. Default: planned."}
+    )
+    memo_exact: bool = dataclasses.field(default=True, metadata={"help": "Recompute only what comes back bit for bit."})
+    memo_keep: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Operators whose results are never recomputed, such as aten.mm or attention."}
+    )
+    memo_repeat: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Operators that may be recomputed although the level keeps their results."}
+    )
+    memo_device: str | None = dataclasses.field(
+        default=None, metadata={"help": "Device memory for all of training, such as 70GiB. Default: 94 % of the GPU's."}
+    )
+    memo_host: str = dataclasses.field(
+        default="auto", metadata={"help": "Host memory for activations on this node, such as 64GiB."}
+    )
+    memo_disk: str | None = dataclasses.field(
+        default=None, metadata={"help": "Directory for the scratch file. Default: no disk on a GPU."}
+    )
+    memo_disk_budget: str | None = dataclasses.field(
+        default=None, metadata={"help": "Disk for activations on this node, such as 1TiB. Default: what is free."}
+    )
+    memo_min_bytes: str = dataclasses.field(default="64KiB", metadata={"help": "Smallest tensor that is moved."})
+    memo_on_full: Literal["spill", "raise", "recompute"] = dataclasses.field(
+        default="spill", metadata={"help": "What happens when a tier is full."}
+    )
+    memo_verify: bool = dataclasses.field(
+        default=False, metadata={"help": "Check a checksum of each block that is read from disk."}
+    )
+    memo_trace: str | None = dataclasses.field(
+        default=None, metadata={"help": "Trace file, or a directory for one of each rank."}
+    )
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `memo.offload`."""
+        return {field.name.removeprefix("memo_"): getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+class MemoCallback(TrainerCallback):  # type: ignore[misc]
+    """Trainer callback that manages the training forwards of its model.
+
+    Figures of memory and copies are added to Trainer's logs. Trainer calls callbacks in the order of their list, those of
+    wandb, TensorBoard and other reporters first: `callbacks=[MemoCallback()]` shows figures in `state.log_history` and on
+    the terminal; `add_to` puts the callback in front, and the reporters have them, too.
+
+    Args:
+        arguments: Options as parsed by HfArgumentParser. Default None: those of `memo.offload`.
+        **options: Arguments of `memo.offload`, which take precedence.
+
+    Attributes:
+        manager: Of the training under way, or of the last one, which is closed and still reports; None before.
+
+    Example:
+        trainer = Trainer(model, arguments, train_dataset=texts)
+        callback = MemoCallback(host="64GiB").add_to(trainer)
+        trainer.train()
+        print(callback.manager.report())
+    """
+
+    def __init__(self, arguments: MemoArguments | None = None, **options: Any) -> None:
+        self.manager: memo.Manager | None = None
+        self._options = {**(arguments.options() if arguments is not None else {}), **options}
+        self._has_warned = False
+        self._logged = _Counters()
+
+    def add_to(self, trainer: Trainer) -> MemoCallback:
+        """Adds the callback to a trainer in front of those that report, and returns it."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        """Makes the manager, and attaches it to the model."""
+        assert model is not None
+        self._end()  # of a training that an exception ended
+        self._begin(model)
+        self._logged = _Counters(step=state.global_step)
+        self._warn_of_checkpointing(model)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        """Ends the step, and warns where gradient checkpointing was turned on since the last one."""
+        if self.manager is not None:
+            self.manager.step_done()
+        self._warn_of_checkpointing(model)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Adds figures of the steps since the last log; only to the logs that have the loss of these steps."""
+        if self.manager is None or logs is None or "loss" not in logs or state.global_step == self._logged.step:
+            return
+        now = _Counters.of(self.manager, state.global_step)
+        figures = now.since(self._logged)
+        self._logged = now
+        logs.update(figures)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Detaches from the model, and releases memory and files."""
+        self._end()
+
+    def _begin(self, model: nn.Module) -> None:
+        self.manager = memo.offload(model, **self._options).attach()
+
+    def _end(self) -> None:
+        if self.manager is not None:
+            self.manager.detach()
+            self.manager.close()
+
+    def _warn_of_checkpointing(self, model: nn.Module | None) -> None:
+        if self._has_warned or model is None:
+            return
+        if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+            self._has_warned = True
+            warnings.warn(_CHECKPOINTING, RuntimeWarning, stacklevel=2)
+
+
+class MemoTrainerMixin:
+    """Mixin for subclasses of Trainer, whose training losses are then computed inside a manager.
+
+    It is needed where `compute_loss` calls parts of the model instead of the model.
+
+    Args:
+        *positional: Of the trainer.
+        memo_options: Arguments of `memo.offload`, or MemoArguments. Default None: those of `memo.offload`.
+        **named: Of the trainer.
+
+    Attributes:
+        memo_callback: Has the manager.
+
+    Example:
+        class MyTrainer(MemoTrainerMixin, Trainer):
+            def compute_loss(self, model, inputs, **kwargs): ...
+
+        MyTrainer(model, arguments, memo_options={"host": "64GiB"}).train()
+    """
+
+    def __init__(
+        self, *positional: Any, memo_options: Mapping[str, Any] | MemoArguments | None = None, **named: Any
+    ) -> None:
+        super().__init__(*positional, **named)
+        options = memo_options.options() if isinstance(memo_options, MemoArguments) else dict(memo_options or {})
+        self.memo_callback = _Entered(**options).add_to(self)
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Trainer's contexts, and within them the manager, where gradients are wanted."""
+        stack: contextlib.ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self.memo_callback.is_training and torch.is_grad_enabled():
+            assert self.memo_callback.manager is not None
+            stack.enter_context(self.memo_callback.manager)
+        return stack
+
+
+class _Entered(MemoCallback):
+    """Callback of the mixin, which enters the manager itself."""
+
+    is_training = False
+
+    def _begin(self, model: nn.Module) -> None:
+        self.manager = memo.offload(model, **self._options)
+        self.is_training = True
+
+    def _end(self) -> None:
+        self.is_training = False
+        if self.manager is not None:
+            self.manager.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Counters:
+    """A manager's counters after a step."""
+
+    step: int = 0
+    host: int = 0
+    """The most at one time, in bytes, as `disk`."""
+    disk: int = 0
+    moved: int = 0
+    """Bytes so far, as `recomputed`."""
+    recomputed: int = 0
+    stalled_s: float | None = 0.0
+    """None: not measured."""
+
+    @classmethod
+    def of(cls, manager: memo.Manager, step: int) -> _Counters:
+        report = manager.report()
+        lower = {use.tier: use for use in report.tiers[1:]}
+        peaks = {str(tier): use.peak_bytes for tier, use in lower.items()}
+        return cls(
+            step=step,
+            host=peaks.get("host", 0),
+            disk=peaks.get("disk", 0),
+            moved=sum(use.moved_bytes for use in lower.values()),
+            recomputed=0 if report.tokenwise is None else report.tokenwise.recomputed_bytes,
+            stalled_s=None if report.untimed_waits else sum(report.stalls_s.values()),
+        )
+
+    def since(self, before: _Counters) -> dict[str, float]:
+        """Entries of a log: peaks since training began, and means of a step since `before`."""
+        steps = self.step - before.step
+        figures = {
+            "memo_host_peak_gib": self.host / _GIB,
+            "memo_disk_peak_gib": self.disk / _GIB,
+            "memo_moved_gib_per_step": (self.moved - before.moved) / _GIB / steps,
+            "memo_recomputed_gib_per_step": (self.recomputed - before.recomputed) / _GIB / steps,
+        }
+        if self.stalled_s is not None and before.stalled_s is not None:
+            figures["memo_stall_ms_per_step"] = 1e3 * (self.stalled_s - before.stalled_s) / steps
+        return figures
