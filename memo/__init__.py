@@ -28,6 +28,7 @@ __all__ = [
     "Manager",
     "MemoError",
     "__version__",
+    "keep",
     "linear_cross_entropy",
     "loss_without_logits",
     "memoize",
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
     from memo.errors import MemoError
     from memo.loss.projection_loss import linear_cross_entropy
     from memo.loss.without_logits import loss_without_logits
-    from memo.manager.manager import Manager, offload
+    from memo.manager.manager import Manager
+    from memo.manager.offloading import offload
     from memo.parallel.hugging_face import parallelize
     from memo.profiling.measure import profile
+    from memo.swap.kept import keep
     from memo.swap.recompute.tape.declared import memoize, token_local
 else:
     from memo.lazy import attach
@@ -59,9 +62,11 @@ else:
             "errors": "MemoError",
             "loss.projection_loss": "linear_cross_entropy",
             "loss.without_logits": "loss_without_logits",
-            "manager.manager": "Manager offload",
+            "manager.manager": "Manager",
+            "manager.offloading": "offload",
             "parallel.hugging_face": "parallelize",
             "profiling.measure": "profile",
+            "swap.kept": "keep",
             "swap.recompute.tape.declared": "memoize token_local",
         },
     )

@@ -45,6 +45,10 @@ class Stats:
     """Largest value of `device_bytes`."""
     recent_peak_bytes: int = 0
     """Largest value of `device_bytes` since `restart_peak`."""
+    saved_bytes: int = 0
+    """Bytes of saved storages that have handles now, wherever they are: what the device would hold without moving any."""
+    peak_saved_bytes: int = 0
+    """Largest value of `saved_bytes`."""
     recompute_ns: int = 0
     """Time of the compute streams spent recomputing."""
     uses: dict[UseKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(UseKind, 0))
@@ -74,6 +78,18 @@ class Stats:
             self.bytes_disk += nbytes
         else:
             self.bytes_kept += nbytes
+
+    def began(self, nbytes: int) -> None:
+        """Counts a storage that autograd saves."""
+        self.live_entries += 1
+        self.saved_bytes += nbytes
+        if self.saved_bytes > self.peak_saved_bytes:
+            self.peak_saved_bytes = self.saved_bytes
+
+    def ended(self, nbytes: int) -> None:
+        """Counts a storage whose last handle is gone."""
+        self.live_entries -= 1
+        self.saved_bytes -= nbytes
 
     def came_to_device(self, nbytes: int) -> None:
         """Counts bytes of a saved storage that now take device memory."""

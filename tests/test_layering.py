@@ -60,7 +60,8 @@ IMPORTS = {
     "memo/record": "memo allocator swap/backends swap face memo/parallel memo/manager memo/gpt/optim memo/gpt "
     "memo/gpt/model memo/gpt/train",
     "memo/profiling": "memo mip/inputs allocator swap face memo/autoplan memo/manager memo/record",
-    "memo face": "memo allocator swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
+    "memo face": "memo allocator swap swap/recompute/tape memo/parallel memo/loss memo/manager memo/profiling",
+    "memo/integrations": "memo memo face",
     "memo/cli/tables": "memo mip/address mip/inputs mip/activation mip/simulate memo/trace",
     "memo/cli": "memo allocator mip mip/address mip/inputs mip/activation mip/simulate swap face memo/trace memo/machine "
     "memo/parallel memo/gpt/optim memo/gpt memo/gpt/arithmetic memo/gpt/train memo/record memo face memo/cli/tables",

@@ -90,6 +90,9 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
     It differs by layer, since gradients are allocated layer by layer while saved tensors are released. Layers with
     about the same bytes remain one class, which a plan treats alike.
 
+    What a recompute held in the measured step is among it, and not counted a second time: a plan whose recomputes hold
+    more adds the difference.
+
     Returns:
         The profile, and the bytes that are in use whichever layer runs; its transients are the bytes above that.
     """
@@ -104,7 +107,7 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
             layer,
             name=f"{layer.name}+{nbytes - always}",
             forward_transient_bytes=nbytes - always,
-            backward_transient_bytes=nbytes - always,
+            backward_transient_bytes=max(0, nbytes - always - _replayed_bytes(layer)),
         )
         for layer, nbytes in zip(known, beside, strict=True)
     }
@@ -116,6 +119,12 @@ def beside_layers(profile: Profile, limits: Limits) -> tuple[Profile, int]:
         embedding=dataclasses.replace(profile.embedding, transient_bytes=around),
         head=dataclasses.replace(profile.head, transient_bytes=around),
     ), always
+
+
+def _replayed_bytes(layer: LayerProfile) -> int:
+    """Bytes of what was measured that a recompute held, which a plan counts by itself: all but attention was recomputed."""
+    point = layer.point(ATTENTION)
+    return 0 if point is None else point.held_bytes
 
 
 def scaled_profile(profile: Profile, signature: Signature) -> Profile:

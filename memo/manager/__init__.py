@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.manager.manager import Manager as Manager, offload as offload
+    from memo.manager.manager import Manager as Manager
+    from memo.manager.offloading import offload as offload
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "manager": "Manager offload",
+            "manager": "Manager",
+            "offloading": "offload",
         },
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memo.manager.manager import Manager
 
-__all__ = ["attached_to", "claim", "enter", "leave", "release"]
+__all__ = ["attached_to", "claim", "enter", "leave", "release", "require_alone"]
 
 
 class _Entered(threading.local):
@@ -26,13 +26,22 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Manager]] = weakref.
 
 
 def enter(manager: Manager) -> None:
-    """Notes that this thread enters a manager.
+    """Notes that this thread enters a manager."""
+    _entered.managers.append(manager)
+
+
+def require_alone(manager: Manager) -> None:
+    """Call it in the thread that has entered the manager, before a forward.
 
     Raises:
-        UsageError: the thread is in another one that manages some of the same layers, or is within a layer of one.
+        UsageError: the thread is in another manager, too, that has some of the same layers, or is within a layer of it.
     """
+    if len(_entered.managers) < 2:
+        return
     ours = {layer.module for layer in manager.layers}
     for other in _entered.managers:
+        if other is manager:
+            continue
         shared = next((layer.name for layer in other.layers if layer.module in ours), None)
         if shared is not None:
             raise UsageError(f"{shared} is in another manager's care here; leave that `with`, or detach that manager")
@@ -41,7 +50,6 @@ def enter(manager: Manager) -> None:
                 f"this forward runs inside {other.open_layer}, a layer of another manager; let one manager have both: "
                 "memo.offload(model, layers=[...])"
             )
-    _entered.managers.append(manager)
 
 
 def leave(manager: Manager) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memo.errors import UsageError
-from memo.swap import Bans
+from memo.swap import Bans, Level, TokenLevels, setting_of
 
 if TYPE_CHECKING:
-    from memo.swap import Layer
+    from memo.swap import Layer, Setting
 
-__all__ = ["Names", "bans_by_layer", "layer_at"]
+__all__ = ["LayerLevels", "Names", "bans_by_layer", "layer_at", "settings_by_layer"]
+
+LayerLevels = float | Sequence[float] | Level | TokenLevels
+"""Levels of one layer, as a caller writes them."""
 
 Names = Collection[str] | Mapping[int | str, Collection[str]]
 """Names of operators or groups: for all layers, or for each layer that is named."""
@@ -29,6 +32,18 @@ def layer_at(layers: Sequence[Layer], key: int | str, *, argument: str) -> Layer
     if isinstance(key, str) and key not in names:
         raise UsageError(f"{argument}: no layer {key!r}; they are {names[0]!r} to {names[-1]!r}")
     return layers[names.index(key) if isinstance(key, str) else key]
+
+
+def settings_by_layer(layers: Sequence[Layer], levels: Mapping[int | str, LayerLevels]) -> dict[str, Setting]:
+    """Returns the setting of each layer that is named.
+
+    Raises:
+        UsageError: an unknown layer, or an invalid level.
+    """
+    return {
+        layer_at(layers, key, argument="levels").name: setting_of(value, argument=f"levels[{key!r}]")
+        for key, value in levels.items()
+    }
 
 
 def bans_by_layer(layers: Sequence[Layer], keep: Names | None, repeat: Names | None) -> dict[str, Bans]:

@@ -1,40 +1,35 @@
-"""`memo.offload` and the Manager that it returns: a context manager around a model's forward.
+"""The Manager that `memo.offload` returns: a context manager around a model's forwards, or attached to the model.
 
-Owns the choice of layers, budgets, tiers and plan source; memo.swap moves the bytes. Invariant: the model has hooks
-only between `__enter__` and `__exit__`. Tensors that were saved in between are restored in backward, inside or outside
-of it.
+Owns the hooks on the model and its layers, and the order in which a forward's begin and end reach the engine, recompute and
+planning; memo.swap moves the bytes. Invariant: layers have hooks only between `__enter__` and `__exit__`, the model also
+between `attach` and `detach`. Tensors that were saved in between are restored in backward, inside or outside of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
+import html
+import logging
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import model_steps
-from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
 from memo.errors import UsageError
 from memo.machine import require_layer_within_norm_limit
 from memo.manager import claims
-from memo.manager.direct_calls import DirectCalls
 from memo.manager.forwards import ForwardHooks, entries_of
-from memo.manager.layer_choices import Names, bans_by_layer, layer_at
-from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan, own_part, read_plan
+from memo.manager.layer_choices import LayerLevels, layer_at, settings_by_layer
+from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
-from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
 from memo.manager.step_ends import StepEnds
 from memo.manager.unmanaged import BackwardWatch
-from memo.manager.validate import require_choice, require_kinds
-from memo.mip.activation import lower_tier_nbytes
-from memo.parallel import PipelineOrder, gather_values, group_of
+from memo.manager.unseen import Unseen
 from memo.swap import (
     Engine,
     Group,
@@ -42,212 +37,28 @@ from memo.swap import (
     LayerCosts,
     LayerExplanation,
     LayerHook,
-    Level,
-    Setting,
+    Stats,
     Tapes,
     TokenLevels,
-    find_layers,
     hook_forward,
     layer_input,
-    setting_of,
 )
-from memo.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
-    from torch.distributed import ProcessGroup
 
-    from memo.autoplan import AllGather
+    from memo.manager.plan_source import PlanSource
     from memo.mip.activation import ActivationPlan
-    from memo.swap import Stats
     from memo.swap.backends import Backend
     from memo.swap.disk import DiskStore
     from memo.swap.tiers import Tier
     from memo.trace import TraceRecorder
 
-__all__ = ["Manager", "offload"]
+__all__ = ["Manager"]
 
-_Path = str | os.PathLike[str]
-
-OnFull = Literal["spill", "raise", "recompute"]
-"""Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
-_LayerLevels = float | Sequence[float] | Level | TokenLevels
-
-
-def offload(
-    model: nn.Module,
-    *,
-    plan: ActivationPlan | _Path | None = None,
-    alpha: float | Sequence[float] | TokenLevels | None = None,
-    levels: Mapping[int | str, _LayerLevels] | None = None,
-    exact: bool = True,
-    keep: Names | None = None,
-    repeat: Names | None = None,
-    device: int | str | None = None,
-    host: int | str = "auto",
-    disk: _Path | Sequence[_Path] | None = None,
-    disk_budget: int | str | None = None,
-    layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
-    min_bytes: int | str = "64KiB",
-    on_full: OnFull = "spill",
-    verify: bool = False,
-    trace: _Path | None = None,
-    group: ProcessGroup | None = None,
-    schedule: Any = None,
-) -> Manager:
-    """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
-
-    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
-    `exact` is True.
-
-    Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
-    then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
-    planned from the same measurements. Where everything fits, nothing is moved or recomputed.
-
-    Args:
-        model: Module with repeated layers. It is modified only inside `with manager:`.
-        plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
-            `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
-        alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
-            which dimension they run over, else of its bytes. The rest is recomputed in backward by replaying operators.
-            Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
-            Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
-            everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
-            all but attention). Default None: planned, or 1.0 where `levels` is given.
-        levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
-            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
-            `Manager.choose_levels` changes them between steps.
-        exact: Default True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it
-            saved. False accepts differences within a few roundings, as matrix kernels make for another number of
-            tokens; the report shows the largest one.
-        keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
-            "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
-            name, to lists. Default None: the level decides.
-        repeat: Names, as for `keep`, of operators that may be recomputed although the level keeps their results. Random
-            operators, and what memo cannot see, are kept all the same. Default None.
-        device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
-            keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
-            the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
-        host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
-            "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
-            memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
-        disk: Directory for an anonymous scratch file, or a list of directories that share the load. Default None: the
-            system's temporary directory for a model on the CPU without `host`, no disk otherwise.
-        disk_budget: Bytes of disk on this node, shared by its ranks, as `host`. Default None: what the file systems
-            have free, reserved as needed.
-        layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
-        min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
-        on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
-            raises at once; "recompute" uses the next tier, runs a layer again whole where none has room for its
-            tensors, and raises where none has room for its input.
-        verify: True stores a checksum with each block on disk and compares it when the block is read. Default False.
-        trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
-            missing. The links are measured first, for a fraction of a second. Default None: no trace.
-        group: Ranks that communicate within the model's layers (tensor or context parallelism). Without `plan`, `alpha`
-            and `levels` they agree on one plan, made for the slowest rank with the least room, and on the step at which
-            it changes; they must run the same forwards. Default None: the group that `memo.parallelize` set, else none.
-        schedule: Torch's pipeline schedule that runs the model. It gives, from the first step on, the number of
-            microbatches in flight on this rank and the order of their backwards. Default None: no pipeline.
-
-    Returns:
-        A Manager, to be entered around each forward. `Manager.close` releases its memory and files.
-
-    Raises:
-        UsageError: An argument is invalid, or arguments exclude each other.
-        NoRepeatedLayers: The model has no repeated layers, and `layers` names none.
-        PlanError: `plan` cannot be read, breaks a rule, or does not fit the model or the schedule.
-        ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
-        TraceError: The trace cannot be written.
-        After any of them the model is unmodified, and no activations are managed.
-
-    A forward inside `with manager:` raises:
-        HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`).
-        StoreWriteError: A write to disk failed, and no other tier takes the bytes.
-        SwapError: The system refuses host memory within the budget.
-        After any of them what earlier forwards saved is still restored, and the manager can be entered again.
-
-    A backward raises:
-        ModifiedAfterSave: A tensor that it needs was modified in place after it was saved.
-        StoreReadError: A read from disk failed; CorruptBlock, with `verify`: its checksum differs.
-        SwapError: The manager is closed, a copy failed, or a recompute did something else than its forward.
-        After any of them the gradients are incomplete: discard them, and run the forward again. Weights are unchanged.
-
-    Example:
-        manager = memo.offload(model, host="64GiB")
-        for batch in data:
-            with manager:
-                loss = model(**batch).loss
-            loss.backward()
-    """
-    require_kinds(
-        model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule
-    )
-    fixed = None if plan is None else read_plan(plan)
-    if fixed is not None and (alpha is not None or levels is not None):
-        raise UsageError("plan: it excludes alpha and levels; give one of the three")
-    require_choice("on_full", on_full, get_args(OnFull))
-    automatic = fixed is None and alpha is None and levels is None
-    setting = setting_of(1.0 if alpha is None else alpha)
-    found = find_layers(model, layers)
-    where = device_of(model)
-    budget = device_budget_of(where, None if device is None else parse_bytes(device, what="device"))
-    smallest = parse_bytes(min_bytes, what="min_bytes")
-    bans = bans_by_layer(found, keep, repeat)
-    order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
-    fixed = None if fixed is None else own_part(fixed, order)
-    room = Room.of(where, host=host, disk=disk, disk_budget=disk_budget, weights=_weights(fixed, order))
-    recorder = None if trace is None else open_recorder(trace, model, room)
-    backend = open_backend(where, timing=recorder is not None or automatic or fixed is not None)
-    tiers, store = open_tiers(room, backend, verify=verify)
-    engine = Engine(
-        backend,
-        tiers,
-        min_bytes=smallest,
-        spill=on_full != "raise",
-        tracer=recorder,
-    )
-    if order is not None:
-        engine.expect(order.backward)
-    tokenwise = Tapes(
-        engine,
-        setting,
-        repeats_when_full=on_full == "recompute",
-        exact=exact,
-        bans=bans,
-    )
-    manager = Manager(model, found, engine, recorder, store, tokenwise=tokenwise, watch=BackwardWatch(model, found))
-    with contextlib.ExitStack() as undo:
-        undo.callback(manager.close)  # a plan or levels that do not fit the model leave no file or buffer behind
-        if levels is not None:
-            manager.choose_levels(levels)
-        actuator = Actuator(
-            engine,
-            tokenwise,
-            found,
-            budget,
-            tracer=recorder,
-            link=functools.partial(measured_link, where),
-            missing_gradient_bytes=lambda: missing_gradient_bytes(model.parameters()),
-        )
-        if automatic:
-            source = AutoPlan(
-                actuator,
-                checked_plan,
-                all_gather=_all_gather(group or group_of(model)),
-                held=None if order is None else order.held,
-                turns=None if order is None else order.turns,
-                tracer=recorder,
-                model=type(model).__name__,
-            )
-            manager.plan_with(source)
-        elif fixed is not None:
-            manager.plan_with(FixedPlan(actuator, fixed, name=_plan_name(plan)))
-        elif device is not None:
-            manager.plan_with(FixedSetting(actuator))
-        undo.pop_all()
-    return manager
+log = logging.getLogger("memo")
 
 
 class Manager:
@@ -272,19 +83,16 @@ class Manager:
         self,
         model: nn.Module,
         layers: Sequence[Layer],
-        engine: Engine,
+        engine: Engine | None = None,
         recorder: TraceRecorder | None = None,
         store: DiskStore | None = None,
         *,
         tokenwise: Tapes | None = None,
-        watch: BackwardWatch | None = None,
+        opening: Opening | None = None,
     ) -> None:
-        self._watch = watch
+        self._name = type(model).__name__
         self._layers = layers
         self._entries = entries_of(model, layers)
-        self._engine = engine
-        self._recorder = recorder
-        self._store = store
         self._made_s = time.monotonic()
         self._depth = 0
         self._thread = threading.get_ident()
@@ -293,30 +101,69 @@ class Manager:
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
         self._running: dict[int, list[Group]] = {}
-        self._tokenwise = Tapes(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
-        self._plan_source: PlanSource | None = None
-        self._steps = model_steps(model, engine.backend.device)
-        engine.keep(model.parameters(), model.buffers())
-        # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
-        # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
-        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, recorder)
-        self.step = 0
+        self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
+        self.step = 0
         self._in_step = False
         self._is_told = False
         self._has_trained = False
         self._is_prepared = False
-        self._direct_calls = DirectCalls(layers)
+        self._is_closed = False
+        self._has_told_device = False
+        self._logged_plan: ActivationPlan | None = None
+        self._parts: Parts | None = None
+        self._opening = opening
+        self._watch: BackwardWatch | None = None
+        if opening is not None:
+            if opening.device() is not None:
+                self._open()
+            self._watch = BackwardWatch(model, layers)
+        else:
+            assert engine is not None
+            tapes = Tapes(engine, TokenLevels(all=1.0)) if tokenwise is None else tokenwise
+            self._use(Parts(engine=engine, tokenwise=tapes, recorder=recorder, store=store))
+
+    def _open(self) -> None:
+        """Opens what the manager works with, for the device that the model is on; anew where it has moved since."""
+        opening = self._opening
+        assert opening is not None
+        device = opening.device()
+        if device is None:
+            raise UsageError(
+                f"{self._name} is still on the meta device; give it memory, as by model.to_empty(device=...), before its "
+                "first forward in the manager"
+            )
+        if self._parts is not None:
+            opened = self._parts.engine.backend.device
+            if opened == device or opened.type != "cpu":  # parameters that wait on the CPU are no move
+                return
+            self._parts.close()
+        self._use(opening.open(device))
+        log.info("%s: %d layers managed on %s", self._name, len(self._layers), device)
+
+    def _use(self, parts: Parts) -> None:
+        self._parts = parts
+        self._engine = engine = parts.engine
+        self._recorder = parts.recorder
+        self._store = parts.store
+        self._tokenwise = parts.tokenwise
+        self._plan_source = parts.source
+        model = self._entries[0]
+        self._steps = model_steps(model, engine.backend.device)
+        engine.keep(model.parameters(), model.buffers())
+        # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
+        # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
+        self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, parts.recorder)
 
     @property
     def stats(self) -> Stats:
         """Counters of the engine since construction; they change while copies are in flight."""
-        return self._engine.stats
+        return Stats() if self._parts is None else self._engine.stats
 
     @property
     def open_layer(self) -> str | None:
         """Name of a layer whose forward is under way; None between layers."""
-        return next((self._layers[position].name for position, groups in self._running.items() if groups), None)
+        return next((groups[-1].module for groups in self._running.values() if groups), None)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -325,11 +172,14 @@ class Manager:
 
     def __enter__(self) -> Manager:
         with self._entering:
-            if not self._closer.alive:
+            if self._is_closed:
                 raise UsageError("this manager is closed; call memo.offload again")
             if self._depth and self._thread != threading.get_ident():
                 raise UsageError("this manager is entered in another thread; call memo.offload in each")
             if self._depth == 0:
+                if self._opening is not None:
+                    self._open()
+                    self._opening = None
                 claims.enter(self)
                 self._thread = threading.get_ident()
             self._depth += 1
@@ -356,7 +206,7 @@ class Manager:
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
-        pack = self._direct_calls.watch(pack, is_open=lambda: any(self._running.values()))
+        pack = self._unseen.watch(pack, lambda: self.open_layer)
         saving = saved_tensors_hooks(pack, self._engine.unpack)
         saving.__enter__()
         self._saving = saving
@@ -379,13 +229,22 @@ class Manager:
                 self._recorder.begin_step(self.step)
         if self._plan_source is not None:
             self._plan_source.before_forward(may_end=has_ended)
+            self._log_plan(self._plan_source)
         self._engine.begin_forwards()
         self._tokenwise.begin_forwards(self._layers)
+
+    def _log_plan(self, source: PlanSource) -> None:
+        if source.plan is not self._logged_plan:
+            self._logged_plan = source.plan
+            outcome = source.outcome()
+            for line in () if outcome is None else outcome.lines():
+                log.info("%s: %s", self._name, line)
 
     def _next_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins a forward of the model inside the manager: what an earlier one has left open is closed."""
         if self._saving is None:
             return
+        claims.require_alone(self)
         if not self._is_prepared:
             self._tokenwise.end_forwards()
             self._engine.end_forwards()
@@ -410,7 +269,7 @@ class Manager:
         Raises:
             UsageError: The manager is closed, the model is itself the one layer, or a manager of more layers is attached.
         """
-        if not self._closer.alive:
+        if self._is_closed:
             raise UsageError("this manager is closed; call memo.offload again")
         if any(layer.module in self._entries for layer in self._layers):
             raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
@@ -422,6 +281,7 @@ class Manager:
                 other.detach()
             self._attached = ForwardHooks(self._entries, self._begin_attached, self._end_attached)
             claims.claim(self)
+            log.info("%s: attached", self._name)
         if self._watch is not None:
             self._watch.is_attached = True
         return self
@@ -467,7 +327,7 @@ class Manager:
             seen = [self._layers[position].name for position in self._running]
             self._leave()
             if exception[:1] in ((), (None,)):
-                self._direct_calls.end(seen)
+                self._unseen.end(seen)
 
     def _leave(self) -> None:
         try:
@@ -498,6 +358,8 @@ class Manager:
             hidden = layer_input(args, kwargs)
             if hidden is not None:
                 require_layer_within_norm_limit(layer.name, module, hidden)
+                if hidden.device != self._engine.backend.device:
+                    self._tell_device(layer.name, hidden.device)
             if self._plan_source is not None:
                 self._plan_source.before_layer(args, kwargs)
             group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
@@ -515,7 +377,17 @@ class Manager:
 
         return hook_forward(layer.module, begin, end)
 
-    def choose_levels(self, levels: Mapping[int | str, _LayerLevels]) -> None:
+    def _tell_device(self, name: str, device: torch.device) -> None:
+        if not self._has_told_device:
+            self._has_told_device = True
+            warnings.warn(
+                f"{name} runs on {device}, and its manager was opened on {self._engine.backend.device}: nothing of it is "
+                f"managed; call memo.offload when the model is where it trains",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Sets the recompute levels of single layers from the next forward on, and ends planning.
 
         A layer's first call at new levels compares a trial recompute with what was saved. Tensors that are saved
@@ -526,14 +398,15 @@ class Manager:
                 `memo.offload`, three fractions, TokenLevels, or a Level. Layers not named have the levels of `alpha`.
 
         Raises:
-            UsageError: Unknown layer, invalid level, or a forward is under way. Levels are as before.
+            UsageError: Unknown layer, invalid level, a forward is under way, or the model has had no memory yet. Levels are
+                as before.
         """
         if self._depth > 0:
             raise UsageError("levels: choose them between forwards, not inside `with manager:`")
-        chosen: dict[str, Setting] = {}
-        for key, value in levels.items():
-            layer = layer_at(self._layers, key, argument="levels")
-            chosen[layer.name] = setting_of(value, argument=f"levels[{key!r}]")
+        if self._parts is None:
+            raise UsageError("levels: the model is still on the meta device; give levels= to memo.offload")
+        chosen = settings_by_layer(self._layers, levels)
+        self._opening = None  # what is open stays open, with these levels
         if self._plan_source is not None:
             self._plan_source = None
             self._engine.place({})
@@ -549,7 +422,7 @@ class Manager:
         Returns:
             One LayerCosts for each layer that has run so, in bytes and seconds per token of one sequence.
         """
-        return self._tokenwise.costs()
+        return [] if self._parts is None else self._tokenwise.costs()
 
     def explain(self, layer: int | str) -> LayerExplanation:
         """Explains what the last forward of a layer did, what of it is kept and what is replayed in backward.
@@ -563,7 +436,10 @@ class Manager:
         Raises:
             UsageError: No such layer, or no forward of it was recorded: none has run yet, or all that it saves moves.
         """
-        return self._tokenwise.explain(layer_at(self._layers, layer, argument="explain"))
+        found = layer_at(self._layers, layer, argument="explain")
+        if self._parts is None:
+            raise UsageError(f"{found.name} has no tape: no forward of it has run in the manager yet")
+        return self._tokenwise.explain(found)
 
     def plan_with(self, source: PlanSource) -> None:
         """Sets the plan source that is asked at each forward from now on.
@@ -571,12 +447,13 @@ class Manager:
         Args:
             source: Takes the place of the present one; `choose_levels` removes it.
         """
+        self._opening = None
         self._plan_source = source
 
     @property
     def plan(self) -> ActivationPlan | None:
         """The plan in use; None with a fixed `alpha`, and until a plan has been made."""
-        return None if self._plan_source is None else self._plan_source.plan
+        return None if self._parts is None or self._plan_source is None else self._plan_source.plan
 
     def step_done(self) -> None:
         """Ends a training step: in the trace, for the planned allocator, and in `step`, which is increased by one.
@@ -589,11 +466,12 @@ class Manager:
         self._end_step()
 
     def _end_step(self) -> None:
-        self._engine.end_step()
-        if self._steps is not None:
-            self._steps.done()
-        if self._recorder is not None and self._in_step:
-            self._recorder.end_step()
+        if self._parts is not None:
+            self._engine.end_step()
+            if self._steps is not None:
+                self._steps.done()
+            if self._recorder is not None and self._in_step:
+                self._recorder.end_step()
         self._in_step = False
         self.step += 1
 
@@ -605,15 +483,32 @@ class Manager:
         Returns:
             A snapshot, in bytes and seconds, that later steps do not change; `print` shows it as a table.
         """
-        self._engine.settle_times()
+        if self._parts is not None:
+            self._engine.settle_times()
+        return self._report()
+
+    def _report(self) -> Report:
+        if self._parts is None:
+            return Report.of_nothing(layers=len(self._layers), why="the model is still on the meta device")
         return Report.of(
             self._engine,
             layers=len(self._layers),
             disk=self._disk_use(),
             tokenwise=self._tokenwise,
             plan=None if self._plan_source is None else self._plan_source.outcome(),
-            unseen=self._direct_calls.reasons,
+            unseen=self._unseen.reasons,
         )
+
+    def __repr__(self) -> str:
+        how = "closed" if self._is_closed else "attached" if self._attached is not None else "not attached"
+        if self._depth:
+            how += ", entered"
+        benefit = self._report().benefit
+        return f"<memo.Manager of {self._name}: {len(self._layers)} layers, {how}, step {self.step}; {benefit}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<div>{html.escape(repr(self))}</div>{self.report()._repr_html_()}"
 
     def _disk_use(self) -> DiskUse | None:
         if self._store is None:
@@ -635,12 +530,16 @@ class Manager:
         Raises:
             SwapError: A copy in flight failed. The trace is ended all the same.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._end_attachment()
         if self._watch is not None:
             self._watch.stop()
-        if self._closer.detach() is None:
-            return
         self._step_ends.close()
+        if self._parts is None:
+            return
+        self._closer.detach()
         if self._steps is not None:
             self._steps.done()
         try:
@@ -650,22 +549,6 @@ class Manager:
                 if self._in_step:
                     self._end_step()
                 self._recorder.close()
-
-
-def _plan_name(plan: ActivationPlan | _Path | None) -> str:
-    return os.fspath(plan) if isinstance(plan, str | os.PathLike) else "the plan"
-
-
-def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[int, int]:
-    """Weights of this rank in sharing its node's host and disk budgets: its plan's bytes, else its calls in flight."""
-    if plan is not None:
-        host, disk = lower_tier_nbytes(plan)
-        return max(host, 1), max(disk, 1)  # a tier that is turned on has some room
-    return (1, 1) if order is None else (order.weight, order.weight)
-
-
-def _all_gather(group: ProcessGroup | None) -> AllGather:
-    return single_rank if group is None or group.size() == 1 else functools.partial(gather_values, group=group)
 
 
 def _abandon(tiers: Sequence[Tier], backend: Backend, recorder: TraceRecorder | None) -> None:

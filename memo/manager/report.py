@@ -6,6 +6,7 @@ Owns the snapshot and its wording; the engine owns the counters. Every line name
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import TYPE_CHECKING
 
 from memo.events import StallCause, Tier, UseKind
@@ -132,6 +133,8 @@ class Report:
     """Number of managed layers."""
     tiers: tuple[TierUse, ...]
     """Device, host, disk; tiers that are off are left out."""
+    saved_peak_bytes: int = 0
+    """Most bytes of saved tensors at one time, wherever they were: what the device would have held without memo."""
     saved_tensors: int
     """Tensors that autograd saved inside the manager."""
     deduplicated: int
@@ -160,6 +163,8 @@ class Report:
     """None: no disk tier, or one whose traffic is not counted."""
     plan: PlanOutcome | None = None
     """None: a fixed `alpha` or fixed levels."""
+    nothing: str | None = None
+    """Reason why there is nothing to report."""
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layers that ran without their hooks, and the reason of each."""
 
@@ -193,6 +198,7 @@ class Report:
                     for tier in engine.tiers
                 ),
             ),
+            saved_peak_bytes=stats.peak_saved_bytes,
             saved_tensors=stats.packed,
             deduplicated=stats.deduplicated,
             kept_bytes=stats.bytes_kept,
@@ -210,6 +216,66 @@ class Report:
             unseen=dict(unseen or {}),
         )
 
+    @classmethod
+    def of_nothing(cls, *, layers: int, why: str) -> Report:
+        """The report of a manager that has nothing open."""
+        return cls(
+            layers=layers,
+            tiers=(),
+            saved_tensors=0,
+            deduplicated=0,
+            kept_bytes=0,
+            reloaded_bytes=0,
+            uses=dict.fromkeys(UseKind, 0),
+            cancelled=0,
+            spilled=0,
+            failed_writes=0,
+            stalls_s={},
+            untimed_waits=0,
+            live_entries=0,
+            disk=None,
+            nothing=why,
+        )
+
+    @property
+    def benefit(self) -> str:
+        """What memo spares on the device, and what it costs: in words, measured or predicted."""
+        if self.nothing is not None:
+            return f"nothing is managed: {self.nothing}"
+        if not self.saved_tensors:
+            return "nothing is managed yet: no forward has saved a tensor in the manager"
+        peak, known = self.tiers[0].peak_bytes, "measured"
+        plan = None if self.plan is None else self.plan.plan
+        if self.plan is not None and plan is not None:
+            measured = self.plan.measured_peak_bytes
+            peak, known = (self.plan.predicted_peak_bytes, "predicted") if measured is None else (measured, known)
+        if plan is not None and plan.declined is not None:
+            return f"all saved tensors fit, {format_bytes(peak)} ({known}): nothing is moved or recomputed"
+        return (
+            f"saved tensors take at most {format_bytes(peak)} of the device ({known}) instead of "
+            f"{format_bytes(self.saved_peak_bytes)}; {self._cost}"
+        )
+
+    @property
+    def _cost(self) -> str:
+        """The time that it takes."""
+        plan = None if self.plan is None else self.plan.plan
+        if self.plan is None or plan is None:
+            recompute_s = 0.0 if self.tokenwise is None else self.tokenwise.recompute_s
+            if self.untimed_waits or recompute_s is None:
+                return "time not measured (record a trace, or let it plan)"
+            waited_s = sum(self.stalls_s.values())
+            waited, recomputed = format_duration(waited_s), format_duration(recompute_s)
+            return f"{waited} of waiting and {recomputed} of recompute so far (measured)"
+        stage = plan.stages[0]
+        plain_s = stage.microbatch_s - stage.recompute_s - stage.stall_s
+        if plain_s <= 0:
+            return "step as long as without memo (predicted)"
+        step_s, known = (
+            (stage.microbatch_s, "predicted") if self.plan.measured_s is None else (self.plan.measured_s, "measured")
+        )
+        return f"step {100 * (step_s / plain_s - 1):+.1f} % ({known})"
+
     @property
     def overlap(self) -> float | None:
         """Share of the disk's busy time that is hidden behind compute; None without a disk or timed stalls."""
@@ -224,6 +290,16 @@ class Report:
         return self.uses[UseKind.PREFETCHED] / reloads if reloads else None
 
     def __str__(self) -> str:
+        return "\n".join((self.benefit, *self._lines()))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the benefit, and the rest as text."""
+        rest = html.escape("\n".join(self._lines()))
+        return f"<div><b>{html.escape(self.benefit)}</b><pre>{rest}</pre></div>"
+
+    def _lines(self) -> list[str]:
+        if self.nothing is not None:
+            return []
         rows = [("tier", "moved", "peak", "budget", "used")]
         for use in self.tiers:
             budget = "-" if use.budget_bytes is None else format_bytes(use.budget_bytes)
@@ -266,4 +342,4 @@ class Report:
         lines += _by_reason("not managed", self.unseen)
         if self.live_entries:
             lines.append(f"still saved: {self.live_entries} storages, whose backward is to come")
-        return "\n".join(lines)
+        return lines

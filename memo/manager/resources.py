@@ -88,16 +88,18 @@ class Room:
         return cls(device=device, host_bytes=host_bytes, disk_bytes=disk_bytes, directories=directories)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Returns the device of the model's parameters; a GPU if some are on the CPU.
+def device_of(model: nn.Module) -> torch.device | None:
+    """Returns the device of the model's parameters; a GPU if some are on the CPU, None if all are on the meta device.
 
     Raises:
-        UsageError: the parameters are on the meta device or on several GPUs.
+        UsageError: the parameters are on several GPUs, or on a device that is neither a CPU nor a CUDA GPU.
     """
     devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
-    kinds = {device.type for device in devices}
-    if kinds == {"meta"}:
-        raise UsageError("the model is on the meta device; move it to a real one before memo.offload")
+    if {device.type for device in devices} == {"meta"}:
+        return None
+    unknown = sorted({device.type for device in devices} - {"cpu", "cuda", "meta"})
+    if unknown:
+        raise UsageError(f"the model is on {unknown[0]}; memo manages models on a CPU or on a CUDA GPU")
     accelerators = {device for device in devices if device.type == "cuda"}
     if len(accelerators) > 1:
         names = ", ".join(sorted(map(str, accelerators)))

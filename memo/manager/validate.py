@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from memo.errors import UsageError
 from memo.mip.activation import ActivationPlan
 
-__all__ = ["require_choice", "require_kinds"]
+__all__ = ["require_choice", "require_kinds", "require_manageable"]
 
 _PATH = (str, os.PathLike)
 
@@ -51,6 +52,22 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises UsageError for a value that is none of the choices."""
     if value not in choices:
         raise UsageError(f"{name}: {_shown(value)} is none of {', '.join(map(repr, choices))}")
+
+
+def require_manageable(model: nn.Module) -> nn.Module:
+    """Returns the model.
+
+    Raises:
+        UsageError: it is a wrapper whose forward does not run the layers that are given.
+    """
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise UsageError(
+            "model: DataParallel runs copies of the model in threads; give the model inside, model.module, and use "
+            "DistributedDataParallel, one process for each GPU"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("model: a TorchScript module runs no Python; give the model that it was made from")
+    return model
 
 
 def _require(name: str, value: object, kinds: tuple[type, ...], wanted: str) -> None:

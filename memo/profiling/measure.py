@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from memo.autoplan import classes_of, mlp_tiles_of, points_of
 from memo.errors import UsageError
@@ -92,13 +93,13 @@ def profile(
     except KeyError as error:
         raise UsageError(f"profile: {error} is missing: each layer must run exactly once in a step") from None
     flops, whole = forward_flops(step, layers)
-    optimizer_s, state_bytes = _optimizer(step, where)
+    optimizer_s, static = _optimizer(step, where)
     # The last layer recomputes nothing: its backward follows its forward at once.
     share = again / (sum(flop.whole - flop.attention for flop in flops[:-1]) or 1.0)
-    measured = _Measured(costs, storages, times, flops, transients, state_bytes, share)
+    measured = _Measured(costs, storages, times, flops, transients, static, share)
     classes, names = classes_of([_layer(layer, number, measured) for number, layer in enumerate(layers)])
     inside = {parameter for module in modules for parameter in module.parameters()}
-    outside = sum(_bytes(parameter) for parameter in step.model.parameters() if parameter not in inside)
+    outside = sum(nbytes for parameter, nbytes in static.items() if parameter not in inside)
     a_token = whole.whole / (batch * tokens)
     dtype = str(next(step.model.parameters()).dtype).removeprefix("torch.")
     return Profile(
@@ -116,7 +117,7 @@ def profile(
             backward_s=max(times.head_backward_s, 0.0),
             forward_flops=max(whole.whole - sum(flop.whole for flop in flops), 0.0),
             transient_bytes=transients.outside,
-            static_bytes=round(outside * state_bytes),
+            static_bytes=outside,
         ),
         optimizer_s=optimizer_s,
         mlp_tiles=mlp_tiles_of(modules),
@@ -165,8 +166,8 @@ def _only_whole(layer: str, nbytes: int, tokens: int) -> LayerCosts:
     )
 
 
-def _optimizer(step: Step, device: torch.device) -> tuple[float, float]:
-    """Seconds of AdamW's second step, and bytes of weights, gradients and state per byte of weights."""
+def _optimizer(step: Step, device: torch.device) -> tuple[float, dict[nn.Parameter, int]]:
+    """Seconds of AdamW's second step, and bytes of each parameter with its gradient and state, where it has them."""
     adam = torch.optim.AdamW(step.model.parameters(), lr=0.0, weight_decay=0.0)
     took = 0.0
     for _ in range(2):
@@ -175,15 +176,16 @@ def _optimizer(step: Step, device: torch.device) -> tuple[float, float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took = time.perf_counter() - begin
-    weights = sum(_bytes(parameter) for parameter in step.model.parameters())
-    state = sum(
-        _bytes(value)
-        for entry in adam.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor) and value.ndim
-    )
+    static = {
+        parameter: _bytes(parameter)
+        + (0 if parameter.grad is None else _bytes(parameter.grad))
+        + sum(
+            _bytes(value) for value in adam.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim
+        )
+        for parameter in step.model.parameters()
+    }
     step.model.zero_grad(set_to_none=True)
-    return took, 2.0 + state / weights
+    return took, static
 
 
 # Conversion to a profile.
@@ -198,15 +200,14 @@ class _Measured:
     times: TimedStep
     flops: Sequence[Flops]
     transients: TransientMemory
-    state_bytes: float
-    """Bytes of weights, gradients and optimizer state per byte of weights."""
+    static: Mapping[nn.Parameter, int]
+    """Bytes of each parameter, its gradient and its optimizer state; a frozen one has neither."""
     repeated: float
     """Fraction of the forward's matrix products that point `attention` recomputes."""
 
 
 def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
     costs, flop, forward_s = measured.costs[number], measured.flops[number], measured.times.forward_s[number]
-    weights = sum(_bytes(parameter) for parameter in layer.module.parameters())
     repeated = (flop.whole - flop.attention) * measured.repeated
     (always_bytes, points), storages = points_of(costs), measured.storages[number]
     return LayerProfile(
@@ -228,7 +229,7 @@ def _layer(layer: Layer, number: int, measured: _Measured) -> LayerProfile:
         forward_transient_bytes=measured.transients.forward.get(layer.name, 0)
         + (comparing_nbytes(max(storages, default=0)) if len(points) > 1 else 0),
         backward_transient_bytes=measured.transients.backward.get(layer.name, 0),
-        static_bytes=round(weights * measured.state_bytes),
+        static_bytes=sum(measured.static[parameter] for parameter in layer.module.parameters()),
         # For recompute the results of attention's two projections are kept too, which autograd need not save.
         storages=len(storages) + (2 if len(points) > 1 else 0),
         largest_storage_bytes=max(storages, default=0),

@@ -29,7 +29,7 @@ class Moment:
 
     chunk: int
     kind: Kind
-    """BACKWARD also stands for a forward, in which layers hold the same, unless `ahead` waits through it."""
+    """A BACKWARD covers a forward in which the same calls are held, unless `ahead` waits through that."""
     waiting: tuple[int, ...]
     """By chunk: number of other microbatches between forward and backward."""
     between: tuple[int, ...]
@@ -68,11 +68,10 @@ def moments_of(turns: tuple[Turn, ...], chunks: int) -> tuple[Moment, ...]:
         elif turn.kind is Kind.WEIGHT:
             between[turn.chunk] -= 1
         ahead = read_ahead[at]
-        alike = turn.kind is Kind.FORWARD and ahead is None
         found[
             Moment(
                 chunk=turn.chunk,
-                kind=Kind.BACKWARD if alike else turn.kind,
+                kind=turn.kind,
                 waiting=tuple(waiting),
                 between=tuple(between),
                 whole_chunk=None if latest is None else latest[0],
@@ -100,13 +99,10 @@ def in_flight_within(turns: tuple[Turn, ...], bound: tuple[Turn, ...], *, chunks
 
 
 def _covers(other: Moment, one: Moment) -> bool:
-    alike = (other.chunk, other.kind, other.whole_chunk, other.ahead) == (
-        one.chunk,
-        one.kind,
-        one.whole_chunk,
-        one.ahead,
-    )
-    return alike and _at_least(other.waiting + other.between, one.waiting + one.between)
+    alike = (other.chunk, other.whole_chunk, other.ahead) == (one.chunk, one.whole_chunk, one.ahead)
+    # Layers hold the same in a forward, and no recompute runs in it.
+    of_kind = other.kind is one.kind or (one.kind is Kind.FORWARD and one.ahead is None and other.kind is Kind.BACKWARD)
+    return alike and of_kind and _at_least(other.waiting + other.between, one.waiting + one.between)
 
 
 def _at_least(these: Iterable[int], those: Iterable[int]) -> bool:

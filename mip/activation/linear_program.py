@@ -41,7 +41,6 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from memo.errors import SolverFailed
-from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
@@ -51,7 +50,7 @@ from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import ALL, LayerProfile
 from memo.mip.solvers import Backend, pulp, solve_model
 
-__all__ = ["DAY_S", "Model", "Sharing"]
+__all__ = ["DAY_S", "Limit", "Model", "Resource", "Sharing"]
 
 DAY_S = 86400.0
 TIME_LIMIT_S, WHOLE_TIME_LIMIT_S = 60.0, 10.0
@@ -65,6 +64,27 @@ MARGIN = 1e-6
 # Prices that break ties: a moved byte costs a ten-thousandth of its copy's time, on disk twice that, so that bytes stay
 # where moving them gains nothing.
 MOVING_PRICE, DISK_PRICE = 1e-4, 2e-4
+
+
+class Resource(enum.StrEnum):
+    """A resource that a row of the program shares out."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    WEAR = "disk wear"
+    COPY_OUT = "copy out"
+    COPY_IN = "copy in"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A binding row of a solution."""
+
+    resource: Resource
+    where: str
+    saving: float
+    """Dual value: seconds of a step per further byte (device, host, disk, wear a day), or per second of a window."""
 
 
 class Sharing(enum.Enum):

@@ -12,10 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from memo.errors import Infeasible
-from memo.mip.activation.bottlenecks import Limit, Resource
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
-from memo.mip.activation.linear_program import Model, Sharing
+from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
 from memo.mip.activation.pieces import piece_candidates
 from memo.mip.activation.plan import (
     ActivationPlan,

@@ -34,6 +34,7 @@ from memo.errors import StoreWriteError
 from memo.events import StallCause, Tier as TierName
 from memo.swap.engine.saved_storage import AWAY, LEAVING, LIVE, by_home
 from memo.swap.engine.token_prefix import pack_prefixes
+from memo.swap.kept import is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -129,6 +130,9 @@ class CopyOut:
         if nbytes == 0:  # all of it will be recomputed
             saved.move_to(LEAVING)
             self._drop_source(saved)
+            return
+        if is_kept(source.untyped_storage()):
+            telemetry.stats.bytes_kept += nbytes
             return
         place = self._tier_choice.claim(saved, nbytes)
         if place is None:

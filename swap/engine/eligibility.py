@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 
+from memo.swap.kept import is_kept
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import cast_of_parameter, is_sharded, local_part, never_moves
 
@@ -52,7 +53,8 @@ class Eligibility:
 
     def stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, group: Group) -> bool:
         """True if the storage of a plain strided tensor never moves (R3); records the answer."""
-        if not (storage in group.external or tensor.device != self._device or never_moves(tensor)):
+        moves = not (storage in group.external or tensor.device != self._device or never_moves(tensor))
+        if moves and not is_kept(storage):
             types = self._parameter_types.get(nbytes // tensor.itemsize)
             if types is None and not self._sharded:
                 return False

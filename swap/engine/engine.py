@@ -402,7 +402,7 @@ class Engine:
         self._eligibility.known[storage] = weak = saved.hold
         group.saved.append(weak)
         group.alive += 1
-        stats.live_entries += 1
+        stats.began(nbytes)
         stats.came_to_device(nbytes)
         if telemetry.trace is not None:
             telemetry.trace.changed(saved, tensor)

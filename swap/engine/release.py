@@ -130,7 +130,7 @@ class Release:
 
     def _end(self, saved: SavedStorage) -> None:
         stats = self._telemetry.stats
-        stats.live_entries -= 1
+        stats.ended(saved.nbytes)
         if not stats.live_entries and self.when_idle is not None:
             self.when_idle()
         group = saved.group

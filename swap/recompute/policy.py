@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +20,7 @@ from memo.errors import UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
@@ -30,14 +32,13 @@ from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
-from memo.swap.tensor_kinds import layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.layers import Layer
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.cut import Cut
 
@@ -55,6 +56,7 @@ class Tapes:
         repeats_when_full: repeats all that can be where no tier has room for a layer's tensors.
         bans: layer -> operators that the user keeps or repeats by name.
         exact: refuses token ranges whose replay differs by as much as a rounding; whole storages never do.
+        verify: compares by checksums what replays read with what it was in the forward.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Tapes:
         repeats_when_full: bool = False,
         exact: bool = False,
         bans: Mapping[str, Bans] | None = None,
+        verify: bool = False,
     ) -> None:
         self.default = default
         self.refused: dict[str, str] = {}
@@ -77,6 +80,7 @@ class Tapes:
         self._chosen: dict[str, Setting] = {}
         self._bans = dict(bans or {})
         self._repeats_when_full = repeats_when_full
+        self._verify = verify
         self._open: OpenCall | None = None
         self._position: dict[str, int] = {}
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
@@ -226,7 +230,8 @@ class Tapes:
         hidden = layer_input(args, kwargs)
         if hidden is None or not is_recordable(local_part(hidden)):
             return
-        tensors = [part for tensor in tensors_within((args, kwargs)) if is_recordable(part := local_part(tensor))]
+        arguments = tensors_within((args, kwargs))
+        tensors = [part for tensor in arguments if is_recordable(part := local_part(tensor))]
         kind = (layer.name, type(layer.module), layer.module.training, setting, _described(tensors))
         last, holds = self._plans.expected(layer.name, kind)
         is_checked = holds is None or self._plans.is_written_unseen(layer.name)
@@ -239,11 +244,16 @@ class Tapes:
             all_bits=self._ranks.talks(layer.name),
             expected=None if last is None else last.key,
         )
+        for tensor in arguments:
+            if type(tensor) is not torch.Tensor and tensor is not hidden and is_sharded(tensor):
+                recorder.sharded[ref(local_part(tensor).untyped_storage())] = tensor
         guard = self._inputs.pop(layer.name, None)
         if guard is not None and guard.is_changed:
             self._changing.add(layer.name)
         copies = holds is None or layer.name in self._changing
-        self._open = OpenCall(layer, group, recorder, setting, kind, hidden, last, copies_input=copies)
+        self._open = OpenCall(
+            layer, group, recorder, setting, kind, hidden, last, copies_input=copies, verify=self._verify
+        )
         group.held = True
         recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -295,7 +305,7 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
-        if recorded.has_copied and name not in self._changing:
+        if recorded.has_copied and name not in self._changing and has_storage(local_part(call.hidden)):
             self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
@@ -354,7 +364,8 @@ class Tapes:
 
 
 def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
-    own = (parameter for layer in layers for parameter in layer.module.parameters())
+    modules = (layer.module for layer in layers if not is_gathered_whole(layer.module))
+    own = (parameter for module in modules for parameter in module.parameters())
     # A set by identity: tensors compare by their numbers.
     return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
 

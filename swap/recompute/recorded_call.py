@@ -13,6 +13,8 @@ import torch
 from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.kept import is_kept
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
 from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.layers import Layer
     from memo.swap.recompute.ranges.ranged_plan import RangedPlan
     from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
@@ -63,6 +64,8 @@ class OpenCall:
     """The layer's last call, as which this one most often ends: objects that are the same are found faster."""
     copies_input: bool = False
     """A copy of the layer's input is kept where autograd does not save it: the program may change it after the layer."""
+    verify: bool = False
+    """What replays read is compared with what it was."""
     nested: bool = False
 
 
@@ -104,6 +107,8 @@ class RecordedCall:
                 if known.content == content_of(tensor):
                     saved.add(number)
                     self.saved[number] = known
+                    if is_kept(storage):
+                        free.add(number)
             elif storage.nbytes() != nbytes:
                 continue  # freed by its owner, as sharded parameters are
             elif birth is Birth.GIVEN or known is not None or engine.stays(storage):
@@ -117,6 +122,7 @@ class RecordedCall:
                 elif number not in outputs:  # which the program may change in place, as autograd did not save it
                     held.add(number)
         lent = recorder.lent - free - saved
+        passed_on |= free
         stuck = tuple(
             sorted(number for number in self.saved if number in passed_on or storages[number][0] is not Birth.MADE)
         )
@@ -170,6 +176,7 @@ class RecordedCall:
             carried=recorder.carried,
             wanted=wanted,
             together=together,
+            verify=self._call.verify,
         )
 
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
@@ -200,6 +207,7 @@ class RecordedCall:
                     wanted=wanted,
                     before=found[-1] if found else None,
                     together=together,
+                    verify=self._call.verify,
                 )
             )
         return found
@@ -232,7 +240,8 @@ class RecordedCall:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage), beside)
+            known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
+            return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())

@@ -71,7 +71,7 @@ def test_two_managers_at_once_are_refused() -> None:
     with second, pytest.raises(UsageError, match=r"layers\.0 is in another manager's care here"):
         model(ids())
     with first, pytest.raises(UsageError, match=r"layers\.0 is in another manager's care here"), second:
-        pass
+        model(ids())
     assert_equal(train(model, lambda step: model(ids(step))), plain())
     first.close()
     second.close()

@@ -48,8 +48,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 def test_layers_compiled_one_by_one_have_no_break_and_one_graph(make: Callable[[], nn.Module]) -> None:
     def compiled() -> nn.Module:
         model = make()
-        for layer in memo.offload(model, alpha=1.0).layers:
+        manager = memo.offload(model, alpha=1.0)
+        for layer in manager.layers:
             layer.module.compile(backend="aot_eager")
+        manager.close()
         torch._dynamo.reset()
         counters.clear()
         return model

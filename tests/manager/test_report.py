@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_models import ids, stack, train
 
 import memo
+from memo.autoplan.plan_outcome import PlanOutcome
 from memo.events import Tier, UseKind
 from memo.manager.report import DiskUse
 from memo.trace.reader import read_trace
 from memo.trace.stats import rank_stats
+from memo.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,3 +120,79 @@ def test_a_traces_header_has_the_budgets_and_the_measured_rate_of_each_lane_in_u
     assert used
     assert used == {lane: trace.meta["link_bytes_per_s"][lane] for lane in used}
     assert list(scratch.iterdir()) == []
+
+
+def test_the_first_line_is_the_benefit_measured(tmp_path: Path) -> None:
+    model = stack(layers=8)
+    manager = memo.offload(model, alpha=1.0, disk=tmp_path, min_bytes=512)
+    assert str(manager.report()).startswith("nothing is managed yet: no forward has saved a tensor in the manager\n")
+    train(model, lambda step: model(ids(step)), manager, steps=2)
+    report = manager.report()
+    b, s, h = 2, 48, 32
+    units, statistics, vectors = 16 * b * s * h * 4, 2 * 2 * b * s * 4, 2 * b * s * 4
+    assert 8 * units <= report.saved_peak_bytes <= 8 * (units + statistics + vectors), "all layers at once"
+    device = report.tiers[0].peak_bytes
+    assert device < report.saved_peak_bytes / 2
+    assert str(report).splitlines()[0] == report.benefit
+    peaks = (
+        f"at most {format_bytes(device)} of the device (measured) instead of {format_bytes(report.saved_peak_bytes)};"
+    )
+    assert peaks in report.benefit
+    assert "of waiting and 0 ms of recompute so far (measured)" in report.benefit
+    manager.close()
+
+
+def test_the_first_line_says_what_is_predicted_until_it_is_measured() -> None:
+    stage = SimpleNamespace(microbatch_s=1.1, recompute_s=0.05, stall_s=0.05, peak_device_bytes=0)
+    plan: Any = SimpleNamespace(stages=(stage,), declined=None, binding=())
+    outcome = PlanOutcome(
+        phase="planned",
+        signature=None,
+        plan=plan,
+        measured_s=None,
+        predicted_peak_bytes=1 << 20,
+        measured_peak_bytes=None,
+        plans=1,
+        planning_s=0.0,
+        why_not=None,
+    )
+    model = stack()
+    manager = memo.offload(model, alpha=1.0, host="8MiB", min_bytes=512)
+    train(model, lambda step: model(ids(step)), manager, steps=1)
+    report = dataclasses.replace(manager.report(), plan=outcome, saved_peak_bytes=1 << 22)
+    assert report.benefit == (
+        "saved tensors take at most 1 MiB of the device (predicted) instead of 4 MiB; step +10.0 % (predicted)"
+    )
+    measured = dataclasses.replace(outcome, measured_s=1.03, measured_peak_bytes=1 << 21)
+    assert dataclasses.replace(report, plan=measured).benefit == (
+        "saved tensors take at most 2 MiB of the device (measured) instead of 4 MiB; step +3.0 % (measured)"
+    )
+    plan.declined = "fits"
+    assert dataclasses.replace(report, plan=outcome).benefit == (
+        "all saved tensors fit, 1 MiB (predicted): nothing is moved or recomputed"
+    )
+    manager.close()
+
+
+def test_manager_and_report_show_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    model = stack()
+    with caplog.at_level("INFO", logger="memo"):
+        manager = memo.offload(model, host="8MiB", min_bytes=512)
+        assert repr(manager).startswith(
+            "<memo.Manager of Stack: 3 layers, not attached, step 0; nothing is managed yet"
+        )
+        manager.attach()
+        train(model, lambda step: model(ids(step)), steps=6)
+        model(ids()).backward()
+    assert "3 layers, attached, step 6; all saved tensors fit" in repr(manager)
+    page = manager._repr_html_()
+    assert page.startswith("<div>&lt;memo.Manager of Stack")
+    assert manager.report()._repr_html_() in page
+    assert "<b>all saved tensors fit" in page
+    assert [record.levelname for record in caplog.records] == ["INFO"] * len(caplog.records)
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "Stack: 3 layers managed on cpu"
+    assert told[1] == "Stack: attached"
+    assert told[2].startswith("Stack: plan: nothing to move")
+    manager.close()
+    assert "closed" in repr(manager)

@@ -18,7 +18,7 @@ from equality_worker import CPU
 from launching import SCHEDULES
 from plans_worker import Steps, divided, managed, only_saved_tensors, require_equal, run
 
-import memo.manager.manager
+import memo.manager.opening
 from memo.errors import PlanError
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, Pipeline
 from memo.mip.activation.solver import solve_problem
@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.manager.device_budget_of = only_saved_tensors
+    memo.manager.opening.device_budget_of = only_saved_tensors
     before: ActivationPlan | None = None
     with join(CPU):
         for schedule in TWO:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from small_models import Block, Stack
 
 import memo
-import memo.manager.manager
+import memo.manager.opening
 from memo.autoplan.device_budget import DeviceBudget
 from memo.errors import UsageError
 from memo.parallel.rank_agreement import gather_values
@@ -235,7 +235,7 @@ def disagreeing() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    memo.manager.manager.device_budget_of = only_saved_tensors
+    memo.manager.opening.device_budget_of = only_saved_tensors
     dist.init_process_group("gloo", timeout=PATIENCE)
     for case in sys.argv[1:]:
         globals()[case]()

@@ -19,7 +19,7 @@ from equality_worker import CPU, SEED, SEQ, Drawn, training
 from launching import SCHEDULES
 
 import memo
-import memo.manager.manager
+import memo.manager.opening
 from memo.autoplan.device_budget import DeviceBudget
 from memo.gpt.model.build_rank import build_stages
 from memo.gpt.model.pipeline_stage import PipelineStage
@@ -187,11 +187,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*whole tensors|the plan for")
-    memo.manager.manager.device_budget_of = only_saved_tensors
+    memo.manager.opening.device_budget_of = only_saved_tensors
     with join(CPU):
         early_stages_keep_less()
         ranks_of_a_layer_agree()
-        memo.manager.manager.device_budget_of = lambda device, budget: only_saved_tensors(device, 1 << 40)
+        memo.manager.opening.device_budget_of = lambda device, budget: only_saved_tensors(device, 1 << 40)
         schedules_are_followed_from_the_first_step()
 
 

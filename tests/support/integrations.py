@@ -59,13 +59,18 @@ def assert_divided(manager: memo.Manager, layers: int, *, forwards: int = STEPS)
 
 
 def compare(
-    train: Callable[[Callable[[nn.Module], memo.Manager] | None], Run], alpha: float | None, **options: Any
+    train: Callable[[Callable[[nn.Module], memo.Manager] | None], Run],
+    alpha: float | None,
+    *,
+    steps: int = STEPS,
+    **options: Any,
 ) -> memo.Manager:
     """Trains without memo and with it, asserts the same run, and returns the manager.
 
     Args:
         train: Makes a model and trains it. It gets None, or a function from the model to a manager of it.
         alpha: Of memo.offload; None plans.
+        steps: Number of losses.
         options: More of memo.offload.
     """
     made: list[memo.Manager] = []
@@ -76,7 +81,7 @@ def compare(
 
     want = train(None)
     got = train(offload)
-    assert_same(got, want)
+    assert_same(got, want, steps=steps)
     (manager,) = made
     return manager
 

@@ -103,6 +103,7 @@ class RangedReplay(Replay):
         wanted: storages that it gives, in the plan's order.
         before: replay of the tokens behind, which some of what is kept needs to be whole.
         together: other ranks run it at the same place in their backward.
+        verify: sums the bytes of what is kept now, and again when they are read.
     """
 
     def __init__(
@@ -117,8 +118,11 @@ class RangedReplay(Replay):
         wanted: Sequence[Wanted],
         before: RangedReplay | None = None,
         together: bool = False,
+        verify: bool = False,
     ) -> None:
-        super().__init__(engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together)
+        super().__init__(
+            engine, name, span.plan, kept, carried=carried, wanted=wanted, together=together, verify=verify
+        )
         self.span = span
         self.before = before
         self._slices = slices

@@ -15,7 +15,7 @@ import torch
 from memo.swap.storage_map import StorageMap
 from memo.swap.tensor_kinds import has_storage
 
-__all__ = ["Checksums"]
+__all__ = ["Checksums", "checksum"]
 
 
 class Checksums:
@@ -29,7 +29,7 @@ class Checksums:
         """Sums tensors that an operator has written, or that are there when the run begins."""
         for tensor in tensors:
             if has_storage(tensor):
-                self._sums[tensor.untyped_storage()] = _sum(tensor)
+                self._sums[tensor.untyped_storage()] = checksum(tensor)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Drops the sums of tensors that a collective is still writing."""
@@ -43,9 +43,9 @@ class Checksums:
             if has_storage(tensor):
                 known = self._sums.find(ref(tensor.untyped_storage()))
                 if known is None:
-                    self._sums[tensor.untyped_storage()] = _sum(tensor)
+                    self._sums[tensor.untyped_storage()] = checksum(tensor)
                 else:
-                    self._changed |= known != _sum(tensor)
+                    self._changed |= known != checksum(tensor)
 
     def differs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Whether the tensor's sum is no longer the noted one, as a flag on its device; None where none is noted."""
@@ -53,7 +53,7 @@ class Checksums:
         if known is None:
             self.note([tensor])
             return None
-        differs: torch.Tensor = known != _sum(tensor)
+        differs: torch.Tensor = known != checksum(tensor)
         return differs
 
     def differ(self) -> bool:
@@ -61,8 +61,8 @@ class Checksums:
         return not torch.equal(self._changed, torch.zeros_like(self._changed))
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the 64-bit words of the tensor's storage, modulo 2^64, plus its last bytes."""
-    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+def checksum(tensor: torch.Tensor, nbytes: int | None = None) -> torch.Tensor:
+    """The sum of the 64-bit words of the tensor's storage, or its first `nbytes`, modulo 2^64, plus the last bytes."""
+    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())[:nbytes]
     words = content.numel() // 8 * 8
     return content[:words].view(torch.int64).sum() + content[words:].sum()

@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         self.streams: dict[int, int] = {}
         """Storage number -> the stream on which it was held; -1 - operator number for bits."""
         self.sharded: dict[ref[torch.UntypedStorage], torch.Tensor] = {}
-        """Memory of a local part -> its DTensor parameter, which alone counts changes of the whole."""
+        """Memory of a local part -> its DTensor, a parameter or an argument, which alone counts changes of the whole."""
         self.lent: set[int] = set()
         """Storages that the layer's call has made or found, and that a parameter had then: gathered for it, and released."""
         self.beside: dict[int, dict[int, Parameter]] = {}

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memo.errors import MemoError, ModifiedAfterSave, SwapError
+from memo.swap.engine.handles import Handle, Kept, Sharded
+from memo.swap.recompute.tape.checksums import checksum
 from memo.swap.recompute.tape.optimizer_steps import uncounted_steps
 from memo.swap.tensor_kinds import local_part
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
-    from memo.swap.engine.handles import Kept, Packed
+    from memo.swap.engine.handles import Packed
     from memo.swap.engine.saved_storage import Hold
     from memo.swap.engine.token_prefix import Take
     from memo.swap.recompute.tape.plan import Plan
@@ -111,6 +113,7 @@ class Replay:
         carried: arguments of the call that the plan does not hold.
         wanted: storages that it gives, in the plan's order.
         together: other ranks run it at the same place in their backward.
+        verify: sums the bytes of what is kept now, and again when they are read.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Replay:
         carried: Sequence[Any],
         wanted: Sequence[Wanted],
         together: bool = False,
+        verify: bool = False,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -133,6 +137,7 @@ class Replay:
         self._carried = carried
         self._precision = Precision.now()
         self._steps = uncounted_steps.begin()
+        self._sums = [_sum_of(each) for each in kept] if verify else None
         self._lock = threading.Lock()
 
     def recompute(self, take: Take) -> None:
@@ -220,12 +225,31 @@ class Replay:
                 " recomputes from it; take the step after backward, or exclude the layer with alpha=1 (torch itself does not"
                 " notice a fused step, and mixes both values)"
             )
+        if self._sums is not None:
+            self._verify(kept, self._sums[position], tensor)
         return tensor.detach()
+
+    def _verify(self, kept: Brought, known: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """Raises ModifiedAfterSave if bytes that came back are not those of the forward."""
+        is_replayed = type(kept.packed) is Handle and kept.packed.hold.saved.prefix is not None
+        if known is not None and not is_replayed and checksum(tensor, kept.nbytes).item() != known.item():
+            raise ModifiedAfterSave(
+                f"{self.name} is recomputed from a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype} whose bytes"
+                " changed since its forward, and nothing counted it: a write through .data, by NumPy or by a kernel, or"
+                " memory that is damaged"
+            )
 
     @staticmethod
     def _failed_step(plan: Plan, error: BaseException) -> int | None:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<replay>"]
         return plan.line_steps.get(lines[0]) if lines and lines[0] is not None else None
+
+
+def _sum_of(kept: Brought) -> torch.Tensor | None:
+    """Checksum of something that was just packed; None where its bytes have left the device already."""
+    packed = kept.packed.local if isinstance(kept.packed, Sharded) else kept.packed
+    tensor = local_part(packed.tensor) if isinstance(packed, Kept) else packed.hold.saved.source
+    return None if tensor is None else checksum(tensor, kept.nbytes)
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 
 import pytest
 from activation_problems import layer, machine, profile_of, random_problem, with_curves
@@ -15,9 +16,10 @@ from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
 from memo.mip.activation.pieces import piece_candidates
-from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan
+from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, chunk_layers
 from memo.mip.activation.rounding import in_tiles, piece_tokens, tile_of
 from memo.mip.activation.solver import solve_problem
+from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 from memo.mip.simulate import prove, simulate
 
@@ -178,3 +180,19 @@ def test_of_what_no_piece_fits_the_budget_that_is_named_does() -> None:
     assert check_plan(plan) is None
     with pytest.raises(Infeasible):  # by the smallest piece, which the last layer does not need
         solve_problem(problem_of(holding(2000), least - 2000 // 64 - 2, host=0))
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_recompute_is_counted_in_a_forward(schedule: PipelineSchedule, seed: int) -> None:
+    """Some layers recompute much and others nothing, so that the fullest forward need not be the fullest backward."""
+    draw = random.Random(seed)
+    known = holding(held=900)
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
+    problem = dataclasses.replace(problem_of(known, 1 << 30, layers=16), pipeline=pipeline)
+    parts = [LayerPlan(kept=0.5, host=0.5), LayerPlan(points={ATTENTION: 1.0}, kept=0.5, host=0.5, piece=0.5)]
+    layers = tuple(draw.choice(parts) for _ in range(15))
+    lasts = {index for stage in range(2) for index in [chunk_layers(problem, stage)[-1][-1]]}
+    layers = tuple(LayerPlan() if index in lasts else part for index, part in enumerate((*layers, LayerPlan())))
+    plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
+    assert check_plan(plan) is None

@@ -1,0 +1,93 @@
+"""PyTorch Lightning: a callback that manages the training forwards of a LightningModule.
+
+    Trainer(callbacks=[MemoCallback(host="64GiB")]).fit(module)
+
+Owns one manager for each `fit`: it is made when training begins, after the strategy has set the module up, and closed when
+training ends or fails. Validation, test and prediction are left alone. Invariant: outside of training the module has no hook
+of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import memo
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the same package under its older name
+    from pytorch_lightning import Callback
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["MemoCallback"]
+
+_GIB = 1 << 30
+
+
+class MemoCallback(Callback):  # type: ignore[misc]
+    """Lightning callback that manages the activations of a module while it trains.
+
+    The module's repeated layers must be reached through the forward of the module or of a part of it: `self(batch)` or
+    `self.model(batch)` in `training_step`. With manual optimization any number of forwards and backwards may follow.
+
+    Args:
+        **options: Arguments of `memo.offload`.
+
+    Attributes:
+        manager: Of the training under way, or of the last one, which is closed and still reports; None before.
+
+    Example:
+        callback = MemoCallback(host="64GiB")
+        Trainer(callbacks=[callback]).fit(module)
+        print(callback.manager.report())
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.manager: memo.Manager | None = None
+        self._options = options
+        self._step = 0
+        self._moved = self._recomputed = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the manager, and attaches it to the module."""
+        self._end()
+        self.manager = memo.offload(pl_module, **self._options).attach()
+        self._step = trainer.global_step
+        self._moved = self._recomputed = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends a step once the optimizer has stepped, and logs figures as often as Lightning's loggers write."""
+        if self.manager is None or trainer.global_step == self._step:
+            return
+        self.manager.step_done()
+        if trainer.logger is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+            self.log_dict(self._figures(self.manager), on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Detaches from the module, and releases memory and files."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Does as `on_train_end`."""
+        self._end()
+
+    def _end(self) -> None:
+        if self.manager is not None:
+            self.manager.detach()
+            self.manager.close()
+
+    def _figures(self, manager: memo.Manager) -> dict[str, float]:
+        """Peaks since training began, and means of a step since the figures before."""
+        report = manager.report()
+        lower = report.tiers[1:]
+        moved = sum(use.moved_bytes for use in lower)
+        recomputed = 0 if report.tokenwise is None else report.tokenwise.recomputed_bytes
+        found = {f"memo/{use.tier}_peak_gib": use.peak_bytes / _GIB for use in lower}
+        found["memo/moved_gib"] = (moved - self._moved) / _GIB
+        found["memo/recomputed_gib"] = (recomputed - self._recomputed) / _GIB
+        self._moved, self._recomputed = moved, recomputed
+        return found

@@ -1,0 +1,173 @@
+"""`memo.offload`: checks its arguments, finds the layers, and makes the Manager."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from memo.errors import UsageError
+from memo.manager.disabled import DisabledManager, is_disabled
+from memo.manager.layer_choices import LayerLevels, Names, bans_by_layer, settings_by_layer
+from memo.manager.manager import Manager
+from memo.manager.opening import OnFull, Opening
+from memo.manager.plan_source import own_part, read_plan
+from memo.manager.validate import require_choice, require_kinds, require_manageable
+from memo.parallel import PipelineOrder
+from memo.swap import TokenLevels, find_layers, setting_of
+from memo.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from memo.mip.activation import ActivationPlan
+
+__all__ = ["offload"]
+
+_Path = str | os.PathLike[str]
+
+
+def offload(
+    model: nn.Module,
+    *,
+    plan: ActivationPlan | _Path | None = None,
+    alpha: float | Sequence[float] | TokenLevels | None = None,
+    levels: Mapping[int | str, LayerLevels] | None = None,
+    exact: bool = True,
+    keep: Names | None = None,
+    repeat: Names | None = None,
+    device: int | str | None = None,
+    host: int | str = "auto",
+    disk: _Path | Sequence[_Path] | None = None,
+    disk_budget: int | str | None = None,
+    layers: nn.ModuleList | Sequence[nn.Module] | type[nn.Module] | None = None,
+    min_bytes: int | str = "64KiB",
+    on_full: OnFull = "spill",
+    verify: bool = False,
+    trace: _Path | None = None,
+    group: ProcessGroup | None = None,
+    schedule: Any = None,
+) -> Manager:
+    """Manages the activations that a model's repeated layers save for backward: keeps, moves or recomputes them.
+
+    Gradients are bit-identical to the same model without memo. Moved tensors always are; recomputed ones are where
+    `exact` is True.
+
+    Without `plan`, `alpha` and `levels`, the first three steps run at the safest setting and are measured. A solver
+    then makes the plan with the shortest step that fits the budgets, and later steps run by it; another batch shape is
+    planned from the same measurements. Where everything fits, nothing is moved or recomputed.
+
+    Args:
+        model: Module with repeated layers. It is modified only inside `with manager:`.
+        plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
+            `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
+        alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
+            which dimension they run over, else of its bytes. The rest is recomputed in backward by replaying operators.
+            Layer inputs and attention outputs are always moved whole. 1.0 moves everything.
+            Three fractions that sum to 1, or TokenLevels, divide the tokens among the levels SAVE_ALL (move
+            everything), SAVE_MATMULS (move matrix products, recompute element-wise work) and SAVE_ATTENTION (recompute
+            all but attention). Default None: planned, or 1.0 where `levels` is given.
+        levels: Levels of single layers, by position or name; each value is a fraction or fractions as for `alpha`,
+            TokenLevels, or a Level. `Level.SAVE_INPUT` moves the least, and recomputes attention too. Default None.
+            `Manager.choose_levels` changes them between steps.
+        exact: Default True recomputes whole tensors of a layer where a part of its tokens is not bit-identical to what it
+            saved. False accepts differences within a few roundings, as matrix kernels make for another number of
+            tokens; the report shows the largest one.
+        keep: Names of operators whose results are never recomputed, such as "aten.mm" or "mm", or of groups: "attention",
+            "matmul", "collective", "scan", "sort", "scatter". A list for all layers, or a dict from layers, by position or
+            name, to lists. Default None: the level decides.
+        repeat: Names, as for `keep`, of operators that may be recomputed although the level keeps their results. Random
+            operators, and what memo cannot see, are kept all the same. Default None.
+        device: Bytes of device memory for all of training, parameters included: an int, or text such as "80GiB". Plans
+            keep within it; with a fixed `alpha` it limits how far reloads run ahead of backward. Default None: 94 % of
+            the GPU's memory, which is also the most, or on a CPU what the process uses and 80 % of the free host memory.
+        host: Bytes of host memory for activations on this node, shared by its ranks: an int, text such as "64GiB", or
+            "auto". Default "auto": 70 % of the free memory for a model on a GPU, 0 for one on the CPU, where host
+            memory is the device. 0 turns the tier off. With a process group this is a collective call of all ranks.
+        disk: Directory for an anonymous scratch file, or a list of directories that share the load. Default None: the
+            system's temporary directory for a model on the CPU without `host`, no disk otherwise.
+        disk_budget: Bytes of disk on this node, shared by its ranks, as `host`. Default None: what the file systems
+            have free, reserved as needed.
+        layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
+        min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
+        on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
+            raises at once; "recompute" uses the next tier, runs a layer again whole where none has room for its
+            tensors, and raises where none has room for its input.
+        verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
+            that recomputes read, parameters among them, in forward and again in backward, and so finds changes that no
+            version counter shows, at the cost of reading them twice more. Default False.
+        trace: File, or directory for `trace.rank{N}.jsonl`; a name that ends in a slash is a directory, made if
+            missing. The links are measured first, for a fraction of a second. Default None: no trace.
+        group: Ranks that communicate within the model's layers (tensor or context parallelism). Without `plan`, `alpha`
+            and `levels` they agree on one plan, made for the slowest rank with the least room, and on the step at which
+            it changes; they must run the same forwards. Default None: the group that `memo.parallelize` set, else none.
+        schedule: Torch's pipeline schedule that runs the model. It gives, from the first step on, the number of
+            microbatches in flight on this rank and the order of their backwards. Default None: no pipeline.
+
+    Returns:
+        A Manager, to be entered around each forward. `Manager.close` releases its memory and files.
+
+    Raises:
+        UsageError: An argument is invalid, or arguments exclude each other.
+        NoRepeatedLayers: The model has no repeated layers, and `layers` names none.
+        PlanError: `plan` cannot be read, breaks a rule, or does not fit the model or the schedule.
+        ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
+        TraceError: The trace cannot be written.
+        After any of them the model is unmodified, and no activations are managed.
+
+    A forward inside `with manager:` raises:
+        HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`).
+        StoreWriteError: A write to disk failed, and no other tier takes the bytes.
+        SwapError: The system refuses host memory within the budget.
+        After any of them what earlier forwards saved is still restored, and the manager can be entered again.
+
+    A backward raises:
+        ModifiedAfterSave: A tensor that it needs was modified in place after it was saved; with `verify` also where nothing
+            counted it.
+        StoreReadError: A read from disk failed; CorruptBlock, with `verify`: its checksum differs.
+        SwapError: The manager is closed, a copy failed, or a recompute did something else than its forward.
+        After any of them the gradients are incomplete: discard them, and run the forward again. Weights are unchanged.
+
+    Example:
+        manager = memo.offload(model, host="64GiB")
+        for batch in data:
+            with manager:
+                loss = model(**batch).loss
+            loss.backward()
+    """
+    require_kinds(
+        model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule
+    )
+    if is_disabled():
+        return DisabledManager(model)
+    fixed = None if plan is None else read_plan(plan)
+    if fixed is not None and (alpha is not None or levels is not None):
+        raise UsageError("plan: it excludes alpha and levels; give one of the three")
+    require_choice("on_full", on_full, get_args(OnFull))
+    found = find_layers(require_manageable(model), layers)
+    order = None if schedule is None else PipelineOrder.of(schedule, [layer.module for layer in found])
+    opening = Opening(
+        model=model,
+        layers=found,
+        plan=None if fixed is None else own_part(fixed, order),
+        plan_name=os.fspath(plan) if isinstance(plan, str | os.PathLike) else "the plan",
+        automatic=fixed is None and alpha is None and levels is None,
+        setting=setting_of(1.0 if alpha is None else alpha),
+        levels=settings_by_layer(found, levels or {}),
+        exact=exact,
+        bans=bans_by_layer(found, keep, repeat),
+        device_bytes=None if device is None else parse_bytes(device, what="device"),
+        host=host,
+        disk=disk,
+        disk_budget=disk_budget,
+        min_bytes=parse_bytes(min_bytes, what="min_bytes"),
+        on_full=on_full,
+        verify=verify,
+        trace=trace,
+        group=group,
+        order=order,
+    )
+    return Manager(model, found, opening=opening)

@@ -1,0 +1,175 @@
+"""What one manager works with, opened for the device that its model is on: tiers, engine, recompute, plan source.
+
+`memo.offload` checks its arguments into an Opening. It is opened at once where the model's device is known, and at the first
+forward where the model was on the meta device or has moved to a GPU since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from memo.autoplan import Actuator, AutoPlan, device_budget_of, missing_gradient_bytes, single_rank
+from memo.manager.plan_source import FixedPlan, FixedSetting, PlanSource, checked_plan
+from memo.manager.resources import Room, device_of, measured_link, open_backend, open_recorder, open_tiers
+from memo.mip.activation import lower_tier_nbytes
+from memo.parallel import PipelineOrder, gather_values, group_of
+from memo.swap import Bans, Engine, Layer, Setting, Tapes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from memo.autoplan import AllGather
+    from memo.mip.activation import ActivationPlan
+    from memo.swap.disk import DiskStore
+    from memo.trace import TraceRecorder
+
+__all__ = ["OnFull", "Opening", "Parts"]
+
+_Path = str | os.PathLike[str]
+
+OnFull = Literal["spill", "raise", "recompute"]
+"""Response to a full tier: use the next tier, raise, or use the next tier and recompute layers when all are full."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an open manager works with."""
+
+    engine: Engine
+    tokenwise: Tapes
+    recorder: TraceRecorder | None = None
+    """None: no trace."""
+    store: DiskStore | None = None
+    """None: no disk tier, or one whose traffic is not counted."""
+    source: PlanSource | None = None
+    """None: a fixed `alpha` or fixed levels."""
+
+    def close(self) -> None:
+        """Releases memory and files, and ends the trace.
+
+        Raises:
+            SwapError: a copy in flight failed. The trace is ended all the same.
+        """
+        try:
+            self.engine.close()
+        finally:
+            if self.recorder is not None:
+                self.recorder.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Arguments of `memo.offload`, checked; `open` may be called for one device after another."""
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    plan: ActivationPlan | None
+    """This rank's part of a given plan."""
+    plan_name: str
+    automatic: bool
+    """Plans are made while training."""
+    setting: Setting
+    """Of layers that `levels` does not name."""
+    levels: Mapping[str, Setting]
+    exact: bool
+    bans: Mapping[str, Bans]
+    device_bytes: int | None
+    host: int | str
+    disk: _Path | Sequence[_Path] | None
+    disk_budget: int | str | None
+    min_bytes: int
+    on_full: OnFull
+    verify: bool
+    trace: _Path | None
+    group: ProcessGroup | None
+    order: PipelineOrder | None
+
+    def device(self) -> torch.device | None:
+        """The model's device; None on the meta device.
+
+        Raises:
+            UsageError: it is on several GPUs, or on a device that memo does not manage.
+        """
+        return device_of(self.model)
+
+    def open(self, device: torch.device) -> Parts:
+        """Opens everything for a device; nothing is left open after an error."""
+        budget = device_budget_of(device, self.device_bytes)
+        room = Room.of(
+            device,
+            host=self.host,
+            disk=self.disk,
+            disk_budget=self.disk_budget,
+            weights=_weights(self.plan, self.order),
+        )
+        recorder = None if self.trace is None else open_recorder(self.trace, self.model, room)
+        backend = open_backend(device, timing=recorder is not None or self.automatic or self.plan is not None)
+        tiers, store = open_tiers(room, backend, verify=self.verify)
+        engine = Engine(
+            backend,
+            tiers,
+            min_bytes=self.min_bytes,
+            spill=self.on_full != "raise",
+            tracer=recorder,
+        )
+        if self.order is not None:
+            engine.expect(self.order.backward)
+        tokenwise = Tapes(
+            engine,
+            self.setting,
+            repeats_when_full=self.on_full == "recompute",
+            exact=self.exact,
+            bans=self.bans,
+            verify=self.verify,
+        )
+        parts = Parts(engine=engine, tokenwise=tokenwise, recorder=recorder, store=store)
+        with contextlib.ExitStack() as undo:
+            undo.callback(parts.close)  # a plan that does not fit the model leaves no file or buffer behind
+            if self.levels:
+                tokenwise.choose(self.levels)
+            actuator = Actuator(
+                engine,
+                tokenwise,
+                self.layers,
+                budget,
+                tracer=recorder,
+                link=functools.partial(measured_link, device),
+                missing_gradient_bytes=lambda: missing_gradient_bytes(self.model.parameters()),
+            )
+            parts = dataclasses.replace(parts, source=self._source(actuator, recorder))
+            undo.pop_all()
+        return parts
+
+    def _source(self, actuator: Actuator, recorder: TraceRecorder | None) -> PlanSource | None:
+        if self.automatic:
+            return AutoPlan(
+                actuator,
+                checked_plan,
+                all_gather=_all_gather(self.group or group_of(self.model)),
+                held=None if self.order is None else self.order.held,
+                turns=None if self.order is None else self.order.turns,
+                tracer=recorder,
+                model=type(self.model).__name__,
+            )
+        if self.plan is not None:
+            return FixedPlan(actuator, self.plan, name=self.plan_name)
+        return None if self.device_bytes is None else FixedSetting(actuator)
+
+
+def _weights(plan: ActivationPlan | None, order: PipelineOrder | None) -> tuple[int, int]:
+    """Weights of this rank in sharing its node's host and disk budgets: its plan's bytes, else its calls in flight."""
+    if plan is not None:
+        host, disk = lower_tier_nbytes(plan)
+        return max(host, 1), max(disk, 1)  # a tier that is turned on has some room
+    return (1, 1) if order is None else (order.weight, order.weight)
+
+
+def _all_gather(group: ProcessGroup | None) -> AllGather:
+    return single_rank if group is None or group.size() == 1 else functools.partial(gather_values, group=group)
