@@ -202,9 +202,13 @@ def test_training_goes_on_after_an_exception(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, callbacks=[ours, stops], gradient_accumulation_steps=2)
     with pytest.raises(KeyError, match="stop"):
         trainer.train()
+    first = ours.manager
+    assert first is not None
     stops.is_armed = False
     trainer.train()
     assert hooks_of(trainer.model) == 0
+    with pytest.raises(memo.MemoError, match="closed"):
+        first.attach()
 
 
 def test_a_manager_that_is_left_unused_says_so(tmp_path: Path) -> None:
