@@ -1,0 +1,133 @@
+"""A manager attached to a model that something wraps, before or after: it works, whichever of the two is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import Stack, assert_equal, ids, plain, stack, train
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import memo
+
+ALPHAS = [1.0, 0.0]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def attached(model: nn.Module, alpha: float) -> memo.Manager:
+    return memo.offload(model, alpha=alpha, host="8MiB", min_bytes=512).attach()
+
+
+def ends_well(manager: memo.Manager, model: nn.Module) -> None:
+    assert manager.stats.packed > 0
+    manager.close()
+    ours = (
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if type(hook).__module__.startswith("memo")
+    )
+    assert list(ours) == []
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a model: the wrapper's forward calls the model's."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.base(*args)
+        return loss
+
+
+WRAPPERS: dict[str, Callable[[Stack], nn.Module]] = {
+    "adapted": Adapted,
+    "ddp": DistributedDataParallel,
+    "data parallel": nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("given", ["wrapped", "inner", "inner, then wrapped"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_models(wrapper: str, alpha: float, given: str) -> None:
+    model = stack()
+    if given == "inner, then wrapped":
+        manager = attached(model, alpha)
+        wrapped = WRAPPERS[wrapper](model)
+    else:
+        wrapped = WRAPPERS[wrapper](model)
+        manager = attached(wrapped if given == "wrapped" else model, alpha)
+    assert_equal(train(wrapped, lambda step: wrapped(ids(step))), plain())
+    ends_well(manager, wrapped)
+
+
+@pytest.mark.parametrize("first", ["attached", "sharded"])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_fully_sharded_models(alpha: float, first: str) -> None:
+    def sharded(model: Stack) -> Stack:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+    def losses(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        found = []
+        for step in range(3):
+            loss = model(ids(step))
+            loss.backward()
+            found += [
+                loss.detach(),
+                *(one.grad.to_local().clone() for one in model.parameters() if one.grad is not None),
+            ]  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    model = stack()
+    if first == "sharded":
+        sharded(model)
+    manager = attached(model, alpha)
+    if first == "attached":
+        sharded(model)
+    got, want = losses(model), losses(sharded(stack()))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    ends_well(manager, model)
+
+
+@pytest.mark.filterwarnings("ignore:layers.0 and 2 more ran without hooks:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*ran without hooks:RuntimeWarning")
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile", "layer.compile"])
+def test_compiled_models(how: str, alpha: float) -> None:
+    def compiled(model: nn.Module) -> nn.Module:
+        torch._dynamo.reset()
+        if how == "torch.compile":
+            return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
+        for module in model.layers if how == "layer.compile" else [model]:  # type: ignore[union-attr]
+            module.compile(backend="aot_eager")
+        return model
+
+    reference = compiled(stack())
+    want = train(reference, lambda step: reference(ids(step)))
+    model = compiled(stack())
+    manager = attached(model, alpha)
+    assert_equal(train(model, lambda step: model(ids(step))), want)
+    if how == "layer.compile":
+        assert manager.stats.packed > 0
+    manager.close()
+    assert_equal(train(reference, lambda step: reference(ids(step))), train(model, lambda step: model(ids(step))))
