@@ -8,6 +8,8 @@
             loss = model(**batch).loss
         loss.backward()
 
+    memo.offload(model).attach()  # instead, where the loop is a trainer's
+
 Names are resolved on first use, so that `import memo`, `memo.mip`, the command line's help and the trace viewer work
 without importing torch.
 """

@@ -11,7 +11,6 @@ import html
 import logging
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.allocator import model_steps
 from memo.errors import UsageError
-from memo.machine import require_layer_within_norm_limit
 from memo.manager import claims
 from memo.manager.forwards import ForwardHooks, entries_of
 from memo.manager.layer_choices import LayerLevels, layer_at, settings_by_layer
+from memo.manager.layer_hooks import LayerHooks
 from memo.manager.opening import Opening, Parts
 from memo.manager.report import DiskUse, Report
 from memo.manager.step_ends import StepEnds
@@ -32,7 +31,6 @@ from memo.manager.unmanaged import BackwardWatch
 from memo.manager.unseen import Unseen
 from memo.swap import (
     Engine,
-    Group,
     Layer,
     LayerCosts,
     LayerExplanation,
@@ -40,8 +38,6 @@ from memo.swap import (
     Stats,
     Tapes,
     TokenLevels,
-    hook_forward,
-    layer_input,
 )
 
 if TYPE_CHECKING:
@@ -91,6 +87,7 @@ class Manager:
         opening: Opening | None = None,
     ) -> None:
         self._name = type(model).__name__
+        self._model = model
         self._layers = layers
         self._entries = entries_of(model, layers)
         self._made_s = time.monotonic()
@@ -100,7 +97,7 @@ class Manager:
         self._attached: ForwardHooks | None = None
         self._hooks: list[LayerHook] = []
         self._saving: saved_tensors_hooks | None = None
-        self._running: dict[int, list[Group]] = {}
+        self._layer_hooks = LayerHooks(layers)
         self._unseen = Unseen(layers)
         self._step_ends = StepEnds(model)
         self.step = 0
@@ -109,7 +106,6 @@ class Manager:
         self._has_trained = False
         self._is_prepared = False
         self._is_closed = False
-        self._has_told_device = False
         self._logged_plan: ActivationPlan | None = None
         self._parts: Parts | None = None
         self._opening = opening
@@ -148,9 +144,8 @@ class Manager:
         self._store = parts.store
         self._tokenwise = parts.tokenwise
         self._plan_source = parts.source
-        model = self._entries[0]
-        self._steps = model_steps(model, engine.backend.device)
-        engine.keep(model.parameters(), model.buffers())
+        self._steps = model_steps(self._model, engine.backend.device)
+        engine.keep(self._model.parameters(), self._model.buffers())
         # Autograd graphs hold the engine and not this object, which may be collected before backward runs:
         # `with memo.offload(model): loss = model(x)`, then `loss.backward()`, is a valid program.
         self._closer = weakref.finalize(engine, _abandon, engine.tiers, engine.backend, parts.recorder)
@@ -163,7 +158,7 @@ class Manager:
     @property
     def open_layer(self) -> str | None:
         """Name of a layer whose forward is under way; None between layers."""
-        return next((groups[-1].module for groups in self._running.values() if groups), None)
+        return self._layer_hooks.open_layer
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -201,8 +196,7 @@ class Manager:
             self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=self._is_idle))
-        for position, layer in enumerate(self._layers):
-            self._hooks += self._hook(position, layer)
+        self._layer_hooks.install(self._engine, self._tokenwise, lambda: self._plan_source)
         # Without recompute the engine packs directly, which saves one call per saved tensor.
         idle = self._tokenwise.is_idle and self._plan_source is None  # a plan may change that at the first layer
         pack: Callable[[torch.Tensor], Any] = self._engine.pack if idle else self._tokenwise.pack
@@ -248,8 +242,7 @@ class Manager:
         if not self._is_prepared:
             self._tokenwise.end_forwards()
             self._engine.end_forwards()
-            for groups in self._running.values():
-                groups.clear()
+            self._layer_hooks.forget_open()
             self._begin_forward()
         self._is_prepared = False
 
@@ -267,12 +260,13 @@ class Manager:
             that is attached to the same layers, or to fewer, is detached.
 
         Raises:
-            UsageError: The manager is closed, the model is itself the one layer, or a manager of more layers is attached.
+            UsageError: The manager is closed, the model is a bare ModuleList or itself the one layer, or a manager of more
+                layers is attached.
         """
         if self._is_closed:
             raise UsageError("this manager is closed; call memo.offload again")
-        if any(layer.module in self._entries for layer in self._layers):
-            raise UsageError("attach: the model is its own only layer; use `with manager:` around its forward")
+        if self._model not in self._entries or any(layer.module in self._entries for layer in self._layers):
+            raise UsageError("attach: the model has no forward around its layers; use `with manager:` around theirs")
         if self._attached is None:
             ours = {layer.module for layer in self._layers}
             for other in claims.attached_to(self):
@@ -324,7 +318,7 @@ class Manager:
         if self._depth > 1:
             self._depth -= 1
         else:
-            seen = [self._layers[position].name for position in self._running]
+            seen = self._layer_hooks.seen
             self._leave()
             if exception[:1] in ((), (None,)):
                 self._unseen.end(seen)
@@ -341,51 +335,11 @@ class Manager:
             self._saving.__exit__(None, None, None)
             self._saving = None
         self._tokenwise.end_forwards()
+        self._layer_hooks.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._running.clear()
         self._engine.end_forwards()
-
-    def _is_elsewhere(self) -> bool:
-        """True in a thread that has not entered the manager, and that is not one of backward's."""
-        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
-
-    def _hook(self, position: int, layer: Layer) -> list[LayerHook]:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or self._is_elsewhere():
-                return
-            hidden = layer_input(args, kwargs)
-            if hidden is not None:
-                require_layer_within_norm_limit(layer.name, module, hidden)
-                if hidden.device != self._engine.backend.device:
-                    self._tell_device(layer.name, hidden.device)
-            if self._plan_source is not None:
-                self._plan_source.before_layer(args, kwargs)
-            group = self._engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
-            self._running.setdefault(position, []).append(group)
-            self._tokenwise.begin(layer, group, args, kwargs)
-
-        def end(module: nn.Module, args: object, output: object) -> None:
-            if torch.compiler.is_compiling():
-                return
-            running = None if self._is_elsewhere() else self._running.get(position)
-            if running:  # empty when an earlier hook of the module raised before ours began
-                group = running.pop()
-                self._tokenwise.end(group, output)
-                self._engine.end_layer(group, between=not layer.last)
-
-        return hook_forward(layer.module, begin, end)
-
-    def _tell_device(self, name: str, device: torch.device) -> None:
-        if not self._has_told_device:
-            self._has_told_device = True
-            warnings.warn(
-                f"{name} runs on {device}, and its manager was opened on {self._engine.backend.device}: nothing of it is "
-                f"managed; call memo.offload when the model is where it trains",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def choose_levels(self, levels: Mapping[int | str, LayerLevels]) -> None:
         """Sets the recompute levels of single layers from the next forward on, and ends planning.

@@ -61,7 +61,8 @@ def offload(
     planned from the same measurements. Where everything fits, nothing is moved or recomputed.
 
     Args:
-        model: Module with repeated layers. It is modified only inside `with manager:`.
+        model: Module with repeated layers, on a CPU or a CUDA GPU; where it is still on the meta device, its first forward
+            decides. It has hooks only inside `with manager:`, or while the manager is attached.
         plan: Activation plan, or the path of its JSON file, for all steps. Default None: no given plan. Excludes
             `alpha` and `levels`. A plan for several pipeline stages needs `schedule`, which says which stage is here.
         alpha: Fraction of what can be recomputed, 0 to 1, that is moved: of the tokens, where a layer's operators show
@@ -108,7 +109,8 @@ def offload(
             microbatches in flight on this rank and the order of their backwards. Default None: no pipeline.
 
     Returns:
-        A Manager, to be entered around each forward. `Manager.close` releases its memory and files.
+        A Manager, to be entered around each forward or attached to the model. `Manager.close` releases its memory and files.
+        With MEMO_DISABLE=1 in the environment it does nothing, and its report says so.
 
     Raises:
         UsageError: An argument is invalid, or arguments exclude each other.
@@ -137,6 +139,9 @@ def offload(
             with manager:
                 loss = model(**batch).loss
             loss.backward()
+
+        memo.offload(model, host="64GiB").attach()  # in a loop that is not one's own
+        trainer.train()
     """
     require_kinds(
         model, plan=plan, levels=levels, layers=layers, disk=disk, trace=trace, group=group, schedule=schedule

@@ -32,7 +32,7 @@ from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
-from memo.swap.tensor_kinds import is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
-        if recorded.has_copied and name not in self._changing:
+        if recorded.has_copied and name not in self._changing and has_storage(local_part(call.hidden)):
             self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"

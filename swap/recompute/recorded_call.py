@@ -15,7 +15,7 @@ from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
 from memo.swap.layers import Layer, is_gathered_whole
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slices_of
 from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
@@ -182,13 +182,11 @@ class RecordedCall:
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
         """The replays of this call by a plan of token ranges, in the order in which they run."""
         recorder, rows = self._call.recorder, plan.rows
+        whole = self.sources.free | self.sources.saved
         found: list[RangedReplay] = []
         for span in plan.spans:
-            slices, kept = [], []
-            for item in span.plan.kept:
-                is_whole = item.storage in self.saved or item.storage in self.sources.free
-                part = slice_of(rows, span, item, is_whole=is_whole)
-                slices.append(part)
+            slices, kept = slices_of(span, whole), []
+            for item, part in zip(span.plan.kept, slices, strict=True):
                 if item.bits_of >= 0:
                     kept.append(
                         self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)

@@ -186,11 +186,12 @@ def test_detach_inside_a_forward_is_refused() -> None:
     manager.close()
 
 
-def test_a_model_that_is_its_own_layer_and_a_closed_manager_are_refused() -> None:
+def test_a_model_without_a_forward_around_its_layers_and_a_closed_manager_are_refused() -> None:
     model = stack()
     own = offload(model.layers[0], layers=[model.layers[0]])
-    with pytest.raises(UsageError, match="its own only layer; use `with manager:`"):
-        own.attach()
-    own.close()
+    for manager in (own, offload(model.layers, layers=model.layers)):
+        with pytest.raises(UsageError, match="the model has no forward around its layers; use `with manager:`"):
+            manager.attach()
+        manager.close()
     with pytest.raises(UsageError, match="this manager is closed"):
         own.attach()

@@ -1,0 +1,119 @@
+"""Hooks on a manager's layers while it is entered.
+
+They tell the engine, recompute and planning where a layer's forward begins and ends, in the thread that has entered the
+manager and in those of backward; other threads are left alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memo.machine import require_layer_within_norm_limit
+from memo.swap import hook_forward, layer_input
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from memo.manager.plan_source import PlanSource
+    from memo.swap import Engine, Group, Layer, LayerHook, Tapes
+
+__all__ = ["LayerHooks"]
+
+
+class LayerHooks:
+    """Hooks on layers, between `install` and `remove`.
+
+    Args:
+        layers: the managed layers.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self._thread = 0
+        self._hooks: list[LayerHook] = []
+        self._running: dict[int, list[Group]] = {}
+        self._has_told_device = False
+
+    @property
+    def open_layer(self) -> str | None:
+        """Name of a layer whose forward is under way; None between layers."""
+        return next((groups[-1].module for groups in self._running.values() if groups), None)
+
+    @property
+    def seen(self) -> list[str]:
+        """Names of the layers whose forwards have begun since `install`."""
+        return [self._layers[position].name for position in self._running]
+
+    def install(self, engine: Engine, tokenwise: Tapes, source: Callable[[], PlanSource | None]) -> None:
+        """Hooks all layers, for the calling thread."""
+        self._thread = threading.get_ident()
+        for position, layer in enumerate(self._layers):
+            self._hooks += self._hook(position, layer, engine, tokenwise, source)
+
+    def forget_open(self) -> None:
+        """Forgets the layers that an earlier forward has left open."""
+        for groups in self._running.values():
+            groups.clear()
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._running.clear()
+
+    def _is_elsewhere(self) -> bool:
+        """True in a thread that has not entered the manager, and that is not one of backward's."""
+        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() < 0
+
+    def _hook(
+        self,
+        position: int,
+        layer: Layer,
+        engine: Engine,
+        tokenwise: Tapes,
+        source: Callable[[], PlanSource | None],
+    ) -> list[LayerHook]:
+        device = engine.backend.device
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or self._is_elsewhere():
+                return
+            hidden = layer_input(args, kwargs)
+            if hidden is not None:
+                require_layer_within_norm_limit(layer.name, module, hidden)
+                if hidden.device != device:
+                    self._tell_device(layer.name, hidden.device, device)
+            plan_source = source()
+            if plan_source is not None:
+                plan_source.before_layer(args, kwargs)
+            group = engine.begin_layer(position, layer.name, args, kwargs, last=layer.last)
+            self._running.setdefault(position, []).append(group)
+            tokenwise.begin(layer, group, args, kwargs)
+
+        def end(module: nn.Module, args: object, output: object) -> None:
+            if torch.compiler.is_compiling():
+                return
+            running = None if self._is_elsewhere() else self._running.get(position)
+            if running:  # empty when an earlier hook of the module raised before ours began
+                group = running.pop()
+                tokenwise.end(group, output)
+                engine.end_layer(group, between=not layer.last)
+
+        return hook_forward(layer.module, begin, end)
+
+    def _tell_device(self, name: str, device: torch.device, opened: torch.device) -> None:
+        if not self._has_told_device:
+            self._has_told_device = True
+            warnings.warn(
+                f"{name} runs on {device}, and its manager was opened on {opened}: nothing of it is managed; call "
+                "memo.offload when the model is where it trains",
+                RuntimeWarning,
+                stacklevel=3,
+            )
