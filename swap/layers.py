@@ -15,7 +15,7 @@ from memo.errors import NoRepeatedLayers, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward"]
+__all__ = ["Layer", "LayerHook", "find_layers", "hook_forward", "is_gathered_whole"]
 
 _Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 _End = Callable[[nn.Module, object, object], None]
@@ -96,6 +96,14 @@ def _repeats(stack: nn.Module) -> bool:
         return bool(repeated)
     # A Sequential of plain operations (Linear, GELU, Linear) is the inside of one layer, not a stack of layers.
     return any(type(child) in repeated and any(child.children()) for child in stack.children())
+
+
+def is_gathered_whole(module: nn.Module) -> bool:
+    """True for a layer that is a leaf of ZeRO-3: all of its parameters are gathered before its forward and its backward.
+
+    DeepSpeed's `set_z3_leaf_modules` marks it. Each time the parameters are in other memory.
+    """
+    return bool(getattr(module, "_z3_leaf", False))
 
 
 class LayerHook(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,7 @@ _CHECKPOINTING = (
     "Gradients are right all the same, but each layer runs twice and memo finds nothing to move in it"
 )
 _GIB = 1 << 30
+_log = logging.getLogger("memo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,9 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Detaches from the model, and releases memory and files."""
+        """Logs the report, detaches from the model, and releases memory and files."""
+        if self.manager is not None and _log.isEnabledFor(logging.INFO):
+            _log.info("%s", self.manager.report())
         self._end()
 
     def _begin(self, model: nn.Module) -> None:

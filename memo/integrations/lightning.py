@@ -16,7 +16,7 @@ import memo
 try:
     from lightning.pytorch import Callback
 except ImportError:  # the same package under its older name
-    from pytorch_lightning import Callback  # type: ignore[no-redef]
+    from pytorch_lightning import Callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

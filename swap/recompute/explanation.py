@@ -89,7 +89,7 @@ class Point:
     """Derived time of all that is replayed."""
     replayed_steps: int
     held_nbytes: int
-    """The most that the replay holds at once beside what it gives and what is kept."""
+    """The most that the replay holds at once above all that it gives, beside what is kept."""
     is_used: bool
     """The layer's last call was kept so."""
 

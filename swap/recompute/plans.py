@@ -7,7 +7,7 @@ is left in memory: what the plan that was expected would have kept is held as we
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from memo.errors import SwapError
 from memo.lru import LRU
 from memo.swap.recompute.agreement import Agreed, Agreements, Shared
-from memo.swap.recompute.choice import Choice
+from memo.swap.recompute.choice import Choice, single_level
 from memo.swap.recompute.level_costs import Costs, now_s
 from memo.swap.recompute.ranges.ranged_plan import RangedPlan, ranged_costs_of, ranged_plan_of
 from memo.swap.recompute.ranges.rows import readings_of
@@ -76,6 +76,11 @@ class _Case:
     def tape(self) -> Tape:
         return self.choice.tape
 
+    @property
+    def operators(self) -> Iterator[Any]:
+        """The log without its sizes, which differ from call to call where rows are routed to experts."""
+        return (word for word in self.recorded.key.log if type(word) is not int)
+
 
 class Plans:
     """Plans of one manager's layers.
@@ -108,6 +113,8 @@ class Plans:
         self._opaque: LRU[tuple[Any, ...], frozenset[int]] = LRU(MOST_PLANS)
         self._shown: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
         self._holds: LRU[tuple[Any, ...], Holds] = LRU(MOST_KINDS)
+        self._undivided: LRU[tuple[Any, ...], bool] = LRU(MOST_PLANS)
+        """Kinds of calls of which ranges of tokens did no better than whole storages, or failed their trial."""
         self._last: dict[str, tuple[str, Ended, frozenset[int], Setting]] = {}  # layer -> key of its last call's plan
         self._short: dict[str, int] = {}
         """Layer -> trials that found no memory."""
@@ -201,9 +208,12 @@ class Plans:
             if plan is not None:
                 return plan, shared
         if not shared.numbers:
-            ranged = self._in_ranges(case, case.choice.under(shared))
+            form = (case.call.kind, *case.operators)
+            ranged = None if form in self._undivided else self._in_ranges(case, case.choice.under(shared))
             if ranged is not None and (shown := self._shown_ranges(case, ranged)) is not None:
                 return shown, shared
+            if case.call.kind in self._holds:  # the first call may not have held what ranges keep
+                self._undivided[form] = True
         elif shared.agreed is not None and shared.agreed.ranges is not None:
             ranged = self._in_ranges(case, case.choice.under(shared))
             if ranged is None or ranged.form != shared.agreed.ranges:
@@ -257,8 +267,7 @@ class Plans:
                 return Refused(reason, wrong)
             plan = choice.plan(cut)
             # The same operators in the same order have passed a trial at other sizes: routed rows differ in each call.
-            operators = (word for word in case.recorded.key.log if type(word) is not int)
-            form = (case.layer, case.setting, *operators, plan.steps)
+            form = (case.layer, case.setting, *case.operators, plan.steps)
             if form in self._shown:
                 return plan
             try:
@@ -331,6 +340,8 @@ class Plans:
             return None
         levels = setting if isinstance(setting, TokenLevels) else setting_of(setting)
         assert isinstance(levels, TokenLevels)
+        if single_level(levels) is not None and levels.piece >= 1:
+            return None
         tape = choice.tape
         if tape.readings is None:
             tape.readings = list(readings_of(tape, case.call.recorder.carried))

@@ -20,6 +20,7 @@ from memo.errors import UsageError
 from memo.lru import LRU
 from memo.swap.engine.handles import Guard, Kept, Sharded
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
+from memo.swap.layers import Layer, is_gathered_whole
 from memo.swap.recompute.choice import single_level
 from memo.swap.recompute.explain import NAMED_POINTS, explain
 from memo.swap.recompute.plans import Plans, Refused
@@ -31,14 +32,13 @@ from memo.swap.recompute.tape.checksums import Checksums
 from memo.swap.recompute.tape.cut import cheapest, curve
 from memo.swap.recompute.tape.plan import Plan
 from memo.swap.recompute.tape.recorder import Recorder, aside, is_recordable
-from memo.swap.tensor_kinds import is_sharded, layer_input, local_part
+from memo.swap.tensor_kinds import has_storage, is_sharded, layer_input, local_part
 from memo.swap.token_levels import LayerCosts, Level, Setting, TokenLevels
 
 if TYPE_CHECKING:
     from memo.swap.engine.engine import Engine
     from memo.swap.engine.handles import Handle
     from memo.swap.engine.layer_calls import Group
-    from memo.swap.layers import Layer
     from memo.swap.recompute.explanation import LayerExplanation
     from memo.swap.recompute.tape.cut import Cut
 
@@ -305,7 +305,7 @@ class Tapes:
             return {}
         recorded = RecordedCall.of(call, output, self._engine, self._gathered)
         parts = self._planned(call, recorded, call.setting)
-        if recorded.has_copied and name not in self._changing:
+        if recorded.has_copied and name not in self._changing and has_storage(local_part(call.hidden)):
             self._inputs[name] = Guard(call.hidden)
         if parts and call.setting is Level.SAVE_INPUT:
             self.repeated[name] = "as chosen"
@@ -364,7 +364,8 @@ class Tapes:
 
 
 def _without_memory(layers: Sequence[Layer]) -> Collection[torch.nn.Parameter]:
-    own = (parameter for layer in layers for parameter in layer.module.parameters())
+    modules = (layer.module for layer in layers if not is_gathered_whole(layer.module))
+    own = (parameter for module in modules for parameter in module.parameters())
     # A set by identity: tensors compare by their numbers.
     return WeakIdKeyDictionary({each: True for each in own if local_part(each).numel() == 0})
 

@@ -14,7 +14,8 @@ from memo.swap.engine.handles import Kept, Sharded
 from memo.swap.engine.saved_storage import content_of
 from memo.swap.engine.token_prefix import Rows, TokenPrefix
 from memo.swap.kept import is_kept
-from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slice_of
+from memo.swap.layers import Layer, is_gathered_whole
+from memo.swap.recompute.ranges.ranged_replay import RangedReplay, Slice, part_to_keep, slices_of
 from memo.swap.recompute.tape.log import Birth
 from memo.swap.recompute.tape.plan import Plan, Sources
 from memo.swap.recompute.tape.recorder import is_recordable
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from memo.swap.engine.handles import Packed
     from memo.swap.engine.layer_calls import Group
     from memo.swap.engine.saved_storage import SavedStorage
-    from memo.swap.layers import Layer
     from memo.swap.recompute.ranges.ranged_plan import RangedPlan
     from memo.swap.recompute.tape.log import Key
     from memo.swap.recompute.tape.recorder import Recorder
@@ -182,13 +182,11 @@ class RecordedCall:
     def ranges(self, plan: RangedPlan, engine: Engine, *, together: bool = False) -> list[RangedReplay]:
         """The replays of this call by a plan of token ranges, in the order in which they run."""
         recorder, rows = self._call.recorder, plan.rows
+        whole = self.sources.free | self.sources.saved
         found: list[RangedReplay] = []
         for span in plan.spans:
-            slices, kept = [], []
-            for item in span.plan.kept:
-                is_whole = item.storage in self.saved or item.storage in self.sources.free
-                part = slice_of(rows, span, item, is_whole=is_whole)
-                slices.append(part)
+            slices, kept = slices_of(span, whole), []
+            for item, part in zip(span.plan.kept, slices, strict=True):
                 if item.bits_of >= 0:
                     kept.append(
                         self._brought(recorder.bits[item.bits_of], -1 - item.bits_of, engine, part, rows.tokens)
@@ -240,7 +238,8 @@ class RecordedCall:
         recorder, storage = self._call.recorder, tensor.untyped_storage()
         if number >= 0 and recorder.storages[number][0] is Birth.PARAMETER:
             beside = tuple(Kept(other) for other in recorder.beside.get(number, {}).values())
-            return Brought(Kept(tensor), storage.nbytes(), ref(storage), beside)
+            known = None if is_gathered_whole(self._call.layer.module) else ref(storage)
+            return Brought(Kept(tensor), storage.nbytes(), known, beside)
         whole = recorder.sharded.get(ref(storage))
         if whole is not None:
             return Brought(Sharded(whole, Kept(tensor)), storage.nbytes())

@@ -135,6 +135,36 @@ def test_ranks_agree_on_the_points_that_all_have_with_the_most_bytes_and_seconds
     assert not known.divisible
 
 
+def holding(name: str) -> LayerCosts:
+    held = {SwapLevel.SAVE_MATMULS: 2.5, SwapLevel.SAVE_ATTENTION: 3.0}
+    return dataclasses.replace(costs(name), held_per_token=held, piece_s=1e-3)
+
+
+def test_what_recomputes_hold_by_the_token_is_the_profiles() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    (known,) = measured_profile(times(layers), {name: holding(name) for name in layers}, SIGNATURE).classes
+    tokens = costs("a").tokens
+    assert [point.held_bytes for point in known.points] == [0, 5 * tokens // 2, 3 * tokens]
+    assert known.piece_s == 1e-3
+    found = worst(
+        [
+            StepEvidence(profile=measured_profile(times(layers), {name: each(name) for name in layers}, SIGNATURE))
+            for each in (costs, holding)
+        ]
+    )
+    assert found.profile is not None
+    assert found.profile.classes == (known,), "the most that any rank has"
+
+
+def test_what_a_recompute_held_in_the_measured_step_is_not_counted_twice() -> None:
+    layers = {"a": layer(10, 30), "b": layer(10, 30)}
+    measured = measured_profile(times(layers), {name: holding(name) for name in layers}, SIGNATURE)
+    held = max(point.held_bytes for point in measured.classes[0].points)
+    (known,) = beside_layers(measured, limits(5000, 5000, around=100))[0].classes
+    assert known.transient_bytes == 4900
+    assert known.backward_transient_bytes == 4900 - held
+
+
 def test_layers_that_save_other_bytes_are_other_classes() -> None:
     layers = {"a": layer(10, 30), "b": layer(10, 30)}
     profile = measured_profile(times(layers), {"a": costs("a"), "b": costs("b", always=1001)}, SIGNATURE)

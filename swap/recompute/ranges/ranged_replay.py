@@ -7,6 +7,7 @@ the layer was given from the whole, of what is held besides from the span's own 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from memo.swap.recompute.tape.plan import Kept
     from memo.swap.recompute.tape.replay import Brought, Wanted
 
-__all__ = ["RangedReplay", "Slice", "part_to_keep", "slice_of"]
+__all__ = ["RangedReplay", "Slice", "part_to_keep", "slices_of"]
+
+MOST_SPANS = 1024
+"""Spans of which the slices are remembered."""
 
 TakePart = Callable[[Piece, "Wanted", torch.Tensor], None]
 
@@ -45,7 +49,7 @@ class Slice:
     """Sizes of the whole tensor of zeros and ones, and its axis."""
 
 
-def slice_of(rows: TokenRows, span: Span, kept: Kept, *, is_whole: bool) -> Slice:
+def _slice_of(rows: TokenRows, span: Span, kept: Kept, *, is_whole: bool) -> Slice:
     """What is packed of something kept: the tokens of the span, or all of them where it `is_whole` there anyway."""
     tape = rows.tape
     if kept.bits_of >= 0:
@@ -59,6 +63,12 @@ def slice_of(rows: TokenRows, span: Span, kept: Kept, *, is_whole: bool) -> Slic
     if is_whole or division is None:
         return Slice(first=0, count=rows.tokens, rows=division)
     return Slice(first=span.first, count=span.stop - span.first, rows=division)
+
+
+@functools.lru_cache(maxsize=MOST_SPANS)
+def slices_of(span: Span, whole: frozenset[int]) -> tuple[Slice, ...]:
+    """What is packed of all that a span keeps; storages of `whole` are there anyway."""
+    return tuple(_slice_of(span.rows, span, kept, is_whole=kept.storage in whole) for kept in span.plan.kept)
 
 
 def part_to_keep(tensor: torch.Tensor, part: Slice, tokens: int) -> torch.Tensor:
@@ -157,19 +167,25 @@ class RangedReplay(Replay):
         return not any(part.lacks(piece.first) for part in parts if part is not None)
 
     def _run_piece(self, piece: Piece, take: TakePart) -> None:
-        count = piece.stop - piece.first
+        count, rows, names = piece.stop - piece.first, self.span.rows, self.plan.wanted
+        blank = torch.empty(0, dtype=torch.uint8, device=self._engine.backend.device)
 
         def bring(position: int) -> torch.Tensor:
             return self._part(position, piece)
 
         def give(position: int, made: torch.Tensor, lies: tuple[int, Any, Any] | None) -> None:
             want, storage = self.wanted[position], made.untyped_storage()
-            division = self.span.rows.rows[self.span.rows.tape.last[self.plan.wanted[position]]]
+            division = rows.rows[rows.tape.last[names[position]]]
             if storage.nbytes() != division.nbytes(count):
                 raise ReplayFailed(None, f"it made {storage.nbytes()} bytes of {count} tokens")
-            if lies is not None and not Layout(offset=lies[0], shape=lies[1], stride=lies[2]).fits(made):
+            is_as_told = lies is None or (made.storage_offset(), made.size(), made.stride()) == lies
+            if (
+                lies is not None
+                and not is_as_told
+                and not Layout(offset=lies[0], shape=lies[1], stride=lies[2]).fits(made)
+            ):
                 raise ReplayFailed(None, f"it laid a tensor of {count} tokens out in memory in another way")
-            take(piece, want, torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage))
+            take(piece, want, blank.new(storage))  # all of its bytes
 
         self._run(self.span.plan_for(count), bring, give)
 
@@ -182,5 +198,7 @@ class RangedReplay(Replay):
         block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         if part.rows is None:
             return block
+        if part.rows.rows == 1:
+            return block[first * part.rows.width : (first + count) * part.rows.width]
         block = block[: part.rows.nbytes(part.count)]
         return block.view(part.rows.rows, part.count, part.rows.width)[:, first : first + count].reshape(-1)

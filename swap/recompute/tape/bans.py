@@ -48,6 +48,8 @@ _CONVOLUTIONS = frozenset(
         "conv3d",
     )
 )  # fmt: skip
+_ADDS_FIRST = frozenset({"addmm", "_addmm_activation", "baddbmm", "addbmm", "addmv"})
+"""Their first argument is no factor."""
 _SCANS = frozenset(
     (
         "cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp",
@@ -207,6 +209,8 @@ def is_cheap(step: Step, tape: Tape) -> bool:
         if any(size != 1 for size in weight[2][2:]):
             return False  # it mixes positions: operations for each byte as many as its kernel has entries
     factors = [use for use in (*step.args, *step.kwargs.values()) if isinstance(use, Use)]
+    if name in _ADDS_FIRST:
+        factors = factors[1:]
     made = [use for use in factors if _comes_from_activations(tape, use.content)]
     matrices = [use for use in made if len(tape.geometry(use.value)[2]) >= 2]
     if len(matrices) < 2:

@@ -45,8 +45,13 @@ def settings(stage: int, *, offload: bool, accumulate: int) -> dict[str, Any]:
     }
 
 
-def trained(config: dict[str, Any], alpha: float | None, accumulate: int) -> tuple[Run, memo.Manager | None, Any]:
-    engine, *_ = deepspeed.initialize(model=llama(LAYERS), config=config)
+def trained(
+    config: dict[str, Any], alpha: float | None, accumulate: int = 1, *, leaves: bool = False
+) -> tuple[Run, memo.Manager | None, Any]:
+    model = llama(LAYERS)
+    if leaves:
+        deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     manager = None if alpha is None else memo.offload(engine.module, alpha=alpha, min_bytes=MIN_BYTES).attach()
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(STEPS * accumulate):
@@ -80,6 +85,19 @@ def test_an_engine_with_memo_computes_the_same_and_divides_every_layer(stage: in
         # What reads a partitioned parameter is kept: the parameter is not there when its layer is replayed.
         assert shown.used.kept_fraction <= 0.75, shown
         assert {row.fate for row in shown.rows if row.operator == "aten.mm" and row.is_saved} == {"moved"}, shown
+    manager.close()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25])
+def test_layers_that_are_leaves_of_zero_3_move_as_little_as_any(alpha: float) -> None:
+    config = settings(3, offload=False, accumulate=1)
+    want, _, _ = trained(config, None, leaves=True)
+    got, manager, shown = trained(config, alpha, leaves=True)
+    assert manager is not None
+    assert_same(got, want)
+    assert_divided(manager, LAYERS)
+    if alpha == 0:
+        assert shown.used.kept_fraction <= 0.2, shown
     manager.close()
 
 

@@ -82,25 +82,20 @@ def step_of_wan(model: nn.Module, random: Callable[..., torch.Tensor]) -> torch.
     return out
 
 
-def blocks_of_flux(model: Any) -> list[nn.Module]:
-    return [*model.transformer_blocks, *model.single_transformer_blocks]
-
-
-MODELS: dict[str, tuple[Any, Any, Any, int]] = {
-    "sd3": (sd3, step_of_sd3, None, 3),
-    "flux": (flux, step_of_flux, blocks_of_flux, 6),
-    "wan": (wan, step_of_wan, None, 3),
+MODELS: dict[str, tuple[Any, Any, int]] = {
+    "sd3": (sd3, step_of_sd3, 3),
+    "flux": (flux, step_of_flux, 6),
+    "wan": (wan, step_of_wan, 3),
 }
 
 
 def trained(name: str, alpha: float | None) -> tuple[Run, memo.Manager | None]:
-    make, step, layers, _ = MODELS[name]
+    make, step, _ = MODELS[name]
     torch.manual_seed(0)
     model = make().train()
     manager = None
     if alpha is not None:
-        chosen = None if layers is None else layers(model)
-        manager = memo.offload(model, layers=chosen, alpha=alpha, min_bytes=MIN_BYTES).attach()
+        manager = memo.offload(model, alpha=alpha, min_bytes=MIN_BYTES).attach()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for number in range(STEPS):
@@ -120,7 +115,7 @@ def test_blocks_of_a_diffusion_transformer_are_divided_and_losses_equal(name: st
     got, manager = trained(name, alpha)
     assert_same(got, want)
     assert manager is not None
-    assert_divided(manager, MODELS[name][3])
+    assert_divided(manager, MODELS[name][2])
     if alpha == 0:  # the joint attention is kept, and nearly all else is replayed
         shown = manager.explain(0)
         assert shown.used.kept_fraction <= 0.15, shown

@@ -202,9 +202,30 @@ def test_training_goes_on_after_an_exception(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, callbacks=[ours, stops], gradient_accumulation_steps=2)
     with pytest.raises(KeyError, match="stop"):
         trainer.train()
+    first = ours.manager
+    assert first is not None
     stops.is_armed = False
     trainer.train()
     assert hooks_of(trainer.model) == 0
+    with pytest.raises(memo.MemoError, match="closed"):
+        first.attach()
+
+
+def test_a_manager_that_is_left_unused_says_so(tmp_path: Path) -> None:
+    want = trained(trainer_of(tmp_path))
+    trainer = trainer_of(tmp_path)
+    manager = memo.offload(trainer.model, alpha=0.25, min_bytes=MIN_BYTES)
+    with pytest.warns(RuntimeWarning, match="no forward of LlamaForCausalLM was managed"):
+        assert_same(trained(trainer), want)
+    manager.close()
+
+
+def test_the_report_is_logged_when_training_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = callback(0.25)
+    with caplog.at_level("INFO", logger="memo"):
+        trainer_of(tmp_path, callbacks=[ours]).train()
+    assert ours.manager is not None
+    assert f"{LAYERS} layers" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["attached", "callback", "one with"])
@@ -225,4 +246,4 @@ def test_planning_leaves_warm_up(how: str, tmp_path: Path) -> None:
     assert_same(got, want, steps=6)
     assert manager is not None
     assert manager.plan is not None
-    assert "warm up" not in str(manager.report())
+    assert "plan: none yet" not in str(manager.report())

@@ -48,14 +48,19 @@ class TorchWithoutCuda:
         return torch.zeros(*size, **named)
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the stand-ins in place."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "manual_seed", torch.manual_seed)
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     monkeypatch.setattr(states, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
     monkeypatch.setattr(schedules, "torch", TorchWithoutCuda())
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    without_cuda(monkeypatch)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield

@@ -90,7 +90,7 @@ def trained(model: Any) -> Run:
     return Run(losses, after)
 
 
-@pytest.mark.parametrize("backend", ["partial_dtensor"])
+@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 def test_the_override_changes_no_loss_and_divides_every_layer(alpha: float, backend: str) -> None:
     """Layers assert on their positions, which does not keep them whole."""

@@ -19,7 +19,6 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from memo import offload
 from memo.errors import ModifiedAfterSave, SwapError
 from memo.swap.recompute.recorded_call import RecordedCall
 from memo.swap.token_levels import Level
@@ -35,6 +34,23 @@ RECOMPUTES = [
     {"alpha": None, "levels": dict.fromkeys(range(3), Level.SAVE_INPUT)},
 ]
 by_recompute = pytest.mark.parametrize("how", RECOMPUTES, ids=["tokens", "matmuls", "whole"])
+
+
+def on_ids(model: Stack) -> Callable[[int], torch.Tensor]:
+    return lambda step: model(ids(step))
+
+
+def trains_equally(
+    offload: Callable[..., memo.Manager],
+    how: dict[str, Any],
+    make: Callable[[], Stack],
+    forward: Callable[[Stack], Callable[[int], torch.Tensor]] = on_ids,
+) -> None:
+    """Trains with memo and without it, to the same bits; something is replayed."""
+    model, reference = make(), make()
+    manager = offload(model, **how)
+    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
+    assert manager.stats.bytes_recomputed > 0
 
 
 class Finds(nn.Module):
@@ -357,14 +373,6 @@ class MadeInInferenceMode(Layer):
 
 
 @by_recompute
-def test_a_table_made_in_inference_mode(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
-    model = stack(make=MadeInInferenceMode)
-    manager = offload(model, **how)
-    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=MadeInInferenceMode)))
-    assert manager.stats.bytes_recomputed > 0
-
-
-@by_recompute
 def test_layers_under_vmap_move_whole(offload: Callable[..., memo.Manager], how: dict[str, Any]) -> None:
     def step(model: Stack) -> Callable[[int], torch.Tensor]:
         batches = torch.stack([ids(0), ids(1)])
@@ -390,10 +398,7 @@ def test_hooks_on_modules_are_called_once(offload: Callable[..., memo.Manager], 
 
         return step
 
-    model, reference = stack(make=Finds), stack(make=Finds)
-    manager = offload(model, **how)
-    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
-    assert manager.stats.bytes_recomputed > 0
+    trains_equally(offload, how, lambda: stack(make=Finds), forward)
 
 
 class Listens(Stack):
@@ -411,18 +416,32 @@ class Listens(Stack):
         return loss + torch.stack([feature.square().mean() for feature in features]).sum() / len(features)
 
 
-@by_recompute
-def test_hooks_put_there_in_the_forward_are_called_once(
-    offload: Callable[..., memo.Manager], how: dict[str, Any]
-) -> None:
-    def listens() -> Listens:
-        torch.manual_seed(0)
-        return Listens(make=Finds)
+def listens() -> Listens:
+    torch.manual_seed(0)
+    return Listens(make=Finds)
 
-    model = listens()
-    manager = offload(model, **how)
-    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(listens))
-    assert manager.stats.bytes_recomputed > 0
+
+class Rewrites(Layer):
+    """Saves a buffer for nothing, changes it in place and saves it again; while the gate is closed it stays the same."""
+
+    def strange(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.sin()
+        y.mul_(1 + self.gate)
+        return y.sin()
+
+
+LAYERS = {
+    "a table made in inference mode": lambda: stack(make=MadeInInferenceMode),
+    "a buffer saved again": lambda: stack(make=Rewrites),
+    "hooks put there in the forward": listens,
+}
+
+
+@by_recompute
+@pytest.mark.parametrize("what", LAYERS)
+def test_layers_train_as_without_memo(offload: Callable[..., memo.Manager], what: str, how: dict[str, Any]) -> None:
+    trains_equally(offload, how, LAYERS[what])
 
 
 @by_recompute
@@ -451,30 +470,7 @@ def test_what_a_layer_puts_aside_is_of_its_forward(offload: Callable[..., memo.M
 
         return step
 
-    model, reference = stack(make=PutsAside), stack(make=PutsAside)
-    manager = offload(model, **how)
-    assert_equal(train(model, forward(model), manager), train(reference, forward(reference)))
-    assert manager.stats.bytes_recomputed > 0
-
-
-class Rewrites(Layer):
-    """Saves a buffer for nothing, changes it in place and saves it again; while the gate is closed it stays the same."""
-
-    def strange(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        y.sin()
-        y.mul_(1 + self.gate)
-        return y.sin()
-
-
-@by_recompute
-def test_a_buffer_saved_again_is_computed_again_as_it_was_then(
-    offload: Callable[..., memo.Manager], how: dict[str, Any]
-) -> None:
-    model = stack(make=Rewrites)
-    manager = offload(model, **how)
-    assert_equal(train(model, lambda step: model(ids(step)), manager), plain(lambda: stack(make=Rewrites)))
-    assert manager.stats.bytes_recomputed > 0
+    trains_equally(offload, how, lambda: stack(make=PutsAside), forward)
 
 
 class CompilesAFunction(Layer):
@@ -576,42 +572,38 @@ class TwoBiases(nn.Module):
         return x + self.down(((self.up(x) + self.first) * 2 + self.second).sin())
 
 
-@pytest.mark.parametrize("name", ["first", "second"])
-def test_change_of_a_parameter_in_shared_memory_is_an_error(name: str) -> None:
+def through_two_layers(offload: Callable[..., memo.Manager]) -> tuple[nn.Module, memo.Manager, torch.Tensor]:
+    """The layers' model, its manager, and the result of a forward."""
     model = nn.Module()
     model.layers = nn.ModuleList([TwoBiases(), TwoBiases()])
-    manager = offload(model, alpha=0.0, min_bytes=1, host="64MiB")
-    try:
-        x = torch.randn(2, 32, 32, requires_grad=True)
-        with manager:
-            for layer in model.layers:
-                x = layer(x)
-        with torch.no_grad():
-            getattr(model.layers[0], name).add_(1)
-        with pytest.raises(ModifiedAfterSave):
-            x.sum().backward()
-    finally:
-        manager.close()
+    manager = offload(model, alpha=0.0, min_bytes=1)
+    x = torch.randn(2, 32, 32, requires_grad=True)
+    with manager:
+        for layer in model.layers:
+            x = layer(x)
+    return model, manager, x.sum()
 
 
-def test_precision_set_by_backend() -> None:
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_change_of_a_parameter_in_shared_memory_is_an_error(offload: Callable[..., memo.Manager], name: str) -> None:
+    model, _, total = through_two_layers(offload)
+    with torch.no_grad():
+        getattr(model.layers[0], name).add_(1)  # type: ignore[index]
+    with pytest.raises(ModifiedAfterSave):
+        total.backward()
+
+
+def test_precision_set_by_backend(offload: Callable[..., memo.Manager]) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    model = nn.Module()
-    model.layers = nn.ModuleList([TwoBiases(), TwoBiases()])
-    manager = offload(model, alpha=0.0, min_bytes=1, host="64MiB")
     try:
-        x = torch.randn(2, 32, 32, requires_grad=True)
-        with manager:
-            for layer in model.layers:
-                x = layer(x)
+        _, manager, total = through_two_layers(offload)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        x.sum().backward()
+        total.backward()
         assert manager.stats.bytes_recomputed > 0
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-        manager.close()
 
 
 class WritesThroughData(torch.optim.Optimizer):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import memo
 from memo.swap.recompute import plans
 from memo.swap.recompute.axis import operator_rules
+from memo.swap.recompute.ranges import rows
 from memo.swap.token_levels import TokenLevels
 
 if TYPE_CHECKING:
@@ -287,4 +288,46 @@ def test_whole_storages_are_used_where_a_part_rounds_in_another_way_and_is_to_be
     else:
         assert 0.0 < max(ranges) <= 1.0
         assert use.deviation == max(ranges)
+    manager.close()
+
+
+class Routed(nn.Module):
+    """Two experts, each for the rows that a number of the input gives it, as an eager loop has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList([nn.Linear(32, 256), nn.Linear(32, 256)])
+        self.down = nn.ModuleList([nn.Linear(256, 32), nn.Linear(256, 32)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        out = torch.zeros_like(rows)
+        score = rows.detach()[:, 0]
+        chosen = (score > score.mean()).long()  # about as many each way
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            (at,) = torch.where(chosen == expert)
+            out = out.index_add(0, at, down(F.silu(up(rows[at]))))
+        return x + out.view_as(x)
+
+
+def test_calls_with_other_counts_of_routed_rows_are_not_read_by_tokens_again(
+    tmp_path: Path, ranges: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def readings_of(*args: Any) -> Any:
+        read.append(len(args))
+        return rows.readings_of(*args)
+
+    monkeypatch.setattr(plans, "readings_of", readings_of)
+    model, reference = stack(make=Routed), stack(make=Routed)
+    manager = memo.offload(model, alpha=0.5, disk=tmp_path, min_bytes=512)
+    got = train(model, lambda step: model(ids(step)), manager, steps=3)
+    first = len(read)
+    got += train(model, lambda step: model(ids(3 + step)), manager, steps=4)
+    want = train(reference, lambda step: reference(ids(step)), steps=3)
+    assert_equal(got, want + train(reference, lambda step: reference(ids(3 + step)), steps=4))
+    assert manager.stats.bytes_recomputed > 0
+    assert not ranges
+    assert len(read) - first < 4, "of twelve calls, those whose replay was tried out"
     manager.close()

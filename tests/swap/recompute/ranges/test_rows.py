@@ -106,6 +106,15 @@ def test_attention_written_out_is_divided_by_queries_once_all_keys_are_there(mas
     assert rows.rows.keys().isdisjoint(rows.whole)
 
 
+@pytest.mark.parametrize("added", [(BATCH, 1, TOKENS), (1, 1, 1), (BATCH, TOKENS, TOKENS)], ids=str)
+def test_products_onto_which_something_is_added_are_divided_by_queries(added: tuple[int, ...]) -> None:
+    """As slopes over the keys are."""
+    taped = record(lambda x, bias: torch.baddbmm(bias, x.sin(), x.cos().mT).exp(), hidden(), torch.randn(added))
+    _, rows = readings_of(taped.tape, taped.recorder.carried)
+    assert axis_of(taped, rows, "aten.baddbmm") == axis_of(taped, rows, "aten.exp") == Axis(dim=1)
+    assert taped.step("aten.baddbmm").number not in rows.mixes
+
+
 def test_distances_between_tokens_are_divided_by_queries() -> None:
     def layer(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         positions = x[0, :, 0].detach().round().long()

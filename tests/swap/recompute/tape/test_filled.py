@@ -84,3 +84,17 @@ def test_memory_of_one_element_or_none(shape: tuple[int, ...]) -> None:
     assert filled.lacks(tensor) == (tensor.numel() > 0)
     filled.wrote(tensor)
     assert not filled.lacks(tensor)
+
+
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("shape", [(2, 16, 4096, 192), (1, 128, 8192, 192), (3, 4096, 8, 24)], ids=str)
+def test_slices_along_one_dimension_fill_a_tensor_of_any_size(shape: tuple[int, ...], dim: int) -> None:
+    """As keys are put together of a part with positions and a part without."""
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    filled = Written()
+    first = shape[dim] // 3
+    if first:
+        filled.wrote(tensor.narrow(dim, 0, first))
+        assert filled.lacks(tensor)
+    filled.wrote(tensor.narrow(dim, first, shape[dim] - first))
+    assert not filled.lacks(tensor)

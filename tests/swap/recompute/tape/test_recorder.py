@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import memo
 from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Mark
+from memo.swap.recompute.tape.recorder import Recorder, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -312,3 +313,45 @@ def test_nothing_is_suspected_where_operators_alone_write() -> None:
     taped = record(layer, hidden(), checked=True)
     assert taped.recorder.changed_unseen() == frozenset()
     assert_replays(taped)
+
+
+def test_a_call_like_the_last_one_has_its_key() -> None:
+    key = record(LAYER, hidden(0)).recorder.key
+    assert record(LAYER, hidden(1), expected=key).recorder.key is key
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: LAYER(x).detach(),  # another operator at the end
+        lambda x: LAYER(x[:, :4]),  # other sizes
+        lambda x: nn.Sequential(LAYER[0], nn.GELU("tanh"), LAYER[2])(x),  # another constant
+    ],
+)
+def test_a_call_unlike_the_last_one_has_a_key_of_its_own(other: Callable[[torch.Tensor], Any]) -> None:
+    key = record(LAYER, hidden()).recorder.key
+    found = record(other, hidden(), expected=key).recorder.key
+    assert found == record(other, hidden()).recorder.key != key
+
+
+class _Heard(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_engines_own_operators_are_not_recorded_and_other_modes_hear_them(alone: bool) -> None:
+    x, heard = torch.randn(4), _Heard()
+    recorder = Recorder(x, [])
+    with contextlib.nullcontext() if alone else heard, recorder:
+        with aside(recorder, x):
+            x.clone()
+        assert recorder.count == 0
+        x.sin()
+    assert recorder.count == 1
+    assert heard.names == ([] if alone else ["clone", "sin"])
