@@ -80,6 +80,18 @@ def test_a_part_of_the_model_that_is_called_itself_is_managed() -> None:
     manager.close()
 
 
+def test_a_forward_that_raises_ends_its_management() -> None:
+    model = stack()
+    manager = attached(model, alpha=0.0)
+    before = hooks_of(model)
+    with pytest.raises(IndexError, match="out of range"):
+        model(torch.full((1, 8), 10**6))
+    assert hooks_of(model) == before
+    manager.detach()
+    assert hooks_of(model) == 0
+    manager.close()
+
+
 def test_a_copy_of_an_attached_model_is_not_attached() -> None:
     model = stack()
     manager = attached(model, alpha=1.0)

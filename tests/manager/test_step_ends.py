@@ -62,9 +62,10 @@ def test_changes_by_hand_and_cleared_gradients_end_a_step() -> None:
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad  # type: ignore[operator]
 
-    assert ends(model, StepEnds(model), 2, 2, by_hand) == [2, 4]
+    say = StepEnds(model)
+    assert ends(model, say, 2, 2, by_hand) == [2, 4]
     model.zero_grad()
-    assert ends(model, StepEnds(model), 2, 2, model.zero_grad) == [2, 4]
+    assert ends(model, say, 2, 2, model.zero_grad) == [2, 4]
 
 
 def test_where_nothing_shows_an_end_there_is_one_all_the_same() -> None:
