@@ -58,7 +58,10 @@ class BackwardWatch:
         self.stop()
         why = "call manager.attach() once, or run each forward inside `with manager:`"
         if self.is_attached:
-            why = "it is attached, but neither the model nor a part around its layers was called, model(...), with gradients"
+            why = (
+                "it is attached, but neither the model nor a part around its layers was called, model(...), with gradients; "
+                "a model that is compiled as a whole runs no hooks: compile its layers one by one"
+            )
         warnings.warn(
             f"memo.offload: backward ran, and no forward of {self._name} was managed: {why}",
             RuntimeWarning,
