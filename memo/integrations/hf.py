@@ -21,6 +21,7 @@ import torch
 from transformers import TrainerCallback
 
 import memo
+from memo.integrations.figures import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,6 @@ _CHECKPOINTING = (
     "gradient checkpointing is on: turn gradient checkpointing off; memo replaces it (gradient_checkpointing=False). "
     "Gradients are right all the same, but each layer runs twice and memo finds nothing to move in it"
 )
-_GIB = 1 << 30
 _log = logging.getLogger("memo")
 
 
@@ -111,7 +111,7 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         self.manager: memo.Manager | None = None
         self._options = {**(arguments.options() if arguments is not None else {}), **options}
         self._has_warned = False
-        self._logged = _Counters()
+        self._logged = Counters()
 
     def add_to(self, trainer: Trainer) -> MemoCallback:
         """Adds the callback to a trainer in front of those that report, and returns it."""
@@ -130,7 +130,7 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         assert model is not None
         self._end()  # of a training that an exception ended
         self._begin(model)
-        self._logged = _Counters(step=state.global_step)
+        self._logged = Counters(step=state.global_step)
         self._warn_of_checkpointing(model)
 
     def on_step_end(
@@ -157,8 +157,8 @@ class MemoCallback(TrainerCallback):  # type: ignore[misc]
         """Adds figures of the steps since the last log; only to the logs that have the loss of these steps."""
         if self.manager is None or logs is None or "loss" not in logs or state.global_step == self._logged.step:
             return
-        now = _Counters.of(self.manager, state.global_step)
-        figures = now.since(self._logged)
+        now = Counters.of(self.manager, state.global_step)
+        figures = now.since(self._logged, prefix="memo_")
         self._logged = now
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -237,45 +237,3 @@ class _Entered(MemoCallback):
         self.is_training = False
         if self.manager is not None:
             self.manager.close()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counters:
-    """A manager's counters after a step."""
-
-    step: int = 0
-    host: int = 0
-    """The most at one time, in bytes, as `disk`."""
-    disk: int = 0
-    moved: int = 0
-    """Bytes so far, as `recomputed`."""
-    recomputed: int = 0
-    stalled_s: float | None = 0.0
-    """None: not measured."""
-
-    @classmethod
-    def of(cls, manager: memo.Manager, step: int) -> _Counters:
-        report = manager.report()
-        lower = {use.tier: use for use in report.tiers[1:]}
-        peaks = {str(tier): use.peak_bytes for tier, use in lower.items()}
-        return cls(
-            step=step,
-            host=peaks.get("host", 0),
-            disk=peaks.get("disk", 0),
-            moved=sum(use.moved_bytes for use in lower.values()),
-            recomputed=0 if report.tokenwise is None else report.tokenwise.recomputed_bytes,
-            stalled_s=None if report.untimed_waits else sum(report.stalls_s.values()),
-        )
-
-    def since(self, before: _Counters) -> dict[str, float]:
-        """Entries of a log: peaks since training began, and means of a step since `before`."""
-        steps = self.step - before.step
-        figures = {
-            "memo_host_peak_gib": self.host / _GIB,
-            "memo_disk_peak_gib": self.disk / _GIB,
-            "memo_moved_gib_per_step": (self.moved - before.moved) / _GIB / steps,
-            "memo_recomputed_gib_per_step": (self.recomputed - before.recomputed) / _GIB / steps,
-        }
-        if self.stalled_s is not None and before.stalled_s is not None:
-            figures["memo_stall_ms_per_step"] = 1e3 * (self.stalled_s - before.stalled_s) / steps
-        return figures

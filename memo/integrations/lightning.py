@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import memo
+from memo.integrations.figures import Counters
 
 try:
     from lightning.pytorch import Callback
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["MemoCallback"]
-
-_GIB = 1 << 30
 
 
 class MemoCallback(Callback):  # type: ignore[misc]
@@ -48,14 +47,14 @@ class MemoCallback(Callback):  # type: ignore[misc]
         self.manager: memo.Manager | None = None
         self._options = options
         self._step = 0
-        self._moved = self._recomputed = 0
+        self._logged = Counters()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the manager, and attaches it to the module."""
         self._end()
         self.manager = memo.offload(pl_module, **self._options).attach()
         self._step = trainer.global_step
-        self._moved = self._recomputed = 0
+        self._logged = Counters(step=self._step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -63,9 +62,12 @@ class MemoCallback(Callback):  # type: ignore[misc]
         """Ends a step once the optimizer has stepped, and logs figures as often as Lightning's loggers write."""
         if self.manager is None or trainer.global_step == self._step:
             return
+        self._step = trainer.global_step
         self.manager.step_done()
         if trainer.logger is not None and trainer.global_step % trainer.log_every_n_steps == 0:
-            self.log_dict(self._figures(self.manager), on_step=True, on_epoch=False)
+            now = Counters.of(self.manager, self._step)
+            self.log_dict(now.since(self._logged, prefix="memo/"), on_step=True, on_epoch=False)
+            self._logged = now
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detaches from the module, and releases memory and files."""
@@ -79,15 +81,3 @@ class MemoCallback(Callback):  # type: ignore[misc]
         if self.manager is not None:
             self.manager.detach()
             self.manager.close()
-
-    def _figures(self, manager: memo.Manager) -> dict[str, float]:
-        """Peaks since training began, and means of a step since the figures before."""
-        report = manager.report()
-        lower = report.tiers[1:]
-        moved = sum(use.moved_bytes for use in lower)
-        recomputed = 0 if report.tokenwise is None else report.tokenwise.recomputed_bytes
-        found = {f"memo/{use.tier}_peak_gib": use.peak_bytes / _GIB for use in lower}
-        found["memo/moved_gib"] = (moved - self._moved) / _GIB
-        found["memo/recomputed_gib"] = (recomputed - self._recomputed) / _GIB
-        self._moved, self._recomputed = moved, recomputed
-        return found

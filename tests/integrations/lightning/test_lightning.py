@@ -117,8 +117,8 @@ def test_figures_go_to_lightnings_logger(tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("metrics.csv")
     header, *rows = file.read_text().splitlines()
     names = header.split(",")
-    assert {"memo/host_peak_gib", "memo/moved_gib", "memo/recomputed_gib"} <= set(names)
-    moved = [float(value) for row in rows if (value := row.split(",")[names.index("memo/moved_gib")])]
+    assert {"memo/host_peak_gib", "memo/moved_gib_per_step", "memo/recomputed_gib_per_step"} <= set(names)
+    moved = [float(value) for row in rows if (value := row.split(",")[names.index("memo/moved_gib_per_step")])]
     assert len(moved) == STEPS
     assert all(value > 0 for value in moved)
 
