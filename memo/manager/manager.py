@@ -109,6 +109,7 @@ class Manager:
         self._logged_plan: ActivationPlan | None = None
         self._parts: Parts | None = None
         self._opening = opening
+        self._has_schedule = opening is not None and opening.order is not None
         self._watch: BackwardWatch | None = None
         if opening is not None:
             if opening.device() is not None:
@@ -192,7 +193,7 @@ class Manager:
             return
         self._begin_forward()
         self._is_prepared = True
-        if self._attached is None:
+        if self._attached is None and not self._has_schedule:  # all microbatches of a schedule are one step
             self._hooks.append(ForwardHooks(self._entries, self._next_forward, lambda failed: None))
         if self._steps is not None:
             self._hooks.append(self._steps.hook(idle=self._is_idle))
