@@ -48,9 +48,14 @@ def start(*flags: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
-def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
+def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int, *, saved_in: Path | None = None) -> None:
+    """Waits for steps, and for a checkpoint, which is written while training goes on."""
     deadline = time.monotonic() + 180
-    while not metrics.exists() or metrics.read_text().count("\n") < count:
+    while (
+        not metrics.exists()
+        or metrics.read_text().count("\n") < count
+        or (saved_in is not None and not any(saved_in.glob("step-*")))
+    ):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -226,7 +231,7 @@ def test_kill_9_leaves_nothing_in_the_scratch_directory_and_training_resumes(
     assert straight.returncode == 0, straight.stderr
     saving = [*flags, "--metrics", tmp_path / "m", "--checkpoint-dir", tmp_path / "run", "--checkpoint-every", 2]
     process = start(*saving)
-    wait_for_steps(process, tmp_path / "m", 5)
+    wait_for_steps(process, tmp_path / "m", 5, saved_in=tmp_path / "run")
     process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
