@@ -154,6 +154,7 @@ class AutoPlan:
             self._end_step(cached, excess=max(rank_excess for _, _, rank_excess in states))
         self._forwards, self._trained = 1, False
         if self._listening:
+            self._actuator.finish()  # or the spans of the microbatch before, which come late, were counted with this one's
             self._timeline.restart()
 
     def before_layer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -3,9 +3,10 @@
 Owns the hooks, and which of nested calls is the outermost one. It manages nothing: it calls `begin` and `end`.
 
 A training forward runs with gradients enabled and outside a backward: evaluation, `generate`, what a checkpoint runs again,
-and what Dynamo traces are none. The entries of a model are the modules through whose forward its layers are reached: the
-model, and what stands between it and its layers, which a program may call itself (`model.model(ids)` for a loss without
-logits, `self.model(batch)` in Lightning's `training_step`).
+what Dynamo traces, and what torch.func transforms (`grad`, `vmap`), which allow no hooks for saved tensors, are none. The
+entries of a model are the modules through whose forward its layers are reached: the model, and what stands between it and its
+layers, which a program may call itself (`model.model(ids)` for a loss without logits, `self.model(batch)` in Lightning's
+`training_step`).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ForwardHooks:
         if module in calls.modules:
             self._forget_interrupted(now=1)
         calls.modules.append(module)
-        if len(calls.modules) == 1 and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+        if len(calls.modules) == 1 and _is_training():
             self._begin(args, kwargs)
             calls.is_training = True
 
@@ -126,6 +127,11 @@ class ForwardHooks:
                 calls.modules[:] = kept
                 if not kept:
                     self._end_outermost(failed=True)
+
+
+def _is_training() -> bool:
+    within_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0 and not within_transform
 
 
 def _hooked(module: nn.Module, begin: _Hook, end: _Hook) -> list[LayerHook]:

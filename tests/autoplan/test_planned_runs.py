@@ -246,6 +246,26 @@ def test_ever_new_lengths_are_equal_planned_and_within_the_budget() -> None:
     manager.close()
 
 
+@pytest.mark.filterwarnings("ignore:the plan for")
+def test_microbatches_one_after_the_other_are_planned_as_one_in_flight() -> None:
+    """Each backward runs before the next forward: what all of them save together never lies on the device."""
+    model = fresh(8)
+    manager, engine, tokenwise = paced_manager(model)
+    memory = DeviceBudget(total_bytes=int(5 * _whole_bytes()), peak_bytes=lambda: 0, restart=lambda: None)
+    manager.plan_with(AutoPlan(Actuator(engine, tokenwise, manager.layers, memory, tracer=None), checked_plan))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(5):
+        for _ in range(3):
+            with manager:
+                loss = forward(model, step)
+            (loss / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert manager.plan is not None
+    assert manager.plan.problem.pipeline == Pipeline(microbatches=1, held=1)
+    manager.close()
+
+
 @pytest.mark.parametrize(("device", "host"), [(4.0, 0.05), (2.9, 0.15), (2.3, 1.5)])
 def test_a_run_measures_itself_wherever_a_plan_has_room(device: float, host: float) -> None:
     """In layers: the safest setting alone moves an eighth of each of seven, which the first two hosts have no room for; with

@@ -50,6 +50,21 @@ def test_detach_leaves_no_hook() -> None:
     manager.close()
 
 
+def test_what_torch_func_transforms_is_left_alone() -> None:
+    model, reference = stack(), stack()
+    manager = attached(model, alpha=0.0)
+
+    def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
+        given = {name: parameter.detach() for name, parameter in of.named_parameters()}
+        found: dict[str, torch.Tensor] = torch.func.grad(lambda one: torch.func.functional_call(of, one, (ids(),)))(given)
+        return found
+
+    got, want = gradients(model), gradients(reference)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert manager.stats.packed == 0
+    manager.close()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forwards_without_gradients_are_left_alone(mode: Any) -> None:
     model = stack()
