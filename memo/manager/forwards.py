@@ -4,8 +4,8 @@ Owns the hooks, and which of nested calls is the outermost one. It manages nothi
 
 A training forward runs with gradients enabled and outside a backward: evaluation, `generate`, what a checkpoint runs again,
 what Dynamo traces, and what torch.func transforms (`grad`, `vmap`), which allow no hooks for saved tensors, are none. The
-entries of a model are the modules through whose forward its layers are reached: the model, and what stands between it and its
-layers, which a program may call itself (`model.model(ids)` for a loss without logits, `self.model(batch)` in Lightning's
+entries of a model are the modules through whose forward its layers are reached: the model, and what stands between it and
+its layers, which a program may call itself (`model.model(ids)` for a loss without logits, `self.model(batch)` in Lightning's
 `training_step`).
 """
 

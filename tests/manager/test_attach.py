@@ -56,7 +56,9 @@ def test_what_torch_func_transforms_is_left_alone() -> None:
 
     def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
         given = {name: parameter.detach() for name, parameter in of.named_parameters()}
-        found: dict[str, torch.Tensor] = torch.func.grad(lambda one: torch.func.functional_call(of, one, (ids(),)))(given)
+        found: dict[str, torch.Tensor] = torch.func.grad(lambda one: torch.func.functional_call(of, one, (ids(),)))(
+            given
+        )
         return found
 
     got, want = gradients(model), gradients(reference)
