@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from integrations import MIN_BYTES, STEPS, Run, assert_divided, assert_same
+from torch._dynamo.utils import counters
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -115,3 +116,25 @@ def test_the_override_keeps_what_the_configuration_says_of_all_policies() -> Non
     apply_overrides(config.override, config)
     assert config.activation_checkpoint.debug
     assert config.activation_checkpoint.options == {"host": "1GiB"}
+
+
+def test_layers_that_torchtitan_compiles_have_no_break_and_the_same_losses() -> None:
+    """Each is one graph, which moves whole."""
+
+    def compiled(options: dict[str, Any] | None) -> Any:
+        torch._dynamo.reset()
+        counters.clear()
+        config = configured(options)
+        config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], "aot_eager"
+        return built(config, "partial_dtensor")
+
+    want = trained(compiled(None))
+    graphs = counters["stats"]["unique_graphs"]
+    model = compiled({"alpha": 0.25, "min_bytes": MIN_BYTES})
+    got = trained(model)
+    assert counters["graph_break"] == {}
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert_same(got, want)
+    manager = manager_of(model)
+    assert sum(use.moved_bytes for use in manager.report().tiers[1:]) > 0
+    manager.close()
