@@ -1,4 +1,4 @@
-"""Which managers a thread has entered, and which one is attached to a layer: two at once would each save half of it."""
+"""Claims of managers on layers, entered in a thread or attached: two at once would each save half of a layer."""
 
 from __future__ import annotations
 

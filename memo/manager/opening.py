@@ -1,4 +1,4 @@
-"""What one manager works with, opened for the device that its model is on: tiers, engine, recompute, plan source.
+"""Parts of one manager, opened for the device that its model is on: tiers, engine, recompute, plan source.
 
 `memo.offload` checks its arguments into an Opening. It is opened at once where the model's device is known, and at the first
 forward where the model was on the meta device or has moved to a GPU since.
@@ -40,7 +40,7 @@ OnFull = Literal["spill", "raise", "recompute"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an open manager works with."""
+    """Parts of an open manager."""
 
     engine: Engine
     tokenwise: Tapes

@@ -239,7 +239,7 @@ class Report:
 
     @property
     def benefit(self) -> str:
-        """What memo spares on the device, and what it costs: in words, measured or predicted."""
+        """Benefit in words: bytes spared on the device, and their cost in time, measured or predicted."""
         if self.nothing is not None:
             return f"nothing is managed: {self.nothing}"
         if not self.saved_tensors:

@@ -1,4 +1,4 @@
-"""What a manager does not see of a model's layers: found in its first forwards, and said once.
+"""Layers of a model that its manager does not see, or not whole: found in the first forwards, and said once.
 
     called without hooks     the model calls `layer.forward(x)` itself
     compiled as a whole      no layer runs by itself. One compiled function has one backward, which takes all that was saved

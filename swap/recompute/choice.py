@@ -24,7 +24,7 @@ MOST_POINTS = 12
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What a recorded call leaves to choose. Holds no tensor.
+    """Choice that a recorded call leaves. Holds no tensor.
 
     Args:
         tape: of the call.

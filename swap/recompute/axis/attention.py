@@ -1,4 +1,4 @@
-"""Which operators are attention, whatever package they come from, and whether a call of one draws random numbers.
+"""Operators that are attention, whatever package they come from, and those calls of them that draw random numbers.
 
 Kernels are registered under many names, some with the hash of their build (`_flash_attn2_cuda_f12afc9::varlen_fwd`), so the
 name's words decide: attention anywhere in an operator's own name, or a package named after attention and a forward in it.
@@ -45,7 +45,7 @@ def is_attention(func: Any) -> bool:
 
 @functools.cache
 def drops_by(func: Any) -> tuple[int, str, float, float] | None:
-    """How an attention operator is told to drop: position and name of the argument, its default, and what drops nothing.
+    """Dropout argument of an attention operator: its position and name, its default, and the value that drops nothing.
 
     Returns:
         None for one that never drops.
