@@ -422,8 +422,8 @@ class Plans:
     def _count(self, case: _Case, replayed: int, seconds: float) -> None:
         """Records bytes and seconds of the named levels; one replay was measured, the others follow by their operators."""
         costs = self._costs.setdefault(case.layer, Costs(case.layer))
-        hidden = case.call.recorder.tensors[0]
-        tokens = hidden.size(-2) if hidden.ndim > 1 else 1
+        size = case.call.recorder.values[0][2]  # of the hidden states; of their memory a view may have been saved
+        tokens = max(1, size[-2] if len(size) > 1 else 1)
         each_s = seconds / max(1, replayed)
         choice = case.choice.for_next
         at = {level: choice.at(level) for level in (Level.SAVE_MATMULS, Level.SAVE_ATTENTION, Level.SAVE_INPUT)}

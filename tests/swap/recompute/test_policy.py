@@ -440,3 +440,22 @@ def test_nothing_is_alive_after_a_step_and_no_cycle_is_left(tmp_path: Path) -> N
         gc.garbage.clear()
         gc.enable()
     manager.close()
+
+
+class SavesAView(nn.Module):
+    """The last that autograd saves of its input is a view without tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.layer_norm(torch.cat([x[:, :0].sin(), x * 0.72], 1), (x.size(-1),))
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0, (0, 1, 0)])
+def test_costs_are_of_the_inputs_tokens_whatever_view_of_it_is_saved(alpha: Any) -> None:
+    layers = nn.ModuleList(SavesAView() for _ in range(2))
+    manager = memo.offload(layers, layers=layers, alpha=alpha, host="8MiB", min_bytes=256)
+    x = torch.randn(2, 48, 32, requires_grad=True)
+    with manager:
+        loss = layers[1](layers[0](x)).square().mean()
+    loss.backward()
+    assert {costs.tokens for costs in manager.levels_profile()} == {48}
+    manager.close()
