@@ -239,7 +239,7 @@ class Tapes:
             local_part(hidden),
             tensors,
             holds=holds,
-            checksums=Checksums(self._engine.backend.device) if is_checked else None,
+            checksums=Checksums() if is_checked else None,
             here=self._engine.backend.current_stream,
             all_bits=self._ranks.talks(layer.name),
             expected=None if last is None else last.key,

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.swap.recompute.axis.operator_rules import Unproven
 from memo.swap.recompute.axis.operators import group_of
 from memo.swap.tensor_kinds import are_wrapped
 
@@ -145,26 +144,6 @@ class Ranks:
             if not equal_on_all_ranks((sorted(ours.items()), given), group, self._device):
                 self._compare(ours, given, group)
         return before - set(self.disagreed)
-
-    def require(self, layer: str, reason: str | None, form: object = None) -> None:
-        """No rank has a reason why this call must not be treated, and the forms are the same. A collective call.
-
-        Raises:
-            Unproven: one has, or they are not; on every rank.
-        """
-        said = (reason, _digest(form))
-        for group in self._groups.get(layer, ()):
-            answers = gather_values(said, group)
-            ranks = dist.get_process_group_ranks(group)
-            for rank, (theirs, digest) in zip(ranks, answers, strict=True):
-                if theirs is not None:
-                    said = (theirs, 0)
-                    break
-                if digest != answers[0][1]:
-                    said = (f"ranks {ranks[0]} and {rank}, which compute it together, would divide it differently", 0)
-                    break
-        if said[0] is not None:
-            raise Unproven(said[0])
 
     def all_have(self, layer: str, room: bool) -> bool:
         """True when `room` is true on all ranks of the layer's groups. A collective call."""

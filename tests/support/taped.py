@@ -85,7 +85,7 @@ def record(
     function: Callable[..., Any], hidden: torch.Tensor, *given: torch.Tensor, checked: bool = False, **options: Any
 ) -> Taped:
     """Records one call of a function, with gradients."""
-    recorder = Recorder(hidden, given, checksums=Checksums(torch.device("cpu")) if checked else None, **options)
+    recorder = Recorder(hidden, given, checksums=Checksums() if checked else None, **options)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         with aside(recorder, tensor):

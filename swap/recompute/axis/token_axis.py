@@ -1,8 +1,7 @@
 """Token axis: the positions of tokens in a tensor's dimensions and in its storage's bytes.
 
 A layer call has `tokens` tokens in a row. An `Axis` says which dimension of a tensor runs over them, `Rows` how a
-storage is divided by them, `TokenMap` which axis each tensor of one layer call has. All of it is exact arithmetic on
-shapes and strides: an axis is carried from operator to operator, never guessed from a size that happens to match.
+storage is divided by them. All of it is exact arithmetic on shapes and strides.
 
     storage = rows x tokens x width bytes        (2, s, h) contiguous: 2 rows; (b, heads, s, d): b * heads rows
 """
@@ -14,10 +13,8 @@ import enum
 import functools
 import math
 from typing import TYPE_CHECKING
-from weakref import ref
 
 from memo.swap.engine.token_prefix import Rows
-from memo.swap.storage_map import StorageMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +25,9 @@ __all__ = [
     "MIXED",
     "SAME",
     "Axis",
-    "Described",
     "Layout",
     "Mark",
     "Meaning",
-    "TokenMap",
     "cut",
     "layout_of_part",
     "part_layout",
@@ -177,49 +172,3 @@ def cut(tensor: torch.Tensor, axis: Axis, first: int, stop: int, tokens: int) ->
         block = block.contiguous()
     lies = layout_of_part(tensor, axis, rows, count, tokens)
     return block.as_strided(lies.shape, lies.stride, block.storage_offset() + lies.offset)
-
-
-_Geometry = tuple["torch.dtype", "int | torch.SymInt", "torch.Size", tuple[int, ...]]
-
-Described = tuple[_Geometry, Meaning]
-"""How a tensor lies in its storage, and what it means."""
-
-
-class TokenMap:
-    """Token axis of each tensor of one layer call.
-
-    A meaning belongs to a geometry over a storage, not to a Python object: autograd may hand the same tensor on as another
-    object. A storage that nobody named was there before the call: a parameter, a buffer, a constant.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self._known = StorageMap(brief=True)
-        """Storage -> geometry -> meaning."""
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return self._known.find(ref(tensor.untyped_storage())) is not None
-
-    def of(self, tensor: torch.Tensor) -> Meaning:
-        """Token axis of a tensor, or its Mark."""
-        return self.described(tensor)[1]
-
-    def described(self, tensor: torch.Tensor) -> Described:
-        """The tensor as the rules for tokens see it."""
-        known = self._known.find(ref(tensor.untyped_storage()))
-        geometry = _geometry(tensor)
-        return geometry, SAME if known is None else known.get(geometry, MIXED)
-
-    def put(self, tensor: torch.Tensor, meaning: Meaning) -> None:
-        """Records the axis of a tensor; MIXED where its size does not fit."""
-        if isinstance(meaning, Axis) and tensor.size(meaning.dim) != meaning.length(self.tokens):
-            meaning = MIXED
-        storage = tensor.untyped_storage()
-        known = self._known.find(ref(storage))
-        if known is None:
-            known = self._known[storage] = {}
-        known[_geometry(tensor)] = meaning
-
-
-def _geometry(tensor: torch.Tensor) -> _Geometry:
-    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()

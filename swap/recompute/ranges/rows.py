@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from memo.swap.engine.token_prefix import Rows
-from memo.swap.recompute.axis.argument_axes import TokenDims
+from memo.swap.recompute.axis.argument_axes import token_axes
 from memo.swap.recompute.axis.operator_rules import Call, Unproven, meaning_of, tensors_in
 from memo.swap.recompute.axis.token_axis import MIXED, SAME, Axis, Meaning, part_layout, rows_by_strides
 from memo.swap.recompute.tape.bans import is_cheap
@@ -167,14 +167,12 @@ class _Reader:
 
     def _begin(self, dim: int, *, found_runs: bool) -> None:
         """What was there before the layer."""
-        dims = TokenDims(self.tokens)
         joined = {
             step.args[1]
             for step in self._tape.steps
             if step.name.endswith("all_gather_into_tensor") and len(step.args) > 1 and type(step.args[1]) is int
         }
         firsts = {geometry[0]: value for value, geometry in reversed(list(enumerate(self._tape.values)))}
-        position = 0
         for content, known in enumerate(self._tape.contents):
             birth = self._tape.storages[known.storage][0]
             if known.version > 0 or birth is Birth.MADE:
@@ -185,8 +183,7 @@ class _Reader:
             if value is not None and birth is Birth.INPUT:
                 axis = Axis(dim=dim)
             elif value is not None and birth is Birth.GIVEN:
-                position += 1
-                axes = dims.axes(position, self.stand_in(value), sorted(joined))
+                axes = token_axes(self._tape.geometry(value)[2], self.tokens, joined=sorted(joined))
                 axis = axes[0] if axes else None  # of a mask over pairs of tokens that of the queries
             elif value is not None and birth is Birth.FOUND and found_runs:
                 axis = self.guess(value, ())

@@ -1,8 +1,8 @@
 """Detects in-place changes by kernels below the dispatcher (Triton, NumPy, an extension) while a layer runs.
 
-Each tensor's words are summed when an operator has written it, and again before the next operator reads it. So a trial
-finds a kernel that overwrites a copy, zeros or a buffer, of which the proof knows nothing. Not found: a kernel that
-changes no bit in the trial, or leaves the sum of all words as it was.
+Each storage's words are summed when an operator has written it, and again when an operator reads it or autograd saves it.
+So a layer's first call finds a kernel that overwrites a copy, zeros or a buffer, which the log does not show. Not found: a
+kernel that changes no bit in that call, or leaves the sum of all words as it was.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ __all__ = ["Checksums", "checksum"]
 
 
 class Checksums:
-    """Checksums of the storages of one run. They stay on the device until `differ` reads the verdict back."""
+    """Checksums of the storages of one run. They stay on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._sums = StorageMap(brief=True)
-        self._changed = torch.zeros((), dtype=torch.bool, device=device)
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """Sums tensors that an operator has written, or that are there when the run begins."""
@@ -37,28 +36,14 @@ class Checksums:
             if has_storage(tensor):
                 self._sums[tensor.untyped_storage()] = None
 
-    def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compares the sums of tensors that an operator is about to read; sums those that it has not seen."""
-        for tensor in tensors:
-            if has_storage(tensor):
-                known = self._sums.find(ref(tensor.untyped_storage()))
-                if known is None:
-                    self._sums[tensor.untyped_storage()] = checksum(tensor)
-                else:
-                    self._changed |= known != checksum(tensor)
-
     def differs(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Whether the tensor's sum is no longer the noted one, as a flag on its device; None where none is noted."""
+        """Flag on the tensor's device: its sum is no longer the noted one. Where none was, notes it and returns None."""
         known = self._sums.find(ref(tensor.untyped_storage()))
         if known is None:
             self.note([tensor])
             return None
         differs: torch.Tensor = known != checksum(tensor)
         return differs
-
-    def differ(self) -> bool:
-        """True if a tensor was read whose sum had changed since it was written. Waits for the device."""
-        return not torch.equal(self._changed, torch.zeros_like(self._changed))
 
 
 def checksum(tensor: torch.Tensor, nbytes: int | None = None) -> torch.Tensor:

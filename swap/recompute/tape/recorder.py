@@ -197,11 +197,6 @@ class Recorder(TorchDispatchMode):
             return expected
         return Key(self.log, self.values, self.storages)
 
-    @property
-    def count(self) -> int:
-        """Operators so far."""
-        return self._count
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

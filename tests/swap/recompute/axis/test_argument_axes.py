@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute.axis.argument_axes import Shapes, TokenDims
+from memo.swap.recompute.axis.argument_axes import token_axes
+from memo.swap.recompute.axis.token_axis import Axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,47 +22,25 @@ if TYPE_CHECKING:
 S = 8
 
 
-def dims(shape: tuple[int, ...], before: tuple[int, ...] | None = None, *, no_pairs: bool = False) -> list[int]:
-    known = None if before is None else (5, (before,))
-    return [axis.dim for axis in TokenDims(S, before=known, no_pairs=no_pairs).axes(0, torch.empty(shape))]
-
-
 @pytest.mark.parametrize(
-    ("shape", "before", "expected"),
+    ("shape", "expected"),
     [
-        ((3, S, 4), None, [1]),
-        ((3, 7, 4), None, []),
-        ((S, S, 4), None, [1]),  # as many sequences
-        ((S, S, 1, 4), None, [1]),
-        ((1, S, S), None, [1, 2]),  # a mask, or a table
-        ((1, S, S), (1, 5, S), [1]),  # a table of heads as wide as the sequence is long now
-        ((1, S, S), (1, 5, 5), [1, 2]),
-        ((S, 1, S, S), None, [2, 3]),  # a mask of as many sequences
-        ((S, S), (S, 5), [1]),
-        ((S, S), (S, S), []),  # whatever it is, it does not follow the tokens
-        ((2, S, 3), (2, 1, 3), [1]),  # broadcast before
-        ((2, S, 3), (2, 5), [1]),  # something else before
+        ((3, S, 4), [1]),
+        ((3, 7, 4), []),
+        ((S, S, 4), [1]),  # as many sequences
+        ((S, S, 1, 4), [1]),
+        ((1, S, S), [1, 2]),  # a mask, or a table
+        ((S, 1, S, S), [2, 3]),  # a mask of as many sequences
+        ((S, S), [0, 1]),
     ],
 )
-def test_dimensions_that_run_over_the_tokens(
-    shape: tuple[int, ...], before: tuple[int, ...] | None, expected: list[int]
-) -> None:
-    assert dims(shape, before) == expected
+def test_dimensions_that_run_over_the_tokens(shape: tuple[int, ...], expected: list[int]) -> None:
+    assert [axis.dim for axis in token_axes(shape, S)] == expected
 
 
-def test_the_second_reading_takes_a_square_for_a_table_but_four_dimensions_for_a_mask() -> None:
-    assert dims((1, S, S), no_pairs=True) == [1]
-    assert dims((1, 1, S, S), no_pairs=True) == [2, 3]
-    assert dims((1, S, S), (1, 5, 5), no_pairs=True) == [1, 2], "two lengths have shown it"
-
-
-def test_calls_of_another_length_are_remembered() -> None:
-    shapes = Shapes()
-
-    def call(tokens: int) -> Any:
-        return shapes.before("layer", tokens, [torch.empty(2, tokens)])
-
-    assert [call(tokens) for tokens in (5, 5, 8, 8, 5)] == [None, None, (5, ((2, 5),)), (5, ((2, 5),)), (8, ((2, 8),))]
+def test_the_tokens_of_several_ranks_are_rank_after_rank() -> None:
+    assert token_axes((3, 2 * S, 4), S, joined=[2]) == [Axis(dim=1, outer=2)]
+    assert token_axes((3, 2 * S, 4), S) == []
 
 
 class Told(Block):

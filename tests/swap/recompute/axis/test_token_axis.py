@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memo.swap.recompute.axis.token_axis import Axis, Mark, TokenMap, cut, layout_of_part, regroup, rows_of
+from memo.swap.recompute.axis.token_axis import Axis, cut, layout_of_part, regroup, rows_of
 
 TOKENS = 5
 
@@ -93,14 +93,3 @@ def test_a_chunk_of_a_fused_projection_divides_the_whole_of_it() -> None:
     rows = rows_of(query, Axis(dim=1), 6)
     assert rows is not None
     assert (rows.rows, rows.width) == (2, 48)
-
-
-def test_what_nobody_named_was_there_before_and_what_has_an_unknown_form_is_mixed() -> None:
-    tokens = TokenMap(6)
-    named = torch.zeros(2, 6, 4)
-    tokens.put(named, Axis(dim=1))
-    assert tokens.of(torch.zeros(2, 6, 4)) is Mark.SAME
-    assert tokens.of(named.detach()) == Axis(dim=1)
-    assert tokens.of(named.view(12, 4)) is Mark.MIXED
-    tokens.put(named.view(12, 4), Axis(dim=1))  # that dimension has no six tokens
-    assert tokens.of(named.view(12, 4)) is Mark.MIXED
