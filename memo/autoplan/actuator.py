@@ -103,7 +103,7 @@ class Actuator:
             self._engine.place(placements)
             self._expect(dict(zip((Tier.HOST, Tier.DISK), lower_tier_nbytes(setting), strict=True)))
             self._tokenwise.choose(chosen)
-        self._tokenwise.look_at(self._layers)
+        self._tokenwise.begin_forwards(self._layers)
 
     def _expect(self, needs: Mapping[Tier, int]) -> None:
         for tier in self._engine.tiers:

@@ -194,10 +194,6 @@ class Tapes:
 
     def begin_forwards(self, layers: Sequence[Layer]) -> None:
         """Prepares a forward of the managed layers."""
-        self.look_at(layers)
-
-    def look_at(self, layers: Sequence[Layer]) -> None:
-        """Notes the layers of the forward that begins."""
         self._ranks.begin_forward()
         if not self._position:
             self._gathered = _without_memory(layers)
