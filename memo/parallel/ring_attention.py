@@ -48,11 +48,11 @@ class Ring:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attends to the tokens of all ranks."""
-        return cast("torch.Tensor", _attend(query, key, value, self._group))
+        return _attend(query, key, value, self._group)
 
 
 # On some of the tokens the ring would be another one, so a token-wise recompute reuses the result.
-@memoize(token_dim=1)  # type: ignore[untyped-decorator]
+@memoize
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     groups = query.shape[2] // key.shape[2]
     if groups > 1:

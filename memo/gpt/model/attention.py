@@ -46,7 +46,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return _with_fallback(run, query, key, batch=query.shape[0], seq=query.shape[1])
 
 
-@memoize(token_dim=1)  # type: ignore[untyped-decorator]
+@memoize
 def attend_within(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: DocumentSpans) -> torch.Tensor:
     """Causal attention within each document; tensors and errors as for `attend`.
 

@@ -7,6 +7,8 @@ layers share are arguments, so a layer is a function of (x, rotary tables, spans
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +48,8 @@ class Attention(nn.Module):
         self.head_dim, self.group = config.head_dim, config.group
         self.qkv = _linear(config.hidden, config.qkv_width, config.bias)
         self.out = _linear(config.hidden, config.hidden, config.bias)
-        self.attend, self.attend_within = attend, attend_within  # replaced under context parallelism
+        self.attend = attend  # both are replaced under context parallelism
+        self.attend_within: Callable[..., torch.Tensor] = attend_within
 
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None = None, spans: DocumentSpans | None = None

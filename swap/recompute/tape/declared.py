@@ -25,36 +25,32 @@ AxisAfter = Callable[..., Axis | None]
 """(axis of x, x, the function's other arguments) -> axis of the result; None where tokens mix."""
 
 
-def memoize(function: _Function | None = None, *, token_dim: int | None = None) -> Any:
-    """Decorator: a token-wise layer saves the function's results whole, and its recompute reuses them.
+def memoize(function: _Function) -> _Function:
+    """Decorator: the results of a function are kept for backward, and a replay does not call it again.
 
-    For operations that mix tokens (custom attention, routing of experts, scans), and for functions whose kernels the
-    dispatcher does not see. Outside `memo.offload` the function runs unchanged.
+    For operations that are expensive or mix tokens (custom attention, routing of experts, scans), and for functions whose
+    kernels the dispatcher does not see. Outside `memo.offload` the function runs unchanged.
 
-        @memo.memoize(token_dim=1)
+        @memo.memoize
         def attend(q, k, v): ...
 
     Args:
-        function: takes tensors anywhere in its arguments, of any shape and dtype. It must not write into them, and its
-            results must be new tensors, no views of its arguments; otherwise the layer moves whole, with a warning.
-        token_dim: dimension of the results that runs over the tokens. By default the one whose size is the number of
-            tokens, and of several the last but one.
+        function: takes and returns tensors of any shape and dtype, also nested in lists, tuples and dicts. It
+            must not write into its arguments; results may be views of them.
 
     Returns:
-        The function with the same signature; without `function`, a decorator.
+        The function with the same signature.
     """
-    if function is None:
-        return functools.partial(memoize, token_dim=token_dim)
 
     @functools.wraps(function)
     def memoized(*args: Any, **kwargs: Any) -> Any:
         for mode in reversed(_get_current_dispatch_mode_stack()):
-            answer = getattr(mode, "memoized", None)
-            if answer is not None:
-                return answer(function, args, kwargs, token_dim)
+            handle = getattr(mode, "memoized", None)
+            if handle is not None:
+                return handle(function, args, kwargs)
         return function(*args, **kwargs)
 
-    return memoized
+    return memoized  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

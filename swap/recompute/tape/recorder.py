@@ -438,9 +438,7 @@ class Recorder(TorchDispatchMode):
 
     # Functions of the program that are one operator.
 
-    def memoized(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], token_dim: int | None
-    ) -> Any:
+    def memoized(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function whose results are kept (memo.memoize)."""
         return self._run(Function(function, repeats=False), function, args, kwargs)
 

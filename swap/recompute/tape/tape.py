@@ -267,8 +267,6 @@ class Tape:
     def _why_opaque(self, step: Step, changed: set[int]) -> str | None:
         operator = step.operator
         if isinstance(operator, Function):
-            if changed:
-                return "it writes into its arguments"
             return None if operator.repeats else "its results are kept, as declared"
         if not operator.is_overload:
             return "it is a function of higher order"

@@ -202,7 +202,7 @@ def test_a_result_of_a_marked_function_that_is_changed_in_place(tmp_path: Path) 
 
     class Scales(Layer):
         def strange(self, x: torch.Tensor) -> torch.Tensor:
-            return memo.memoize(torch.sin, token_dim=1)(x).mul_(1 + self.gate)  # type: ignore[no-any-return]
+            return memo.memoize(torch.sin)(x).mul_(1 + self.gate)  # type: ignore[no-any-return]
 
     model, reference = stack(make=Scales), stack(make=Scales)
     manager = offload(model, tmp_path)
@@ -284,7 +284,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def test_a_marked_function_is_not_computed_twice(alpha: float, batch: int, tmp_path: Path) -> None:
     calls = 0
 
-    @memo.memoize(token_dim=1)
+    @memo.memoize
     def marked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
@@ -303,7 +303,7 @@ def test_a_marked_function_is_not_computed_twice(alpha: float, batch: int, tmp_p
 
 
 def test_a_marked_function_that_returns_a_view_of_its_argument(tmp_path: Path) -> None:
-    marked = memo.memoize(lambda q, k, v: q.view(q.shape), token_dim=1)
+    marked = memo.memoize(lambda q, k, v: q.view(q.shape))
     model = stack(make=lambda: Attends(marked))
     reference = stack(make=lambda: Attends(lambda q, k, v: q.view(q.shape)))
     manager = offload(model, tmp_path)

@@ -93,7 +93,7 @@ def test_packed_sequences_with_cu_seqlens_through_a_marked_function(
         calls += 1
         return attend_varlen(*args)
 
-    assert_split(compare(lambda: Packed(memo.memoize(counted, token_dim=0)), packed, tmp_path, mix, dtype), mix)
+    assert_split(compare(lambda: Packed(memo.memoize(counted)), packed, tmp_path, mix, dtype), mix)
     assert calls == 2 * 3 * 3  # steps and layers, with and without memo: never again in backward
 
 

@@ -200,7 +200,7 @@ def test_a_kernel_that_once_overwrote_is_remembered(paths: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_a_layer_whose_kernel_is_memoized_is_divided(alpha: float, tmp_path: Path) -> None:
-    memoized = memo.memoize(lambda x: Rounds.apply(x, torch.empty_like), token_dim=1)
+    memoized = memo.memoize(lambda x: Rounds.apply(x, torch.empty_like))
     reasons, recomputed = steps_are_equal(memoized, alpha, tmp_path)
     assert reasons == set()
     assert recomputed > 0
