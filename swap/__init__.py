@@ -1,4 +1,4 @@
-"""Offload of saved activations, storage by storage, to host memory and NVMe; token-wise recompute of the rest."""
+"""Offload of saved activations, storage by storage, to host memory and NVMe; recompute of the rest."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Level(enum.Enum):
         "results of attention and of matrix products (ranks' sums of them) are saved, element-wise work is repeated"
     )
     SAVE_ATTENTION = "results of attention are saved, everything else is repeated"
-    SAVE_INPUT = "the layer runs again from its input, attention too; for whole layers only"
+    SAVE_INPUT = "the layer's input is saved, everything that can be repeated is, attention too; for whole layers only"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ IMPORTS = {
     "swap/disk": "memo swap/memory swap/backends",
     "swap/tiers": "memo swap swap/memory swap/backends",
     "swap/engine": "memo kernels swap swap/backends swap/tiers",
-    "swap/recompute/axis": "swap swap/engine",
+    "swap/recompute/axis": "swap/engine",
     "swap/recompute/tape": "memo kernels swap swap/engine swap/recompute/axis",
     "swap/recompute/ranges": "memo kernels swap swap/engine swap/recompute/axis swap/recompute/tape",
     "swap/recompute": "memo swap swap/engine swap/recompute/axis swap/recompute/tape swap/recompute/ranges",

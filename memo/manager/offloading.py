@@ -95,8 +95,8 @@ def offload(
         layers: The repeated layers: a ModuleList, a list of modules, or their class. Default None: found automatically.
         min_bytes: Smallest storage that is moved, in bytes; smaller ones stay on the device. Default "64KiB".
         on_full: Response to a full tier. "spill" (default) uses the next tier, and raises where none has room; "raise"
-            raises at once; "recompute" uses the next tier, runs a layer again whole where none has room for its
-            tensors, and raises where none has room for its input.
+            raises at once; "recompute" uses the next tier, recomputes all of a layer that can be recomputed, attention too,
+            where none has room for its tensors, and raises where none has room for its input.
         verify: True stores a checksum with each block on disk and compares it when the block is read. It also sums the bytes
             that recomputes read, parameters among them, in forward and again in backward, and so finds changes that no
             version counter shows, at the cost of reading them twice more. Default False.

@@ -70,16 +70,16 @@ class DiskUse:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenWiseUse:
-    """Recompute by tokens: the layers, their treatment and its cost."""
+    """Recompute: the layers, their treatment and its cost."""
 
     levels: str
-    """Division of the tokens among the levels, for people."""
+    """Setting of the layers, for people."""
     accepted: int
-    """Number of layers that move a part of the tokens and recompute the rest."""
+    """Number of layers of which a part is recomputed."""
     repeated: dict[str, str]
-    """Layers that are recomputed whole, attention included, and the reason of each."""
+    """Layers of which all that can be is recomputed, attention included, and the reason of each."""
     refused: dict[str, str]
-    """Layers whose tensors are moved whole, and the reason of each."""
+    """Layers of which nothing is recomputed though it should be, and the reason of each."""
     deviation: float
     """Largest difference between recomputed and saved values in any trial, as a share of the accepted bound; 0 means
     bit-identical."""

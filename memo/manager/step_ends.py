@@ -6,6 +6,9 @@ been cleared. So microbatches whose gradients are accumulated are one step, and 
     optimizers of torch       a hook after each `step`, also where a fused kernel counts no version of what it changes
     changes by hand           version counters of some parameters
     neither seen so far       no gradient is left, as where DeepSpeed releases them; or MOST_FORWARDS have passed
+
+The hook belongs to one manager and ends with it. memo.swap has another one, of the process, that notes which memory a step
+wrote; it tells nothing of ends.
 """
 
 from __future__ import annotations

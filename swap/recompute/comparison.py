@@ -43,7 +43,7 @@ def relative_difference(again: torch.Tensor, saved: torch.Tensor) -> float:
 
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Sums of squares of the difference and of the saved numbers. Takes 17 bytes an element (levels.comparing_nbytes)."""
+    """Sums of squares of the difference and of the saved numbers. Takes 17 bytes an element (`comparing_nbytes`)."""
     bits = _BITS[theirs.itemsize]
     same = ours.view(bits) == theirs.view(bits)
     scale = theirs.double()

@@ -311,7 +311,7 @@ class Tapes:
                 least = self._planned(call, recorded, Level.SAVE_INPUT)
                 if least:
                     self.repeated[name] = reason = "no tier has room for it"
-                    self._warn(reason, f"{name} runs again whole in backward, attention too: {reason}")
+                    self._warn(reason, f"{name} is replayed whole in backward, attention too: {reason}")
                 parts = least or parts
         return parts
 

@@ -1,9 +1,8 @@
 """Rules of the operators that work token by token, and where each leaves the token axis.
 
-A rule maps one call of one operator to the token axes of its results. The list is closed: an operator without a rule
-that meets a token axis ends the token-wise treatment of its layer (`Unproven`). So a layer that is accepted has been
-proven to compute each token's results from that token alone, operator by operator; a rule may say MIXED too often,
-which costs memory, and never too seldom, which would cost a gradient.
+A rule maps one call of one operator to the token axes of its results. The list is closed: an operator without a rule that
+meets a token axis is `Unproven`, and its step never runs on a part of the tokens. A rule may say MIXED too often, which
+costs memory, and never too seldom, which would cost a gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Uninitialised memory of one layer call, and the bytes of it that operators have written.
 
-`empty_like` and its kin compute nothing. Their memory is written by operators, which the proof follows, or by kernels
-below the dispatcher (Triton, NumPy, an extension), which it does not see. So it counts as unfilled until operators
+`empty_like` and its kin compute nothing. Their memory is written by operators, which the log shows, or by kernels
+below the dispatcher (Triton, NumPy, an extension), which it does not show. So it counts as unfilled until operators
 have overwritten it, in one piece or in several: rotary code writes halves.
 
     out = empty_like(x)      out[..., :d] = a      out[..., d:] = b        period   one head: d + d elements

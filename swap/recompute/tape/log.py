@@ -37,7 +37,7 @@ __all__ = [
     "Geometry",
     "Holds",
     "Key",
-    "Mark",
+    "Marker",
     "Ref",
     "Storage",
     "word_of",
@@ -50,7 +50,7 @@ Geometry = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dty
 """Number of the storage; offset, sizes and strides in elements; type."""
 
 
-class Mark(enum.Enum):
+class Marker(enum.Enum):
     """Words of the log that stand for themselves."""
 
     __hash__ = object.__hash__
@@ -66,8 +66,8 @@ class Mark(enum.Enum):
     OTHER = "a result that is no tensor"
 
 
-OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Mark.OUTPUTS, Mark.SAVED, Mark.TRUE, Mark.FALSE, Mark.CARRIED
-LIST, NAMED, HIDDEN, OTHER = Mark.LIST, Mark.NAMED, Mark.HIDDEN, Mark.OTHER
+OUTPUTS, SAVED, TRUE, FALSE, CARRIED = Marker.OUTPUTS, Marker.SAVED, Marker.TRUE, Marker.FALSE, Marker.CARRIED
+LIST, NAMED, HIDDEN, OTHER = Marker.LIST, Marker.NAMED, Marker.HIDDEN, Marker.OTHER
 
 
 class Birth(enum.Enum):

@@ -443,7 +443,7 @@ class Recorder(TorchDispatchMode):
         return self._run(Function(function, repeats=False), function, args, kwargs)
 
     def token_local(self, call: TokenLocalCall) -> torch.Tensor:
-        """Runs a function that may be called again (memo.swap.token_local)."""
+        """Runs a function that may be called again (memo.token_local)."""
         result: torch.Tensor = self._run(
             Function(call.function, repeats=True, axis_after=call.axis_after),
             call.function,

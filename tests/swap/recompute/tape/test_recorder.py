@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memo
-from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Mark
+from memo.swap.recompute.tape.log import HIDDEN, Birth, Function, Marker
 from memo.swap.recompute.tape.recorder import Recorder, aside
 from memo.swap.recompute.tape.tape import Tape
 
@@ -62,7 +62,7 @@ def test_what_autograd_saves_is_part_of_the_log() -> None:
 def test_true_is_not_one() -> None:
     """`True == 1` and their hashes agree: as words they must not."""
     some = record(lambda x: x.sum(1, keepdim=True), hidden())
-    assert Mark.TRUE in some.recorder.log
+    assert Marker.TRUE in some.recorder.log
     assert not [word for word in some.recorder.log if type(word) is bool]
 
 
