@@ -32,6 +32,13 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The first
                chunk's last layer moves, too: out beside the first layer of the next forward, back in beside the last
                layer of the backward before, of whichever chunk; it is then there one turn early
+    network    a layer's sharded weights are gathered before each of its passes while the layer before it in that pass
+               runs, and its gradients, if each microbatch reduces them, while the layer after it in backward runs; what
+               takes longer than that layer's work, or has no layer beside it (the gather before a forward, the reduction
+               after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. A copy's
+               window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
+               follow one another on the network as the stage's last pass has them ready, behind its work and recompute;
+               those of another chunk are done by then. A message to the next stage arrives after the time of a send
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
                device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
                again, and returns again for the second half, which runs from the first layer on
@@ -365,7 +372,11 @@ class StagePrediction:
     compute_s: float
     recompute_s: float
     forward_s: float
-    """Time of the forward, stalls included."""
+    """Time of the forward, stalls and exposed communication included."""
+    communication_s: float = 0.0
+    """Exposed communication: compute waiting for collectives."""
+    sync_s: float = 0.0
+    """Seconds a step after the last backward until its gradients are reduced."""
     stall_d2h_s: float = 0.0
     """Compute waiting for a copy out, where the link is slowest."""
     stall_disk_write_s: float = 0.0
@@ -401,7 +412,7 @@ class StagePrediction:
     @property
     def microbatch_s(self) -> float:
         """Time from one microbatch to the next while the pipeline is full."""
-        return self.compute_s + self.recompute_s + self.stall_s
+        return self.compute_s + self.communication_s + self.recompute_s + self.stall_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,4 +441,6 @@ class ActivationPlan:
     @property
     def step_s(self) -> float:
         """Predicted time of a step."""
-        return microbatches_s(self.problem.pipeline, self.stages) + self.problem.profile.optimizer_s
+        profile = self.problem.profile
+        passes_s = microbatches_s(self.problem.pipeline, self.stages, send_s=profile.send_s)
+        return passes_s + profile.optimizer_s + profile.optimizer_exchange_s
