@@ -137,8 +137,8 @@ class _Walker:
             out_s = self._out_s(index)
             if index > chunk[0]:
                 self._holds[turn.chunk, turn.microbatch, index - 1] = _State.KEPT
-        if latest is not None:  # only now: it may be whole while any of these layers runs
-            self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
+            elif latest is not None:  # copied out beside this first layer
+                self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
         if chunk[-1] == len(self._known) - 1:
             self._heads += 1
             self._stands(self._profile.head.transient_bytes, None)

@@ -10,6 +10,7 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
+from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
@@ -24,7 +25,8 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
+from memo.mip.simulate.simulator import simulate
 
 TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
 ENDLESS = 1 << 60
@@ -114,6 +116,29 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
     assert peak(away, everything) == 3 * 160
     # Where the second chunk saves little and nothing moves, only its halves count whole.
     assert peak(everything, again) == 4 * 160
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_next(layers: int) -> None:
+    """160 bytes a layer, 60 of them saved: while the head runs, and the heavy layer after the first, 0F1 has left."""
+    again = LayerPlan(points={ATTENTION: 1.0})
+    light = layer(always=60, all=100, matmuls=None, attention=1.0)
+    heavy = dataclasses.replace(light, name="heavy", forward_transient_bytes=1000)
+    turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=1, microbatches=2)
+    assert " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns) == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"
+    blocks = [light] * (2 * layers - 1) + [heavy if layers == 2 else light]
+    problem = ActivationProblem(
+        profile=profile_of(*blocks, head=EndProfile(transient_bytes=2000 if layers == 1 else 0)),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=ENDLESS),
+        pipeline=Pipeline(microbatches=2, own=StageTurns(layers=(layers, layers), turns=turns)),
+    )
+    plans = tuple([again] * len(blocks))
+    stages = predict_stages(problem, plans)
+    plan = ActivationPlan(problem=problem, layers=plans, stages=stages)
+    assert stages[0].peak_device_bytes == {1: 2 * 60 + 160 + 2000, 2: 4 * 60 + 2 * 160 + 1000}[layers]
+    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == stages[0].peak_device_bytes
+    assert check_plan(plan) is None
 
 
 def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
