@@ -52,8 +52,8 @@ class Walk:
     written: float = 0.0
     """Bytes written to disk in one microbatch."""
 
-    def runs(self, work_s: float, *, exchange_s: float = 0.0, network_s: float = 0.0, copy_s: float = 0.0) -> None:
-        """Advances the clock by a layer's work, or by what its copies and collectives take longer.
+    def runs(self, work_s: float, *, exchange_s: float = 0.0, network_s: float = 0.0, copy_s: float = 0.0) -> float:
+        """Advances the clock by a layer's work, or by what its copies and collectives take longer; returns the seconds.
 
         Args:
             work_s: with the collectives that are a part of it.
@@ -62,7 +62,9 @@ class Walk:
             copy_s: of a copy that runs meanwhile.
         """
         self.communication_s += exchange_s + max(network_s - work_s, 0.0)
-        self.clock_s += max(work_s, network_s, copy_s)
+        seconds = max(work_s, network_s, copy_s)
+        self.clock_s += seconds
+        return seconds
 
     def stands(self, nbytes: float, layer: int | None) -> None:
         """Records the bytes on the device while a layer runs."""
@@ -114,6 +116,7 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         for seconds, exchange_s in _passes(profile.head):
             walk.runs(seconds, exchange_s=exchange_s)
     reduce_s = 0.0
+    last_pass = [(profile.head.backward_s, profile.head.sync_s)] if ends else []
     for index in range(last, first - 1, -1):
         again_s = recompute_s(known[index], plan.layers[index])
         in_s = 0.0
@@ -122,19 +125,13 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
             in_s = copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
         network_s = (known[index - 1].gather_s if index > first else 0.0) + reduce_s
         exchange_s, reduce_s = known[index].backward_exchange_s, known[index].reduce_s
-        walk.runs(known[index].backward_s + again_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
+        seconds = walk.runs(known[index].backward_s + again_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
+        last_pass.append((seconds, known[index].sync_s))
         walk.recompute_s += again_s
-    walk.runs(0.0, network_s=reduce_s)
-    walk.sync_s = sync_s(
-        [
-            *([(profile.head.backward_s, profile.head.sync_s)] if ends else []),
-            *(
-                (known[index].backward_s + recompute_s(known[index], plan.layers[index]), known[index].sync_s)
-                for index in range(last, first - 1, -1)
-            ),
-            *([(profile.embedding.backward_s, profile.embedding.sync_s)] if starts else []),
-        ]
-    )
+    last_pass.append((walk.runs(0.0, network_s=reduce_s), 0.0))
+    if starts:
+        last_pass.append((profile.embedding.backward_s, profile.embedding.sync_s))
+    walk.sync_s = sync_s(last_pass)
     walk.written = walk.disk
     walk.host *= flight
     walk.disk *= flight

@@ -130,7 +130,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     return StagePrediction(
         compute_s=stage_compute_s(problem, stage) - exchanging_s,
         communication_s=exchanging_s + sum(network.of_turns.values()),
-        sync_s=exposed_sync_s(problem, stage, layers=layers, plans=mine),
+        sync_s=exposed_sync_s(problem, stage, layers=layers, plans=mine, waits=[network.of_layers, stalls.within]),
         recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
         forward_s=sum(chunk.forward_s for chunk in chunks),
         stall_d2h_s=stalls.d2h_s,
@@ -165,6 +165,8 @@ class _Stalls:
     h2d_s: float = 0.0
     disk_read_s: float = 0.0
     of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+    within: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+    """By layer that runs meanwhile, and kind of its pass; without those between two passes."""
 
     @classmethod
     def of(
@@ -190,6 +192,8 @@ class _Stalls:
 
     def _wait(self, window: Window, seconds: float, cause: str) -> None:
         if seconds > 0:
+            if window.within and window.hidden_by is not None:
+                self.within[window.hidden_by, window.kind] = seconds
             setattr(self, cause, getattr(self, cause) + seconds)
             self.of_turns[window.waits] = self.of_turns.get(window.waits, 0.0) + seconds
 

@@ -7,7 +7,7 @@ which layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo.mip.activation.network_load import pass_loads, sync_load
@@ -54,18 +54,30 @@ def work_s(layer: LayerProfile, plan: LayerPlan, kind: Kind) -> float:
 
 
 def exposed_sync_s(
-    problem: ActivationProblem, stage: int, *, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
+    problem: ActivationProblem,
+    stage: int,
+    *,
+    layers: Sequence[LayerProfile],
+    plans: Sequence[LayerPlan],
+    waits: Sequence[Mapping[tuple[int, Kind], float]],
 ) -> float:
-    """Seconds after a stage's last pass until the gradients that are reduced once a step are."""
+    """Seconds after a stage's last pass until the gradients that are reduced once a step are.
+
+    Args:
+        problem: with the stage.
+        stage: its number.
+        layers: of the stage.
+        plans: of these layers.
+        waits: seconds by layer and kind of pass for which compute waits while the layer runs, by cause.
+    """
     load = sync_load(problem, stage)
     if load is None:
         return 0.0
     clock_s = reduced_s = 0.0
     for step in load.steps:
-        if step.layer is None:
-            clock_s += step.end_s
-        else:
-            layer, plan = layers[step.layer], plans[step.layer]
-            clock_s += load.share * layer.backward_s + (plan.recompute_s(layer) if load.recomputes else 0.0)
+        clock_s += step.end_s
+        if step.layer is not None:
+            clock_s += work_s(layers[step.layer], plans[step.layer], load.kind)
+            clock_s += sum(of_layers.get((step.layer, load.kind), 0.0) for of_layers in waits)
         reduced_s = max(reduced_s, clock_s) + step.sync_s
     return max(reduced_s - clock_s, 0.0)

@@ -26,8 +26,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
-   (11)  D_k >= D_(k-1) - work_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass; the step takes
-         the last D longer: gradients that are reduced once a step, and are not behind that pass
+   (11)  D_k >= D_(k-1) - W'_k - in_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass; the step
+         takes the last D longer: gradients that are reduced once a step, and are not behind that pass
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
@@ -174,6 +174,7 @@ class Model:
         self._slowest_stage = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
         self._stalls = 0
+        self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
         self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in stages]
@@ -394,10 +395,14 @@ class Model:
         if load is None:
             return
         group_of = {member: group for group in self._stages[0] for member in group.members}
-        kind = Kind.BACKWARD if load.share == 1 else Kind.INPUT if load.recomputes else Kind.WEIGHT
+        loads, _ = self._loads(0)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
-            work = step.end_s / self._second if step.layer is None else self._work(group_of[step.layer], kind)
+            work = pulp.lpSum([step.end_s / self._second])
+            if step.layer is not None:
+                group, at = group_of[step.layer], (step.layer, load.kind)
+                work += self._work(group, load.kind) + self._exposed(group, load.kind, loads[at])
+                work += self._stall_within.get((0, *at), 0.0)
             before, late = late, self._program.add_variable(f"late_{number}", step.sync_s / self._second, None)
             self._program += late >= before - work + step.sync_s / self._second
         self._total += late
@@ -412,7 +417,7 @@ class Model:
         """Stalls of all these copies; each kind of copy gets one variable."""
         group_of = {member: group for group in self._stages[stage] for member in group.members}
         times: collections.Counter[tuple[int, int | None, Kind, float]] = collections.Counter()
-        first: dict[tuple[int, int | None, Kind, float], Window] = {}
+        alike: dict[tuple[int, int | None, Kind, float], list[Window]] = {}
         for window in windows:
             moving = group_of[window.moving]
             if isinstance(moving.host, int) and isinstance(moving.disk, int):
@@ -422,11 +427,16 @@ class Model:
                 hiding, load = group_of[window.hidden_by].members[0], loads[window.hidden_by, window.kind]
             key = (moving.members[0], hiding, window.kind, load)
             times[key] += window.times  # type: ignore[assignment]  # counts of turns are fractions of microbatches
-            first.setdefault(key, window)
-        return [
-            times[key] * row(group_of[key[0]], None if key[1] is None else group_of[key[1]], window, key[3])
-            for key, window in first.items()
-        ]
+            alike.setdefault(key, []).append(window)
+        stalls = []
+        for key, its_windows in alike.items():
+            hider = None if key[1] is None else group_of[key[1]]
+            stall = row(group_of[key[0]], hider, its_windows[0], key[3])
+            stalls.append(times[key] * stall)
+            for window in its_windows:
+                if window.within and window.hidden_by is not None:
+                    self._stall_within[stage, window.hidden_by, window.kind] = stall
+        return stalls
 
     def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""

@@ -76,9 +76,9 @@ class SyncStep:
     """One layer or end of a stage's last backward, and the reduction of its gradients that begins when it has run."""
 
     layer: int | None
-    """Number within the stage; None for the embedding or the head."""
+    """Number within the stage; None for what is beside the layers."""
     end_s: float = 0.0
-    """Seconds of an end's work."""
+    """Seconds of an end's work, or of the exposed reduction after the layers."""
     sync_s: float
 
 
@@ -87,10 +87,8 @@ class SyncLoad:
     """Reductions of gradients once a step, one after another, in the order in which a stage's last pass runs."""
 
     steps: tuple[SyncStep, ...]
-    share: float
-    """Fraction of the layers' backward in that pass."""
-    recomputes: bool
-    """Whether the pass recomputes."""
+    kind: Kind
+    """The kind of that pass."""
 
 
 def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
@@ -106,6 +104,7 @@ def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
     steps = [SyncStep(layer=first + place, sync_s=known[index].sync_s) for place, index in enumerate(own)]
     if kind is not Kind.WEIGHT:
         steps.reverse()
+    steps.append(SyncStep(layer=None, end_s=pass_load([known[index] for index in own], kind).after_s, sync_s=0.0))
     head, embedding = profile.head, profile.embedding
     if own[-1] == len(known) - 1:
         at = len(steps) if kind is Kind.WEIGHT else 0
@@ -114,4 +113,4 @@ def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
         steps.append(SyncStep(layer=None, end_s=share * embedding.backward_s, sync_s=embedding.sync_s))
     if not any(step.sync_s for step in steps):
         return None
-    return SyncLoad(steps=tuple(steps), share=share, recomputes=kind is not Kind.WEIGHT)
+    return SyncLoad(steps=tuple(steps), kind=kind)
