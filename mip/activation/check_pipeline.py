@@ -59,7 +59,7 @@ def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
     if pipeline.own is not None:
         sizes = list(pipeline.own.layers)
     else:
-        parts = 2 * pipeline.stages
+        parts = pipeline.chunks * pipeline.stages
         sizes = [count // parts + (1 if part < count % parts else 0) for part in range(parts)]
     bounds = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
     return [range(bounds[place], bounds[place + 1]) for place in pipeline.chunk_positions(stage)]

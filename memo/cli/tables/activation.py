@@ -81,7 +81,8 @@ def _headline(plan: ActivationPlan) -> str:
     ]
     named = "".join(f", {name} {size}" for name, size in sizes if size > 1)
     tiles = plan.problem.profile.mlp_tiles
-    named += f" ({pipeline.schedule})" if pipeline.chunks > 1 else ""
+    chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 2 else ""
+    named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
