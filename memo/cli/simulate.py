@@ -102,7 +102,7 @@ def _write(
 def _meta(plan: ActivationPlan, problem: ActivationProblem, simulation: Simulation, stage: int) -> dict[str, Any]:
     signature, prediction = problem.profile.signature, plan.stages[stage]
     simulated = simulation.stages[stage]
-    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+    rates = problem.lanes
     return {
         "command": "memo simulate",
         "simulated": True,

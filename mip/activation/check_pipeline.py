@@ -81,7 +81,7 @@ class _Walker:
         self._plan, self._pipeline = plan, plan.problem.pipeline
         self._profile = plan.problem.profile
         self._known = self._profile.layer_profiles()
-        self._rates = plan.problem.hardware.lanes(plan.problem.budgets.ranks_per_node)
+        self._rates = plan.problem.lanes
         self._chunks = _chunks(plan, stage)
         self._turns = self._pipeline.turns(stage)
         self._split = {turn.chunk for turn in self._turns if turn.kind is Kind.WEIGHT}

@@ -55,7 +55,7 @@ class Walk:
 def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int) -> Walk:
     """Walks forward and backward through layers `first` to `last`, with `flight` microbatches in flight."""
     problem = plan.problem
-    profile, rates = problem.profile, problem.hardware.lanes(problem.budgets.ranks_per_node)
+    profile, rates = problem.profile, problem.lanes
     known, starts, ends = profile.layer_profiles(), first == 0, last == len(plan.layers) - 1
     walk = Walk()
     others = (flight - 1) * sum(

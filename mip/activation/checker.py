@@ -109,7 +109,7 @@ def _lasts(plan: ActivationPlan) -> set[int]:
 
 def _layers(plan: ActivationPlan) -> Violation | None:
     problem, lasts = plan.problem, _lasts(plan)
-    rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+    rates = problem.lanes
     link = min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s) > 0
     drive = link and min(rates.disk_write_bytes_per_s, rates.disk_read_bytes_per_s) > 0
     for index, (known, layer) in enumerate(zip(problem.profile.layer_profiles(), plan.layers, strict=True)):

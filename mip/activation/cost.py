@@ -171,7 +171,7 @@ class _Stalls:
         traffic: Sequence[Traffic],
     ) -> _Stalls:
         """Computes the stalls of these layers of a stage."""
-        rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+        rates = problem.lanes
         found = cls()
         for window in copies_out(problem, stage):
             late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans)

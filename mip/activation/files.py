@@ -2,7 +2,7 @@
 
 Owns the three formats of docs/activation-plan.md. A plan carries its whole problem, so that a plan file alone can be
 checked, shown and simulated. Plans and profiles of version 1, which spoke of three levels instead of points, and of
-version 2, which knew no pieces, are read, too.
+versions 2 and 3, which knew no pieces and no collectives, are read, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PLAN_FORMAT, PROFILE_FORMAT, HARDWARE_FORMAT = "memo-activation-plan", "memo-profile", "memo-hardware"
-VERSIONS = {PLAN_FORMAT: 3, PROFILE_FORMAT: 3, HARDWARE_FORMAT: 1}
+VERSIONS = {PLAN_FORMAT: 4, PROFILE_FORMAT: 4, HARDWARE_FORMAT: 1}
 _LEVELS = {"all_tokens": ALL, "matmul_tokens": MATMULS, "attention_tokens": ATTENTION}
 """Keys of a layer plan of version 1, and the points that they were fractions of."""
 
@@ -125,7 +125,7 @@ def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
 
 def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
     """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
-    if root["version"] == 2:  # in one piece, which is the default
+    if root["version"] in (2, 3):  # in one piece and without collectives, which are the defaults
         return {**root, "version": VERSIONS[name]}
     if root["version"] != 1:
         return root

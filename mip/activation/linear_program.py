@@ -153,7 +153,7 @@ class Model:
         self.staying = staying
         self._points, self._whole = points, whole
         self._sharing = Sharing.NONE if points is not None or whole else sharing
-        self._rates = problem.hardware.lanes(problem.budgets.ranks_per_node)
+        self._rates = problem.lanes
         layers = problem.profile.layer_profiles()
         self._byte = float(max(max(layer.full_bytes for layer in layers), 1))
         stages = range(problem.pipeline.stages)

@@ -50,7 +50,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from memo.errors import PlanError
 from memo.mip.activation.in_flight import Moment, moments_of, peak_in_flight
 from memo.mip.activation.pipeline_time import microbatches_s
-from memo.mip.inputs.hardware import Hardware
+from memo.mip.inputs.hardware import Hardware, LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile, check_amounts
 
@@ -233,6 +233,11 @@ class ActivationProblem:
     hardware: Hardware
     budgets: Budgets
     pipeline: Pipeline = ONE_STAGE
+
+    @property
+    def lanes(self) -> LaneRates:
+        """Rates of one rank's copies: its part of the node's, less what collectives take."""
+        return self.hardware.lanes(self.budgets.ranks_per_node, taken=self.profile.link_share)
 
     def __post_init__(self) -> None:
         pipeline, layers = self.pipeline, len(self.profile.layers)

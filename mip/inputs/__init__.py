@@ -14,6 +14,12 @@ if TYPE_CHECKING:
         hardware_of as hardware_of,
         hardware_preset as hardware_preset,
     )
+    from memo.mip.inputs.network import (
+        Collectives as Collectives,
+        Group as Group,
+        Network as Network,
+        parse_network as parse_network,
+    )
     from memo.mip.inputs.pipeline_schedules import Kind as Kind, PipelineSchedule as PipelineSchedule, Turn as Turn
     from memo.mip.inputs.profile import (
         ALL as ALL,
@@ -33,6 +39,7 @@ else:
         {
             "doctor_rates": "with_measured_rates",
             "hardware": "Hardware PRESETS hardware_of hardware_preset",
+            "network": "Collectives Group Network parse_network",
             "pipeline_schedules": "Kind PipelineSchedule Turn",
             "profile": "ALL ATTENTION INPUT MATMULS EndProfile LayerProfile PointProfile Profile Role Signature",
         },

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from memo.errors import PlanError, UsageError
+from memo.mip.inputs.network import Network
 from memo.mip.inputs.profile import check_amounts
 
 __all__ = ["PRESETS", "Hardware", "LaneRates", "hardware_of", "hardware_preset"]
@@ -60,6 +61,8 @@ class Hardware:
     """Writes to all disks of a node together; 0: there is none."""
     disk_read_bytes_per_s: float = 0.0
     """Reads from all disks of a node together; 0: there is none."""
+    network: Network = dataclasses.field(default_factory=Network)
+    """Links that collectives cross, within a node and between nodes."""
 
     def __post_init__(self) -> None:
         check_amounts(self, f"hardware {self.name[:80]!r}")
@@ -67,14 +70,20 @@ class Hardware:
             if not getattr(self, name) > 0:
                 raise PlanError(f"hardware {self.name[:80]!r}: {name} is not positive")
 
-    def lanes(self, ranks: int) -> LaneRates:
-        """Divides the node's rates among `ranks` ranks, all of them busy at the same time."""
-        d2h = min(self.d2h_bytes_per_s, self.duplex_bytes_per_s, self.node_d2h_bytes_per_s / ranks)
-        h2d = min(self.h2d_bytes_per_s, self.duplex_bytes_per_s, self.node_h2d_bytes_per_s / ranks)
+    def lanes(self, ranks: int, *, taken: float = 0.0) -> LaneRates:
+        """Divides the node's rates among `ranks` ranks, all of them busy at the same time.
+
+        Args:
+            ranks: number of the node's ranks.
+            taken: fraction of each GPU's link that collectives take.
+        """
+        free = 1 - taken
+        d2h = min(self.d2h_bytes_per_s * free, self.duplex_bytes_per_s * free, self.node_d2h_bytes_per_s / ranks)
+        h2d = min(self.h2d_bytes_per_s * free, self.duplex_bytes_per_s * free, self.node_h2d_bytes_per_s / ranks)
         return LaneRates(
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
-            duplex_bytes_per_s=min(self.duplex_bytes_per_s, d2h + h2d),
+            duplex_bytes_per_s=min(self.duplex_bytes_per_s * free, d2h + h2d),
             disk_write_bytes_per_s=self.disk_write_bytes_per_s / ranks,
             disk_read_bytes_per_s=self.disk_read_bytes_per_s / ranks,
         )
@@ -87,6 +96,8 @@ class Hardware:
 # PCIe: of generation 4's 31.5 and 5's 63 GB/s on 16 lanes, copies through page-locked memory reach 25 and 55 GB/s.
 # A node of eight A100 or A800 has its GPUs in pairs behind switches; 13 GB/s for each of eight at once follows from the
 # length from which MEMO (SIGMOD 2025) reports swap to be free. Elsewhere each GPU has a link of its own.
+# Networks: a DGX A100 has eight 200 Gb/s NICs for computation, a DGX H100, H200 or B200 eight of 400 Gb/s (NVIDIA's
+# reference architectures of the SuperPODs); A800 nodes as rented, four of 200; a GH200 one of 400.
 # Disks: four NVMe drives of a cloud node as DeepSpeed's DeepNVMe report (August 2024) measured them, 5 GB/s in, 10 out.
 PRESETS: dict[str, Hardware] = {
     preset.name: preset
@@ -108,6 +119,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=2048 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=8, nic_bytes_per_s=25e9),
         ),
         Hardware(
             name="a800",  # an A100 whose NVLink is cut to 400 GB/s in sum
@@ -126,6 +138,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=2048 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=4, nic_bytes_per_s=25e9),
         ),
         Hardware(
             name="h100",  # SXM5
@@ -144,6 +157,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=2048 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=8, nic_bytes_per_s=50e9),
         ),
         Hardware(
             name="h200",  # an H100 with more and faster memory
@@ -162,6 +176,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=2048 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=8, nic_bytes_per_s=50e9),
         ),
         Hardware(
             name="b200",
@@ -180,6 +195,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=4096 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=8, nic_bytes_per_s=50e9),
         ),
         Hardware(
             name="gh200",  # one Grace with one Hopper over NVLink-C2C; rates as measured in Megatron-LM issue 6491
@@ -198,6 +214,7 @@ PRESETS: dict[str, Hardware] = {
             host_bytes=480 * GIB,
             disk_write_bytes_per_s=5e9,
             disk_read_bytes_per_s=10e9,
+            network=Network(nics_per_node=1, nic_bytes_per_s=50e9),
         ),
     )
 }

@@ -136,6 +136,16 @@ class LayerProfile:
     """The part of `forward_flops` in attention scores, which alone grows with the square of the length."""
     attention_s: float = 0.0
     """The part of `forward_s` in attention scores."""
+    forward_exchange_s: float = 0.0
+    """The part of `forward_s` in which compute waits for collectives of tensor and context parallelism."""
+    backward_exchange_s: float = 0.0
+    """The part of `backward_s`, likewise."""
+    gather_s: float = 0.0
+    """Time on the network of gathering the layer's sharded weights, before each pass, while the layer before runs."""
+    reduce_s: float = 0.0
+    """Time on the network of reducing its weights' gradients in each backward, while the next layer runs."""
+    sync_s: float = 0.0
+    """Time on the network of reducing them once a step, while the last microbatch's backward goes on."""
     forward_transient_bytes: int = 0
     """Peak bytes of forward beside what it saves."""
     backward_transient_bytes: int = 0
@@ -151,6 +161,8 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         check_amounts(self, f"layer class {self.name[:80]!r}")
+        if self.forward_exchange_s > self.forward_s or self.backward_exchange_s > self.backward_s:
+            raise PlanError(f"layer class {self.name[:80]!r}: it communicates for longer than it runs")
         self._check_points()
 
     def _check_points(self) -> None:
@@ -198,6 +210,12 @@ class EndProfile:
     backward_s: float = 0.0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
+    forward_exchange_s: float = 0.0
+    """The part of `forward_s` in which compute waits for collectives, gathers of sharded weights included."""
+    backward_exchange_s: float = 0.0
+    """The part of `backward_s`, likewise."""
+    sync_s: float = 0.0
+    """Time on the network of reducing its weights' gradients once a step."""
     saved_bytes: int = 0
     """Live from the end's forward to its backward: for the embedding while every layer runs, for the head between two
     of its own passes."""
@@ -207,6 +225,8 @@ class EndProfile:
 
     def __post_init__(self) -> None:
         check_amounts(self, "embedding or head")
+        if self.forward_exchange_s > self.forward_s or self.backward_exchange_s > self.backward_s:
+            raise PlanError("embedding or head: it communicates for longer than it runs")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +269,12 @@ class Profile:
     """Number of tiles in which every layer computes its MLP (`memo.gpt.model`)."""
     optimizer_s: float = 0.0
     """Seconds per step."""
+    optimizer_exchange_s: float = 0.0
+    """Seconds per step in which updated weights are gathered and nothing else runs."""
+    send_s: float = 0.0
+    """Time of sending a microbatch's activations, or their gradients, to the neighbouring pipeline stage."""
+    link_share: float = 0.0
+    """Fraction of a GPU's link to the host that collectives take, so that copies have the rest."""
     model_flops_causal_per_token: float = 0.0
     """6N + 6Lhs: FLOPs of the model per token, over all ranks, forward and backward; for mfu_causal."""
     model_flops_full_per_token: float = 0.0
@@ -256,6 +282,10 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_amounts(self, "profile")
+        if self.link_share >= 1:
+            raise PlanError(
+                f"profile: collectives take {self.link_share:g} of the link to the host, and copies need some"
+            )
         if not 1 <= self.mlp_tiles <= MAX_TILES:
             raise PlanError(f"profile: an MLP in {self.mlp_tiles} tiles; from 1 to {MAX_TILES} are possible")
         names = [known.name for known in self.classes]

@@ -118,7 +118,7 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
             for chunk in chunk_layers(problem, number)
         ),
         turns=pipeline.turns(number) if pipeline.chunks > 1 else (),
-        rates=problem.hardware.lanes(budgets.ranks_per_node),
+        rates=problem.lanes,
         static_nbytes=static,
         budgets={Tier.DEVICE: budgets.device_bytes},
         embedding=_end_work("embedding", profile.embedding) if first else None,
