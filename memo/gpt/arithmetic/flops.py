@@ -100,9 +100,12 @@ def _mlp_matrices_up(config: GPTConfig) -> int:
 
 
 def _layer_weights(config: GPTConfig) -> int:
-    attention = config.hidden * config.qkv_width + config.hidden * config.hidden
-    mlp = (_mlp_matrices_up(config) + 1) * config.hidden * config.ffn
-    return attention + mlp
+    attention = config.hidden * config.qkv_width + config.heads * config.head_dim * config.hidden
+    return attention + _mlp_weights(config)
+
+
+def _mlp_weights(config: GPTConfig) -> int:
+    return (_mlp_matrices_up(config) + 1) * config.hidden * config.ffn
 
 
 def _norm_parameters(config: GPTConfig) -> int:
