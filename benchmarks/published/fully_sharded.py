@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.published.rows import Row
-from benchmarks.published.run import Inexpressible, Run
+from benchmarks.published.rows import Inexpressible, Row
+from benchmarks.published.run import Run
 from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import (
     ADAM_FP32,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from benchmarks.published.rows import Row
-from benchmarks.published.run import Fitted, Inexpressible, Run
+from benchmarks.published.rows import Inexpressible, Row
+from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import AttentionKernel, Layout, Recompute, StateBytes, Training
 from memo.gpt.config import GPTConfig

@@ -10,10 +10,14 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-__all__ = ["TABLES", "Row", "read_rows"]
+__all__ = ["TABLES", "Inexpressible", "Row", "read_rows"]
 
 TABLES = Path(__file__).parent.parent / "data" / "published"
 """Copies of the published tables, each with its source in its first lines."""
+
+
+class Inexpressible(Exception):
+    """A row that is no run of a transformer as the arithmetic knows it; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +37,15 @@ class Row:
 
     def number(self, column: str, default: float | None = None) -> float:
         """The cell as a number; `default` where it is empty."""
-        text = self[column]
+        text = self[column].partition("#")[0].strip()
         if not text:
             if default is None:
-                raise ValueError(f"no {column}")
+                raise Inexpressible(f"no {column}")
             return default
-        return float(text)
+        try:
+            return float(text)
+        except ValueError:
+            raise Inexpressible(f"{column} is {text[:40]!r}, no number") from None
 
     def count(self, column: str, default: int | None = None) -> int:
         """The cell as a whole number; `default` where it is empty."""

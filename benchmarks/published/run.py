@@ -15,11 +15,7 @@ from memo.gpt.config import GPTConfig
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
 from memo.mip.inputs import Hardware, PipelineSchedule, Profile
 
-__all__ = ["Fitted", "Inexpressible", "Run"]
-
-
-class Inexpressible(Exception):
-    """A row that is no run of a transformer as the arithmetic knows it; the message says why."""
+__all__ = ["Fitted", "Run"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -97,17 +97,30 @@ class FrameworkLayer:
         return 2 if self.config.mlp == "swiglu" else 1
 
     @property
-    def _widths(self) -> tuple[tuple[float, float, float], ...]:
-        """(inner width, tokens' share, divisor) of each MLP that a token goes through."""
+    def _mlps(self) -> tuple[tuple[float, float], ...]:
+        """(inner width on a rank, rows that go through it) of each MLP of the layer.
+
+        Tensor ranks that do not share an expert have each their own tokens; ranks that share one gather theirs. A rank's
+        experts get as many rows as its own tokens choose.
+        """
         config, tp = self.config, self.layout.tp
         experts = config.experts if isinstance(config, Transformer) else None
         if experts is None:
-            return ((config.ffn, 1.0, tp),)
-        # A rank's experts get the tokens of its group: per_token copies of them, as many as the rank has itself. Tensor
-        # ranks that do not share an expert have each their own tokens.
-        routed = (experts.ffn, experts.per_token, tp)
-        shared = ((experts.shared_ffn, 1.0, tp),) if experts.shared_ffn else ()
-        return (routed, *shared)
+            return ((config.ffn / tp, self.tokens),)
+        shared = ((experts.shared_ffn / tp, self.tokens),) if experts.shared_ffn else ()
+        return ((experts.ffn / experts.tensor_ranks, self._routed_rows), *shared)
+
+    @property
+    def _routed_rows(self) -> float:
+        """Rows that a rank's experts get: 0 without experts."""
+        experts = self.config.experts if isinstance(self.config, Transformer) else None
+        return self.tokens / self.layout.tp * experts.per_token * experts.tensor_ranks if experts else 0.0
+
+    @property
+    def _copied_rows(self) -> float:
+        """Rows of a rank's own tokens, one for each expert that they choose."""
+        experts = self.config.experts if isinstance(self.config, Transformer) else None
+        return self.tokens / self.layout.tp * experts.per_token if experts else 0.0
 
     # Bytes.
 
@@ -119,7 +132,7 @@ class FrameworkLayer:
     @functools.cached_property
     def whole_bytes(self) -> float:
         """Bytes that autograd saves where nothing is recomputed."""
-        return (self._beside + self._attention(scores=True) + self._mlp) * self.tokens
+        return (self._beside + self._attention(scores=True)) * self.tokens + self._mlp
 
     @functools.cached_property
     def saved_bytes(self) -> float:
@@ -130,7 +143,7 @@ class FrameworkLayer:
             case Recompute.EVERY_OTHER:
                 return self._every_other * self.tokens
             case Recompute.SCORES:
-                return (self._beside + self._attention(scores=False) + self._mlp) * self.tokens
+                return (self._beside + self._attention(scores=False)) * self.tokens + self._mlp
             case _:
                 return self.whole_bytes
 
@@ -138,10 +151,8 @@ class FrameworkLayer:
     def _beside(self) -> float:
         masks = 2 * self.config.hidden if self.training.dropout else 0
         inputs = 4 * E * self.config.hidden
-        experts = self.config.experts if isinstance(self.config, Transformer) else None
-        copies = E * self.config.hidden * 2 * experts.per_token if experts else 0  # dispatched, and before they are summed
         statistics = 4 * STATISTIC if self.config.norm == "layernorm" else 2 * STATISTIC
-        return (inputs + masks + statistics + copies) / self._outside + self._converted
+        return (inputs + masks + statistics) / self._outside + self._converted
 
     @property
     def _converted(self) -> float:
@@ -153,7 +164,8 @@ class FrameworkLayer:
     def _attention(self, *, scores: bool) -> float:
         config, training = self.config, self.training
         rotated = E * (self._qkv - config.kv_heads * config.head_dim) if config.positions == "rotary" else 0
-        exchanged = E * (self._qkv + self._queries) if self.layout.cp > 1 else 0
+        heads = self.layout.cp > 1 and training.context is ContextExchange.HEADS
+        exchanged = E * (self._qkv + self._queries) if heads else 0
         within = E * (self._qkv + self._queries) + rotated + exchanged
         if training.attention is AttentionKernel.FUSED:
             return (within + STATISTIC * config.heads) / self.layout.tp
@@ -163,15 +175,16 @@ class FrameworkLayer:
 
     @property
     def _mlp(self) -> float:
+        """Bytes that MLPs save. Experts also save their input, their activation before it is weighted by the router's
+        probability, and each copy of a token before these are summed."""
         if self.training.tiled_mlp:
             return 0.0
-        inner = 0.0
-        for width, share, divisor in self._widths:
-            saved = (self._ups + 1) * E * width
-            if self.training.kernels is Kernels.EAGER and self._ups == 2:
-                saved += E * width  # the activated gate, beside its product
-            inner += share * saved / divisor
-        return inner
+        # The activated gate is there beside its product.
+        wide = self._ups + (2 if self.training.kernels is Kernels.EAGER and self._ups == 2 else 1)
+        inner = sum(wide * E * width * rows for width, rows in self._mlps)
+        if self._routed_rows:
+            inner += E * self._mlps[0][0] * self._routed_rows
+        return inner + E * self.config.hidden * (self._routed_rows + self._copied_rows)
 
     @property
     def _every_other(self) -> float:
@@ -199,7 +212,7 @@ class FrameworkLayer:
             exchanged = 2 * E * (self._qkv + self._queries) if self.layout.cp > 1 else 0
             inner = E * (self._qkv + 2 * self._queries) / tp + exchanged / tp
         else:
-            inner = max(share * (1 + self._ups) * E * width / divisor for width, share, divisor in self._widths)
+            inner = max((1 + self._ups) * E * width * rows for width, rows in self._mlps) / self.tokens
         return again + (stream + gathered + inner) * self.tokens
 
     @functools.cached_property
@@ -276,10 +289,8 @@ class FrameworkLayer:
             return three(tokens, self._qkv / tp, config.hidden)
         if index == 1:
             return three(tokens, config.hidden, self._queries / tp)
-        parts = []
-        for width, share, divisor in self._widths:
-            n, k = (self._ups * width / divisor, config.hidden) if index == 2 else (config.hidden, width / divisor)
-            parts.append(three(share * tokens, n, k))
+        sizes = [(self._ups * width, config.hidden) if index == 2 else (config.hidden, width) for width, _ in self._mlps]
+        parts = [three(rows, *size) for size, (_, rows) in zip(sizes, self._mlps, strict=True)]
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
     def _scores_s(self, *, backward: bool) -> float:
@@ -304,10 +315,8 @@ class FrameworkLayer:
         residual = 3 * E * config.hidden + (config.hidden if self.training.dropout else 0)
         rotated = self._qkv - config.kv_heads * config.head_dim if config.positions == "rotary" else 0
         rotation = (EAGER_ROTATION if eager else 2 * E) * rotated
-        inner = 0.0
-        for width, share, divisor in self._widths:
-            each = (3 if self._ups == 2 else 2) + (2 if eager and self._ups == 2 else 0)
-            inner += share * each * E * width / divisor
+        each = (3 if self._ups == 2 else 2) + (2 if eager and self._ups == 2 else 0)
+        inner = sum(each * E * width * rows for width, rows in self._mlps) / self.tokens
         return 2 * (norm + residual) / self._outside + rotation / self.layout.tp + inner
 
     def _tensor_s(self, beside_s: float) -> float:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count
+from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
 from memo.gpt.arithmetic.framework_layer import E, FrameworkLayer
 from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
 from memo.gpt.arithmetic.training import Loss
+from memo.gpt.arithmetic.transformer import Transformer
 from memo.gpt.arithmetic.weight_exchange import GATHERED, WeightExchange
 from memo.mip.inputs import ALL, Collectives, EndProfile, LayerProfile, PointProfile, Profile, Role, Signature
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["profile_of_training"]
 
 # Bytes of a logit: at once at the peak, and read and written by the loss in both passes.
-LOGIT_BYTES = {Loss.FLOAT32: 6, Loss.EAGER: 14, Loss.FUSED: 2, Loss.CHUNKED: 0}
-LOGIT_PASSES = {Loss.FLOAT32: 54, Loss.EAGER: 40, Loss.FUSED: 8, Loss.CHUNKED: 8}
+LOGIT_BYTES = {Loss.FLOAT32: 6, Loss.COMPILED: 10, Loss.EAGER: 14, Loss.FUSED: 2, Loss.CHUNKED: 0}
+LOGIT_PASSES = {Loss.FLOAT32: 54, Loss.COMPILED: 30, Loss.EAGER: 40, Loss.FUSED: 8, Loss.CHUNKED: 8}
 
 
 def profile_of_training(
@@ -71,9 +72,31 @@ class _Parts:
         return WeightExchange(self.machine, self.layout, self.training)
 
     @property
-    def _sent_parameters(self) -> float:
-        """Parameters of a layer on one rank of tensor parallelism."""
-        return layer_parameter_count(self.config) / self.layout.tp
+    def _dense(self) -> float:
+        """Parameters of a layer on one rank, without experts."""
+        config = self.config
+        whole = layer_parameter_count(config)
+        if isinstance(config, Transformer) and config.experts is not None:
+            whole += config.beside_experts - mlp_parameter_count(config)
+        return whole / self.layout.tp
+
+    @property
+    def _routed(self) -> float:
+        """Parameters of a layer's experts on one rank."""
+        config = self.config
+        if not isinstance(config, Transformer) or config.experts is None:
+            return 0.0
+        experts = config.experts
+        return experts.count * config.expert_matrices / (experts.ranks * experts.tensor_ranks)
+
+    def _resident_bytes(self, *, dense: float, routed: float = 0.0) -> float:
+        """Bytes on a rank of these parameters' weights, gradients and optimizer."""
+        shards, expert_shards = self._exchange.shards, 1
+        experts = self.config.experts if isinstance(self.config, Transformer) else None
+        if experts is not None:
+            expert_shards = max(self.layout.stage_gpus // (experts.ranks * experts.tensor_ranks), 1)
+        training = self.training
+        return training.resident_bytes(shards) * dense + training.resident_bytes(expert_shards) * routed
 
     @property
     def _vocabulary(self) -> float:
@@ -114,7 +137,7 @@ class _Parts:
 
     def _layer_profile(self) -> LayerProfile:
         layer, exchange, training = self._layer, self._exchange, self.training
-        parameters = self._sent_parameters
+        parameters = self._dense + self._routed
         gathered = GATHERED * parameters if training.zero >= 3 or training.parameter_offload else 0.0
         share = self.layout.pp / self.config.layers
         forward, backward = layer.forward, layer.backward
@@ -133,7 +156,7 @@ class _Parts:
             forward_transient_bytes=round(2 * gathered + layer.forward_transient_bytes),
             backward_transient_bytes=round(3 * gathered + layer.backward_transient_bytes),
             static_bytes=round(
-                training.resident_bytes(exchange.shards) * parameters + share * training.workspace_bytes
+                self._resident_bytes(dense=self._dense, routed=self._routed) + share * training.workspace_bytes
             ),
             storages=layer.storages,
             largest_storage_bytes=round(layer.largest_bytes),
@@ -153,7 +176,7 @@ class _Parts:
             sync_s=exchange.sync_s(parameters) if self.training.overlaps_gradients else 0.0,
             saved_bytes=round(masks + 8 * layer.tokens),
             transient_bytes=round(2 * row + GATHERED * parameters * (self.training.zero >= 3)),
-            static_bytes=round(self.training.resident_bytes(exchange.shards) * parameters),
+            static_bytes=round(self._resident_bytes(dense=parameters)),
         )
 
     def _head(self) -> EndProfile:
@@ -177,7 +200,7 @@ class _Parts:
             sync_s=exchange.sync_s(self._head_weights) if training.overlaps_gradients else 0.0,
             saved_bytes=round(2 * row),
             transient_bytes=round(logits + row + gathered + weights),
-            static_bytes=round(training.resident_bytes(exchange.shards) * self._head_weights),
+            static_bytes=round(self._resident_bytes(dense=self._head_weights)),
         )
 
     @property
@@ -185,7 +208,7 @@ class _Parts:
         """Parameters of the stage with most of them."""
         layers = -(-self.config.layers // self.layout.pp)
         ends = self._vocabulary + self._positions + (self._head_weights if self.layout.pp == 1 else 0.0)
-        return layers * self._sent_parameters + ends
+        return layers * (self._dense + self._routed) + ends
 
     def _optimizer_s(self) -> float:
         training = self.training

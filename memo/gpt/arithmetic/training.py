@@ -87,6 +87,8 @@ class Loss(enum.StrEnum):
     FLOAT32 = "float32"
     """Logits are copied to float32, which becomes probability and gradient in place: Megatron's vocabulary-parallel
     loss."""
+    COMPILED = "compiled"
+    """The same steps compiled together, whose copy does not replace the one before it."""
     EAGER = "eager"
     """Logits, a float32 copy, its logarithms and their gradient: torch's own, as models of Hugging Face call it."""
     FUSED = "fused"

@@ -45,3 +45,18 @@ class Transformer(GPTConfig):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def expert_matrices(self) -> int:
+        """Weights of one expert."""
+        if self.experts is None:
+            return 0
+        return (3 if self.mlp == "swiglu" else 2) * self.hidden * self.experts.ffn
+
+    @property
+    def beside_experts(self) -> int:
+        """Weights of the router and of the MLP that all tokens use; 0 without experts."""
+        if self.experts is None:
+            return 0
+        shared = (3 if self.mlp == "swiglu" else 2) * self.hidden * self.experts.shared_ffn
+        return shared + self.experts.count * self.hidden
