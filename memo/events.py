@@ -40,10 +40,11 @@ VERSION = 1
 
 
 class Lane(enum.StrEnum):
-    """A row of the timeline: computation, recomputation, or one direction of copies."""
+    """A row of the timeline: computation, recomputation, collectives, or one direction of copies."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
+    NETWORK = "network"
     D2H = "d2h"
     H2D = "h2d"
     DISK_WRITE = "nvme-write"
@@ -88,6 +89,7 @@ class StallCause(enum.StrEnum):
     RELOAD = "reload"  # a reload had not ended when backward needed the bytes
     HOST_FULL = "host-full"  # no room in the host tier until a write to disk ends
     DISK_QUEUE = "disk-queue"  # the disk's queue is full
+    COLLECTIVE = "collective"  # a collective had not ended when compute needed its result
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

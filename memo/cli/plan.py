@@ -91,6 +91,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --pp: pipeline schedule (default 1f1b)",
     )
     where.add_argument(
+        "--chunks",
+        type=int,
+        metavar="N",
+        help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
+    )
+    where.add_argument(
         "--doctor",
         metavar="FILE",
         help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
@@ -166,6 +172,8 @@ class Request:
     budgets: Budgets
     accumulate: int
     schedule: PipelineSchedule
+    chunks: int | None
+    """Of each pipeline rank; None is the schedule's own number."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Request:
@@ -197,6 +205,7 @@ class Request:
             budgets=_budgets(args, machine),
             accumulate=args.accumulate,
             schedule=_schedule(args, layout),
+            chunks=args.chunks,
         )
 
     def plan(self) -> ActivationPlan:
@@ -222,7 +231,11 @@ class Request:
         """Pipeline of the layout. A node holds several stages only where it has more ranks than a stage."""
         together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
         return Pipeline(
-            stages=self.layout.pp, microbatches=self.accumulate, stages_per_node=together, schedule=self.schedule
+            stages=self.layout.pp,
+            microbatches=self.accumulate,
+            stages_per_node=together,
+            schedule=self.schedule,
+            chunks=self.chunks or 0,
         )
 
 
@@ -230,7 +243,10 @@ def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
     schedule = PipelineSchedule(args.schedule)
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
-    wrong = schedule.reason_unsupported(args.accumulate, layout.pp) if schedule.stages_per_rank > 1 else None
+    wrong = None if args.chunks is None else schedule.reason_not_chunks(args.chunks)
+    if wrong is not None:
+        raise UsageError(f"--chunks {args.chunks} {wrong}")
+    wrong = schedule.reason_unsupported(args.accumulate, layout.pp) if schedule.default_chunks > 1 else None
     if wrong is not None:
         raise UsageError(f"--accumulate {args.accumulate} {wrong}")
     return schedule

@@ -202,6 +202,12 @@ def _layout_flags(group: argparse._ArgumentGroup) -> None:
         help="with --pp: pipeline schedule of the --accumulate microbatches (default 1f1b)",
     )
     group.add_argument(
+        "--chunks",
+        type=int,
+        metavar="N",
+        help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
+    )
+    group.add_argument(
         "--no-sequence-parallel",
         dest="sequence_parallel",
         action="store_false",
@@ -348,7 +354,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
-    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "sequence_parallel")
+    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles

@@ -67,6 +67,8 @@ class Layout:
     """Context-parallel ranks: each has a part of the sequence, in attention, too."""
     cp_attention: ContextAttention = ContextAttention.AUTO
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    chunks: int | None = None
+    """Stages of each pipeline rank, runs of consecutive layers; None is the schedule's own number."""
     sequence_parallel: bool = True
     """Tensor-parallel ranks also divide the tokens, between the matrices."""
 
@@ -78,6 +80,9 @@ class Layout:
             raise UsageError(f"--cp-attention {self.cp_attention} has no meaning without --cp")
         if self.pp == 1 and self.schedule is not PipelineSchedule.ONE_F_ONE_B:
             raise UsageError(f"--schedule {self.schedule} has no meaning without --pp")
+        wrong = None if self.chunks is None else self.schedule.reason_not_chunks(self.chunks)
+        if wrong is not None:
+            raise UsageError(f"--chunks {self.chunks} {wrong}")
 
     @property
     def ranks(self) -> int:
@@ -92,7 +97,7 @@ class Layout:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages on each rank."""
-        return self.schedule.stages_per_rank if self.pp > 1 else 1
+        return self.chunks or self.schedule.default_chunks
 
     @property
     def shards_tokens(self) -> bool:
@@ -113,7 +118,7 @@ class Layout:
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Stages of one pipeline rank, in the order of the layers."""
-        return self.schedule.stages_of(pp_rank, self.pp)
+        return self.schedule.stages_of(pp_rank, self.pp, chunks=self.chunks)
 
     def layers_of(self, stage: int, layers: int) -> range:
         """Indices of a stage's layers, of `layers` in all."""
@@ -152,8 +157,10 @@ class Layout:
         if batch % self.dp:
             raise UsageError(f"--batch {batch} does not divide over --dp {self.dp}; use a multiple")
         if shape.layers % self.stages:
+            chunks = f", --chunks {self.chunks}" if self.chunks else ""
             raise UsageError(
-                f"{shape.layers} layers do not divide over {self.stages} pipeline stages (--pp {self.pp}, {self.schedule})"
+                f"{shape.layers} layers do not divide over {self.stages} pipeline stages (--pp {self.pp}, "
+                f"{self.schedule}{chunks})"
             )
         if self.pp > 1:
             self._check_microbatches(microbatches)

@@ -19,6 +19,7 @@ from memo.mip.activation.check_step import (
     recompute_s,
     rounding_bytes,
     saved_bytes,
+    sync_s,
     whole_bytes,
 )
 from memo.mip.inputs.pipeline_schedules import Kind
@@ -58,7 +59,7 @@ def _chunks(plan: ActivationPlan, stage: int) -> list[range]:
     if pipeline.own is not None:
         sizes = list(pipeline.own.layers)
     else:
-        parts = 2 * pipeline.stages
+        parts = pipeline.chunks * pipeline.stages
         sizes = [count // parts + (1 if part < count % parts else 0) for part in range(parts)]
     bounds = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
     return [range(bounds[place], bounds[place + 1]) for place in pipeline.chunk_positions(stage)]
@@ -90,6 +91,7 @@ class _Walker:
         self._heads = self._embeddings = 0  # microbatches in flight at the ends
         self._gradients = 0  # bytes that wait for a second half
         self._walk = Walk()
+        self._last_pass: list[tuple[float, float]] = []  # work, and the reduction of its gradients once a step
         own = [index for chunk in self._chunks for index in chunk]
         self._static = sum(self._known[index].static_bytes for index in own)
         self._starts, self._ends = own[0] == 0, own[-1] == len(self._known) - 1
@@ -108,6 +110,8 @@ class _Walker:
         microbatches = self._pipeline.microbatches
         self._walk.clock_s /= microbatches
         self._walk.recompute_s /= microbatches
+        self._walk.communication_s /= microbatches
+        self._walk.sync_s = sync_s(self._last_pass)
         self._walk.written = sum(
             moved(self._known[i], self._plan.layers[i])[1] for chunk in self._chunks for i in chunk
         )
@@ -121,20 +125,25 @@ class _Walker:
         if chunk[0] == 0:
             self._embeddings += 1
             self._stands(self._profile.embedding.transient_bytes, None)
-            self._walk.clock_s += self._profile.embedding.forward_s
+            embedding = self._profile.embedding
+            self._walk.runs(embedding.forward_s, exchange_s=embedding.forward_exchange_s)
+        self._walk.runs(0.0, network_s=self._known[chunk[0]].gather_s)
         for index in chunk:
             self._holds[turn.chunk, turn.microbatch, index] = _State.WHOLE
             self._stands(self._transient(index), index)
-            self._walk.clock_s += max(self._known[index].forward_s, out_s)
+            layer = self._known[index]
+            gather_s = self._known[index + 1].gather_s if index < chunk[-1] else 0.0
+            self._walk.runs(layer.forward_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
             out_s = self._out_s(index)
             if index > chunk[0]:
                 self._holds[turn.chunk, turn.microbatch, index - 1] = _State.KEPT
-        if latest is not None:  # only now: it may be whole while any of these layers runs
-            self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
+            elif latest is not None:  # copied out beside this first layer
+                self._holds[latest.chunk, latest.microbatch, self._chunks[latest.chunk][-1]] = _State.KEPT
         if chunk[-1] == len(self._known) - 1:
             self._heads += 1
             self._stands(self._profile.head.transient_bytes, None)
-            self._walk.clock_s += self._profile.head.forward_s
+            head = self._profile.head
+            self._walk.runs(head.forward_s, exchange_s=head.forward_exchange_s)
         self._lower_tiers()
 
     def _backward(self, turn: Turn, at: int, latest: Turn | None) -> None:
@@ -142,12 +151,14 @@ class _Walker:
         has_head = chunk[-1] == len(self._known) - 1
         order = list(chunk if second_half else reversed(chunk))
         share = 0.5 if turn.chunk in self._split else 1.0
+        self._last_pass = []
         self._reach(turn, order[0], exposed=True)
         if has_head:
             if not second_half:
                 self._stands(self._profile.head.transient_bytes, None)
+                self._head_backward(share)
             self._heads -= turn.kind is Kind.BACKWARD
-            self._walk.clock_s += share * self._profile.head.backward_s
+        reduce_s = 0.0
         for index, following in zip(order, [*order[1:], None], strict=True):
             work_s = share * self._known[index].backward_s
             if not second_half:
@@ -155,9 +166,19 @@ class _Walker:
                 self._walk.recompute_s += again_s
                 work_s += again_s
             if following is not None:
-                self._walk.clock_s += max(work_s, self._reach(turn, following))
+                copy_s = self._reach(turn, following)
             else:
-                self._walk.clock_s += max(work_s, self._read_ahead(at, latest))
+                copy_s = self._read_ahead(at, latest)
+            layer = self._known[index]
+            gather_s = 0.0 if following is None or second_half else self._known[following].gather_s
+            seconds = self._walk.runs(
+                work_s,
+                exchange_s=share * layer.backward_exchange_s,
+                network_s=reduce_s + gather_s,
+                copy_s=copy_s,
+            )
+            reduce_s = 0.0 if turn.kind is Kind.INPUT else layer.reduce_s
+            self._last_pass.append((seconds, layer.sync_s))
             if turn.kind is Kind.INPUT:
                 self._gradients += self._known[index].between_bytes
             recomputing = 0.0 if second_half else backward_transient_bytes(self._known[index], self._plan.layers[index])
@@ -169,12 +190,21 @@ class _Walker:
                 del self._holds[key]
             elif index != order[-1] or not self._goes_on(at):
                 self._holds[key] = _State.STILL
+        self._last_pass.append((self._walk.runs(0.0, network_s=reduce_s), 0.0))
         if second_half and has_head:
             self._stands(self._profile.head.transient_bytes, None)
+            self._head_backward(share)
             self._heads -= 1
         if chunk[0] == 0:
-            self._walk.clock_s += share * self._profile.embedding.backward_s
+            embedding = self._profile.embedding
+            self._walk.runs(share * embedding.backward_s, exchange_s=share * embedding.backward_exchange_s)
+            self._last_pass.append((share * embedding.backward_s, embedding.sync_s))
             self._embeddings -= turn.kind is not Kind.INPUT
+
+    def _head_backward(self, share: float) -> None:
+        head = self._profile.head
+        self._walk.runs(share * head.backward_s, exchange_s=share * head.backward_exchange_s)
+        self._last_pass.append((share * head.backward_s, head.sync_s))
 
     def _goes_on(self, at: int) -> bool:
         """Whether the next backward is the second half of this one, so that the first layer stays."""

@@ -7,12 +7,13 @@ through turn by turn (`memo.mip.activation.check_pipeline`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationPlan, LayerPlan
-    from memo.mip.inputs.profile import LayerProfile
+    from memo.mip.inputs.profile import EndProfile, LayerProfile
 
 __all__ = [
     "Walk",
@@ -23,6 +24,7 @@ __all__ = [
     "recompute_s",
     "rounding_bytes",
     "saved_bytes",
+    "sync_s",
     "walk_microbatch",
     "whole_bytes",
 ]
@@ -34,6 +36,10 @@ class Walk:
 
     clock_s: float = 0.0
     recompute_s: float = 0.0
+    communication_s: float = 0.0
+    """Time in which compute waits for collectives."""
+    sync_s: float = 0.0
+    """Time after the last backward of a step until its gradients are reduced."""
     peak: float = 0.0
     peak_layer: int | None = None
     """None: the embedding or the head."""
@@ -45,6 +51,20 @@ class Walk:
     """Peak bytes that whole storages and pages may take of a tier beyond those."""
     written: float = 0.0
     """Bytes written to disk in one microbatch."""
+
+    def runs(self, work_s: float, *, exchange_s: float = 0.0, network_s: float = 0.0, copy_s: float = 0.0) -> float:
+        """Advances the clock by a layer's work, or by what its copies and collectives take longer; returns the seconds.
+
+        Args:
+            work_s: with the collectives that are a part of it.
+            exchange_s: these.
+            network_s: of other collectives that run meanwhile.
+            copy_s: of a copy that runs meanwhile.
+        """
+        self.communication_s += exchange_s + max(network_s - work_s, 0.0)
+        seconds = max(work_s, network_s, copy_s)
+        self.clock_s += seconds
+        return seconds
 
     def stands(self, nbytes: float, layer: int | None) -> None:
         """Records the bytes on the device while a layer runs."""
@@ -73,7 +93,9 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         held += profile.head.static_bytes + (flight - 1) * profile.head.saved_bytes
     if starts:
         walk.stands(held + profile.embedding.transient_bytes, None)
-        walk.clock_s += profile.embedding.forward_s + profile.embedding.backward_s
+        for seconds, exchange_s in _passes(profile.embedding):
+            walk.runs(seconds, exchange_s=exchange_s)
+    walk.runs(0.0, network_s=known[first].gather_s)
     out_s = 0.0
     for index in range(first, last + 1):
         layer = known[index]
@@ -82,7 +104,8 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         walk.stands(held + before + whole_bytes(layer, plan.layers[index]) + moving, index)
         if index > first:  # from here on the layer before has only its kept bytes
             held += saved_bytes(known[index - 1], plan.layers[index - 1]) * plan.layers[index - 1].kept
-        walk.clock_s += max(layer.forward_s, out_s)
+        gather_s = known[index + 1].gather_s if index < last else 0.0
+        walk.runs(layer.forward_s, exchange_s=layer.forward_exchange_s, network_s=gather_s, copy_s=out_s)
         host, disk = moved(layer, plan.layers[index])
         out_s = copy_s(host, disk, rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
         walk.host += host
@@ -90,20 +113,42 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
     if ends:
         stands = whole_bytes(known[last], plan.layers[last]) + profile.head.saved_bytes + profile.head.transient_bytes
         walk.stands(held + stands, None)
-        walk.clock_s += profile.head.forward_s + profile.head.backward_s
+        for seconds, exchange_s in _passes(profile.head):
+            walk.runs(seconds, exchange_s=exchange_s)
+    reduce_s = 0.0
+    last_pass = [(profile.head.backward_s, profile.head.sync_s)] if ends else []
     for index in range(last, first - 1, -1):
         again_s = recompute_s(known[index], plan.layers[index])
         in_s = 0.0
         if index > first:
             host, disk = moved(known[index - 1], plan.layers[index - 1])
             in_s = copy_s(host, disk, rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
-        walk.clock_s += max(known[index].backward_s + again_s, in_s)
+        network_s = (known[index - 1].gather_s if index > first else 0.0) + reduce_s
+        exchange_s, reduce_s = known[index].backward_exchange_s, known[index].reduce_s
+        seconds = walk.runs(known[index].backward_s + again_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
+        last_pass.append((seconds, known[index].sync_s))
         walk.recompute_s += again_s
+    last_pass.append((walk.runs(0.0, network_s=reduce_s), 0.0))
+    if starts:
+        last_pass.append((profile.embedding.backward_s, profile.embedding.sync_s))
+    walk.sync_s = sync_s(last_pass)
     walk.written = walk.disk
     walk.host *= flight
     walk.disk *= flight
     walk.rounding = flight * rounding_bytes(known[first:last], divided=is_divided(plan.layers[first:last]))
     return walk
+
+
+def _passes(end: EndProfile) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of an end's two passes, each with those of its collectives."""
+    return (end.forward_s, end.forward_exchange_s), (end.backward_s, end.backward_exchange_s)
+
+
+def sync_s(steps: Sequence[tuple[float, float]]) -> float:
+    """Seconds that reductions last beyond the work of a pass; `steps` are of work and its gradients' reduction."""
+    after = list(itertools.accumulate((work for work, _ in reversed(steps)), initial=0.0))[-2::-1]
+    to_do = list(itertools.accumulate(seconds for _, seconds in reversed(steps)))[::-1]
+    return max((reducing - working for reducing, working in zip(to_do, after, strict=True)), default=0.0)
 
 
 def is_divided(plans: Sequence[LayerPlan]) -> bool:

@@ -179,6 +179,8 @@ def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
         for name, claimed, found in (
             ("microbatch_s", stage.microbatch_s, walk.clock_s),
             ("recompute_s", stage.recompute_s, walk.recompute_s),
+            ("communication_s", stage.communication_s, walk.communication_s),
+            ("sync_s", stage.sync_s, walk.sync_s),
             ("peak_device_bytes", stage.peak_device_bytes, walk.peak),
             ("peak_host_bytes", stage.peak_host_bytes, walk.host),
             ("peak_disk_bytes", stage.peak_disk_bytes, walk.disk),

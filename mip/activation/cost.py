@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
+from memo.mip.activation.exposed_communication import ExposedCommunication, exposed_sync_s, work_s
 from memo.mip.activation.memory_peaks import device_peak_candidates
+from memo.mip.activation.network_load import exchange_s
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import (
     PAGE,
@@ -95,7 +97,7 @@ def rounding_bytes(problem: ActivationProblem, stage: int, *, divided: bool) -> 
 
 
 def stage_compute_s(problem: ActivationProblem, stage: int) -> float:
-    """Seconds of a microbatch's forward and backward on a stage, without recompute and stalls."""
+    """Seconds of a microbatch's forward and backward on a stage, without recompute, stalls and collectives beside it."""
     layers = problem.profile.layer_profiles()
     parts = [layers[index].forward_s + layers[index].backward_s for index in stage_layers(problem, stage)]
     return sum(parts) + sum(sum(_ends_s(problem, index)) for index in stage_layers(problem, stage))
@@ -121,10 +123,14 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     unmoved = [w - h - d for w, h, d in zip(whole, host, disk, strict=True)]
     held = [plan.held_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
     on_device = {"kept": kept, "recompute_extra_bytes": recompute_extra_bytes, "unmoved": unmoved, "held": held}
-    stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic)
-    chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls)
+    network = ExposedCommunication.of(problem, stage, layers=layers, plans=mine)
+    stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic, network=network)
+    chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls, network=network)
+    exchanging_s = exchange_s(problem, indices)
     return StagePrediction(
-        compute_s=stage_compute_s(problem, stage),
+        compute_s=stage_compute_s(problem, stage) - exchanging_s,
+        communication_s=exchanging_s + sum(network.of_turns.values()),
+        sync_s=exposed_sync_s(problem, stage, layers=layers, plans=mine, waits=[network.of_layers, stalls.within]),
         recompute_s=sum(plan.recompute_s(layer) for plan, layer in zip(mine, layers, strict=True)),
         forward_s=sum(chunk.forward_s for chunk in chunks),
         stall_d2h_s=stalls.d2h_s,
@@ -159,6 +165,8 @@ class _Stalls:
     h2d_s: float = 0.0
     disk_read_s: float = 0.0
     of_turns: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+    within: dict[tuple[int, Kind], float] = dataclasses.field(default_factory=dict)
+    """By layer that runs meanwhile, and kind of its pass; without those between two passes."""
 
     @classmethod
     def of(
@@ -169,33 +177,39 @@ class _Stalls:
         layers: Sequence[LayerProfile],
         plans: Sequence[LayerPlan],
         traffic: Sequence[Traffic],
+        network: ExposedCommunication,
     ) -> _Stalls:
         """Computes the stalls of these layers of a stage."""
         rates = problem.lanes
         found = cls()
         for window in copies_out(problem, stage):
-            late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans)
+            late_s, by_link = _late(window, traffic[window.moving].out_s(rates), layers, plans, network)
             found._wait(window, late_s, "d2h_s" if by_link else "disk_write_s")
         for window in copies_in(problem, stage):
-            late_s, by_link = _late(window, traffic[window.moving].in_s(rates), layers, plans)
+            late_s, by_link = _late(window, traffic[window.moving].in_s(rates), layers, plans, network)
             found._wait(window, late_s, "h2d_s" if by_link else "disk_read_s")
         return found
 
     def _wait(self, window: Window, seconds: float, cause: str) -> None:
         if seconds > 0:
+            if window.within and window.hidden_by is not None:
+                self.within[window.hidden_by, window.kind] = seconds
             setattr(self, cause, getattr(self, cause) + seconds)
             self.of_turns[window.waits] = self.of_turns.get(window.waits, 0.0) + seconds
 
 
 def _late(
-    window: Window, copy_s: tuple[float, float], layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]
+    window: Window,
+    copy_s: tuple[float, float],
+    layers: Sequence[LayerProfile],
+    plans: Sequence[LayerPlan],
+    network: ExposedCommunication,
 ) -> tuple[float, bool]:
     """Seconds by which a copy exceeds its window, and whether the link (not the disk) is slowest."""
     room_s = 0.0
     if window.hidden_by is not None:
-        layer = layers[window.hidden_by]
-        room_s = window.share * (layer.forward_s if window.kind is Kind.FORWARD else layer.backward_s)
-        room_s += plans[window.hidden_by].recompute_s(layer) if window.recomputes else 0.0
+        room_s = work_s(layers[window.hidden_by], plans[window.hidden_by], window.kind)
+        room_s += network.of_layers[window.hidden_by, window.kind]
     link_s, disk_s = copy_s
     return window.times * (max(link_s, disk_s) - room_s), link_s >= disk_s
 
@@ -207,6 +221,7 @@ def _predict_chunks(
     layers: Sequence[LayerProfile],
     plans: Sequence[LayerPlan],
     stalls: _Stalls,
+    network: ExposedCommunication,
 ) -> list[ChunkPrediction]:
     found, number = [], 0
     for chunk, indices in enumerate(chunk_layers(problem, stage)):
@@ -218,7 +233,9 @@ def _predict_chunks(
             recompute_s += plans[number].recompute_s(layers[number])
             number += 1
         half = 0.5 if problem.pipeline.splits(stage, chunk) else 1.0
-        waits = {kind: stalls.of_turns.get((chunk, kind), 0.0) for kind in Kind}
+        waits = {
+            kind: stalls.of_turns.get((chunk, kind), 0.0) + network.of_turns.get((chunk, kind), 0.0) for kind in Kind
+        }
         found.append(
             ChunkPrediction(
                 forward_s=forward_s + waits[Kind.FORWARD],

@@ -9,8 +9,10 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (2)  S = fixed + sum_p x_p saved_p;  K = S - h - d >= 0  what is saved, what of it is kept
     (3)  T >= T_s = C + sum R + sum stalls                   the first microbatch visits all, each further one takes
                                                              as long as the slowest
-    (4)  out_i >= (h + d) / d2h - F(i+1),  d / write + h w - F(i+1)
-    (5)  in_i  >= (h + d) / h2d - B(i+1) - R(i+1),  d / read + h w' - B(i+1) - R(i+1)
+    (4)  out_i >= (h + d) / d2h - W(i+1),  d / write + h w - W(i+1)
+    (5)  in_i  >= (h + d) / h2d - W'(i+1),  d / read + h w' - W'(i+1)
+         with the windows W = F + e and W' = B + R + e': a layer's work and what collectives last beyond it
+         (memo.mip.activation.network_load), e >= load - F, e' >= load' - B - R; these e are part of T_s, too
          w: delay of disk bytes by a host byte on the link (memo.mip.activation.cost.disk_delay)
          with several chunks, and with split backwards, memo.mip.activation.overlap_windows gives the pairs i and i+1
     (6)  resident(q) + sum_j kept(q, j) K_j + whole(q, j) G_j + unmoved(q, j) (full_j + G_j - h_j - d_j)
@@ -24,6 +26,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
+   (11)  D_k >= D_(k-1) - W'_k - in_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass; the step
+         takes the last D longer: gradients that are reduced once a step, and are not behind that pass
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
@@ -43,6 +47,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from memo.errors import SolverFailed
 from memo.mip.activation.cost import disk_delay, rounding_bytes, stage_compute_s
 from memo.mip.activation.memory_peaks import PeakCandidate, device_peak_candidates
+from memo.mip.activation.network_load import pass_loads, sync_load
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, chunk_layers, stage_layers
 from memo.mip.activation.rounding import most_gained_bytes, most_lost_bytes
@@ -75,6 +80,7 @@ class Resource(enum.StrEnum):
     WEAR = "disk wear"
     COPY_OUT = "copy out"
     COPY_IN = "copy in"
+    NETWORK = "network"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +173,15 @@ class Model:
         self._prices = pulp.LpAffineExpression()
         self._slowest_stage = self._program.add_variable("T", 0, None)
         self._total = pulp.LpAffineExpression()  # sum_s T_s
+        self._stalls = 0
+        self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
         self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
+        self._sync_rows()
         for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
             self._node_rows(range(first, first + problem.pipeline.stages_per_node))
         step = self._total + (problem.pipeline.microbatches - 1) * self._slowest_stage
@@ -330,75 +340,143 @@ class Model:
 
     def _time_rows(self, stage: int) -> None:
         groups = self._stages[stage]
-        total = (
-            pulp.lpSum(len(group.members) * group.recompute for group in groups) + self._compute[stage] / self._second
+        group_of = {member: group for group in groups for member in group.members}
+        loads, fixed = self._loads(stage)
+        total = pulp.lpSum(len(group.members) * group.recompute for group in groups)
+        total += (self._compute[stage] + fixed) / self._second
+        counts = collections.Counter(
+            (group_of[number].members[0], kind, load) for (number, kind), load in loads.items() if load
         )
-        out = self._hidden(stage, copies_out(self.problem, stage), self._copy_out)
-        back = self._hidden(stage, copies_in(self.problem, stage), self._copy_in)
+        total += pulp.lpSum(count * self._exposed(group_of[key[0]], *key[1:]) for key, count in counts.items())
+        out = self._hidden(stage, copies_out(self.problem, stage), self._copy_out, loads)
+        back = self._hidden(stage, copies_in(self.problem, stage), self._copy_in, loads)
         total += pulp.lpSum(out + back)
         self._total += total
         if self.problem.pipeline.microbatches > 1:
             # (3)
             self._program += self._slowest_stage >= total
 
+    def _loads(self, stage: int) -> tuple[dict[tuple[int, Kind], float], float]:
+        """Seconds of collectives beside each layer's passes, and those of a microbatch that are beside none."""
+        loads, fixed, first = {}, 0.0, 0
+        for of_kinds in pass_loads(self.problem, stage):
+            for kind, load in of_kinds.items():
+                loads.update({(first + place, kind): seconds for place, seconds in enumerate(load.while_running)})
+                fixed += load.before_s + load.after_s
+            first += len(load.while_running)
+        return loads, fixed
+
+    def _work(self, group: _Group, kind: Kind) -> pulp.LpAffineExpression:
+        """Time of one layer's work in a pass, recompute included."""
+        if kind is Kind.FORWARD:
+            return pulp.lpSum([group.layer.forward_s / self._second])
+        work = pulp.lpSum([(1.0 if kind is Kind.BACKWARD else 0.5) * group.layer.backward_s / self._second])
+        return work if kind is Kind.WEIGHT else work + group.recompute
+
+    def _exposed(self, group: _Group, kind: Kind, load_s: float) -> pulp.LpVariable | float:
+        """Time that collectives of `load_s` last beyond one layer's work in a pass; its constraint is made once."""
+        key = (group.stage, group.members[0], kind, load_s)
+        if key not in self._exposed_s:
+            beyond = load_s / self._second - self._work(group, kind)
+            if beyond.constant <= 0:
+                self._exposed_s[key] = 0.0
+            elif beyond.isNumericalConstant():
+                self._exposed_s[key] = beyond.constant
+            else:
+                exposed = self._program.add_variable(f"network_{len(self._exposed_s)}", 0, None)
+                where = "the network's window in backward"
+                self._add(exposed >= beyond, Resource.NETWORK, where, unit=self._second)
+                self._exposed_s[key] = exposed
+        return self._exposed_s[key]
+
+    def _sync_rows(self) -> None:
+        """Constraint (11). Other stages than the first one have time while the pipeline drains."""
+        load = sync_load(self.problem, 0)
+        if load is None:
+            return
+        group_of = {member: group for group in self._stages[0] for member in group.members}
+        loads, _ = self._loads(0)
+        late: pulp.LpVariable | float = 0.0
+        for number, step in enumerate(load.steps):
+            work = pulp.lpSum([step.end_s / self._second])
+            if step.layer is not None:
+                group, at = group_of[step.layer], (step.layer, load.kind)
+                work += self._work(group, load.kind) + self._exposed(group, load.kind, loads[at])
+                work += self._stall_within.get((0, *at), 0.0)
+            before, late = late, self._program.add_variable(f"late_{number}", step.sync_s / self._second, None)
+            self._program += late >= before - work + step.sync_s / self._second
+        self._total += late
+
     def _hidden(
-        self, stage: int, windows: Iterable[Window], row: Callable[[_Group, _Group | None, Window], pulp.LpVariable]
+        self,
+        stage: int,
+        windows: Iterable[Window],
+        row: Callable[[_Group, _Group | None, Window, float], pulp.LpVariable],
+        loads: Mapping[tuple[int, Kind], float],
     ) -> list[pulp.LpAffineExpression]:
         """Stalls of all these copies; each kind of copy gets one variable."""
         group_of = {member: group for group in self._stages[stage] for member in group.members}
-        times: collections.Counter[tuple[int, int | None, Kind]] = collections.Counter()
-        first: dict[tuple[int, int | None, Kind], Window] = {}
+        times: collections.Counter[tuple[int, int | None, Kind, float]] = collections.Counter()
+        alike: dict[tuple[int, int | None, Kind, float], list[Window]] = {}
         for window in windows:
             moving = group_of[window.moving]
             if isinstance(moving.host, int) and isinstance(moving.disk, int):
                 continue
-            hiding = None if window.hidden_by is None else group_of[window.hidden_by].members[0]
-            key = (moving.members[0], hiding, window.kind)
+            hiding, load = None, 0.0
+            if window.hidden_by is not None:
+                hiding, load = group_of[window.hidden_by].members[0], loads[window.hidden_by, window.kind]
+            key = (moving.members[0], hiding, window.kind, load)
             times[key] += window.times  # type: ignore[assignment]  # counts of turns are fractions of microbatches
-            first.setdefault(key, window)
-        return [
-            times[key] * row(group_of[key[0]], None if key[1] is None else group_of[key[1]], window)
-            for key, window in first.items()
-        ]
+            alike.setdefault(key, []).append(window)
+        stalls = []
+        for key, its_windows in alike.items():
+            hider = None if key[1] is None else group_of[key[1]]
+            stall = row(group_of[key[0]], hider, its_windows[0], key[3])
+            stalls.append(times[key] * stall)
+            for window in its_windows:
+                if window.within and window.hidden_by is not None:
+                    self._stall_within[stage, window.hidden_by, window.kind] = stall
+        return stalls
 
-    def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window) -> pulp.LpVariable:
+    def _copy_out(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (4): stall of a copy out."""
         rates = self._rates
         moved = self._seconds(rates.d2h_bytes_per_s)
         self._prices += len(moving.members) * moved * (MOVING_PRICE * moving.host + DISK_PRICE * moving.disk)
-        forward = 0.0 if hiding is None else hiding.layer.forward_s / self._second
         lane = (rates.d2h_bytes_per_s, rates.disk_write_bytes_per_s)
-        return self._copy(moving, *lane, forward, Resource.COPY_OUT, name=_name(moving, hiding, window))
+        return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_OUT, window)
 
-    def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window) -> pulp.LpVariable:
+    def _copy_in(self, moving: _Group, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpVariable:
         """Constraint (5): stall of a copy in."""
         rates = self._rates
-        backward: pulp.LpAffineExpression | float = 0.0
-        if hiding is not None:
-            backward = window.share * hiding.layer.backward_s / self._second
-            backward += hiding.recompute if window.recomputes else 0.0
         lane = (rates.h2d_bytes_per_s, rates.disk_read_bytes_per_s)
-        return self._copy(moving, *lane, backward, Resource.COPY_IN, name=_name(moving, hiding, window))
+        return self._copy(moving, *lane, self._room(hiding, window, load_s), Resource.COPY_IN, window)
+
+    def _room(self, hiding: _Group | None, window: Window, load_s: float) -> pulp.LpAffineExpression | float:
+        """Time of a copy's window."""
+        if hiding is None:
+            return 0.0
+        return self._work(hiding, window.kind) + self._exposed(hiding, window.kind, load_s)
 
     def _copy(
         self,
         moving: _Group,
         link: float,
         disk: float,
-        window: pulp.LpAffineExpression | float,
+        room: pulp.LpAffineExpression | float,
         resource: Resource,
-        *,
-        name: str,
+        window: Window,
     ) -> pulp.LpVariable:
         """Stall of one copy, with a row for the link and one for the disk."""
         way = "forward" if resource is Resource.COPY_OUT else "backward"
-        stall = self._program.add_variable(f"{way}_{name}", 0, None)
-        row = stall >= (moving.host + moving.disk) * self._seconds(link) - window
+        self._stalls += 1
+        stall = self._program.add_variable(f"{way}_{moving.stage}_{window.moving}_{self._stalls}", 0, None)
+        row = stall >= (moving.host + moving.disk) * self._seconds(link) - room
         self._add(row, resource, f"the link's window in {way}", unit=self._second)
         if not isinstance(moving.disk, int):
             by_disk = moving.disk * self._seconds(min(link, disk))
             held_up = moving.host * (disk_delay(link, disk) * self._byte / self._second)
-            row = stall >= by_disk + held_up - window
+            row = stall >= by_disk + held_up - room
             self._add(row, resource, f"the disk's window in {way}", unit=self._second)
         return stall
 
@@ -513,14 +591,6 @@ class Model:
             disk=disk / saved if saved else 0.0,
             piece=self.pieces.get(group.layer.name, 1.0),
         )
-
-
-def _name(moving: _Group, hiding: _Group | None, window: Window) -> str:
-    """Name of one kind of copy; within a chunk the moving layer identifies it."""
-    name = f"{moving.stage}_{moving.members[-1]}"
-    if window.hidden_by == window.moving + 1 and moving.chunk == (hiding or moving).chunk:
-        return name
-    return f"{name}_{window.kind}_{'' if hiding is None else hiding.members[0]}"
 
 
 def _undominated(candidates: Sequence[PeakCandidate]) -> list[PeakCandidate]:

@@ -147,21 +147,19 @@ class _MomentPeaks:
         self._others = self._tally(static)
 
     def _tally(self, static: int) -> _Tally:
-        """Sum of all calls but the running one."""
+        """Sum of all calls but the running one, where none of their layers is whole."""
         tally, moment = _Tally(self._layers, static), self._moment
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
             for number in chunk:
                 tally.add(number, _Residence.KEPT, waiting)
                 tally.add(number, _Residence.UNMOVED, between)
                 tally.resident_bytes += between * self._layers[number].between_bytes
-        if moment.whole_chunk is not None:
-            tally.turn(self._chunks[moment.whole_chunk][-1], _Residence.KEPT)
         return tally
 
     def candidates(self) -> Iterator[PeakCandidate]:
         """Candidates within the running chunk."""
         kind, own = self._moment.kind, self._own
-        second_half = kind is Kind.WEIGHT
+        second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
         if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
             yield self._at("the embedding", self._embedding.transient_bytes, {})
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
@@ -173,13 +171,15 @@ class _MomentPeaks:
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
                 resident += sum(layer.between_bytes for layer in self._layers[number : own.stop])
             layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(whole)
-            yield self._at(name, resident + layer.transient_bytes, running, ends_turn=ends_turn)
+            left = forward and number > own[0]
+            yield self._at(name, resident + layer.transient_bytes, running, ends_turn=ends_turn, latest_left=left)
             if kind in (Kind.BACKWARD, Kind.INPUT) and any(point.held_bytes for point in layer.points):
                 resident += layer.backward_transient_bytes
                 yield self._at(name, resident, running, ends_turn=ends_turn, recomputing=number)
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))
-            yield self._at("the head", self._head.saved_bytes + self._head.transient_bytes, running)
+            resident = self._head.saved_bytes + self._head.transient_bytes
+            yield self._at("the head", resident, running, latest_left=forward)
 
     def _running(self, whole: range) -> Mapping[int, _Residence]:
         """Form of each of the running call's layers while `whole` are its rounding buffers."""
@@ -201,9 +201,13 @@ class _MomentPeaks:
         *,
         ends_turn: bool = False,
         recomputing: int | None = None,
+        latest_left: bool = False,
     ) -> PeakCandidate:
+        """The candidate of one place; `latest_left`: the last layer of the forward before has left meanwhile."""
         tally = self._others.copy()
         tally.resident_bytes += nbytes
+        if self._moment.whole_chunk is not None and not latest_left:
+            tally.turn(self._chunks[self._moment.whole_chunk][-1], _Residence.KEPT)
         for number, how in running.items():
             tally.add(number, how)
         if recomputing is not None:

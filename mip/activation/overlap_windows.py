@@ -35,6 +35,8 @@ class Window:
     """Number of such copies per microbatch; a fraction where not every microbatch has one."""
     waits: tuple[int, Kind]
     """(chunk, kind) of the turn that stalls until the copy ends."""
+    within: bool = False
+    """Whether both layers are of one pass over a chunk."""
 
     @property
     def share(self) -> float:
@@ -51,7 +53,7 @@ def copies_out(problem: ActivationProblem, stage: int) -> Iterator[Window]:
     """Yields the windows of one microbatch's copies out."""
     for chunk, layers in enumerate(_numbers(problem, stage)):
         for number in layers[:-1]:
-            yield Window(moving=number, hidden_by=number + 1, kind=Kind.FORWARD, times=1.0, waits=(chunk, Kind.FORWARD))
+            yield _within(number, number + 1, (chunk, Kind.FORWARD))
     yield from _at_turns(problem, stage, forward=True)
 
 
@@ -61,10 +63,14 @@ def copies_in(problem: ActivationProblem, stage: int) -> Iterator[Window]:
         split = problem.pipeline.splits(stage, chunk)
         kind = Kind.INPUT if split else Kind.BACKWARD
         for number in layers[:-1]:
-            yield Window(moving=number, hidden_by=number + 1, kind=kind, times=1.0, waits=(chunk, kind))
+            yield _within(number, number + 1, (chunk, kind))
         for number in layers[1:] if split else ():
-            yield Window(moving=number, hidden_by=number - 1, kind=Kind.WEIGHT, times=1.0, waits=(chunk, Kind.WEIGHT))
+            yield _within(number, number - 1, (chunk, Kind.WEIGHT))
     yield from _at_turns(problem, stage, forward=False)
+
+
+def _within(moving: int, hidden_by: int, turn: tuple[int, Kind]) -> Window:
+    return Window(moving=moving, hidden_by=hidden_by, kind=turn[1], times=1.0, waits=turn, within=True)
 
 
 def _at_turns(problem: ActivationProblem, stage: int, *, forward: bool) -> Iterator[Window]:

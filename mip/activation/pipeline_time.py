@@ -18,18 +18,27 @@ if TYPE_CHECKING:
 __all__ = ["microbatches_s"]
 
 
-def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
-    """Seconds from the start of a step to the end of its last backward."""
+def microbatches_s(pipeline: Pipeline, stages: Sequence[StagePrediction], *, send_s: float = 0.0) -> float:
+    """Seconds from the start of a step until every stage has its last gradients.
+
+    Args:
+        pipeline: stages and microbatches.
+        stages: predicted times of each stage.
+        send_s: seconds of a message from one stage to the next.
+    """
     if pipeline.chunks > 1:
-        return _in_turns(pipeline, stages)
+        return _in_turns(pipeline, stages, send_s)
     ahead = max(pipeline.stages, pipeline.in_flight(0))
-    shown = min(pipeline.microbatches, 4 * ahead)  # from there on each further one takes the slowest stage's time
-    slowest_stage_s = max(stage.microbatch_s for stage in stages)
-    first = _one_chunk_each(dataclasses.replace(pipeline, microbatches=shown), stages)
-    return first + (pipeline.microbatches - shown) * slowest_stage_s
+    shown = min(pipeline.microbatches, 4 * ahead)  # from there on each further one takes as long as the one before it
+    seconds = _one_chunk_each(pipeline, shown, stages, send_s)
+    if pipeline.microbatches == shown:
+        return seconds
+    further_s = (seconds - _one_chunk_each(pipeline, shown - ahead, stages, send_s)) / ahead
+    return seconds + (pipeline.microbatches - shown) * further_s
 
 
-def _one_chunk_each(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+def _one_chunk_each(pipeline: Pipeline, microbatches: int, stages: Sequence[StagePrediction], send_s: float) -> float:
+    pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
     count = len(stages)
     clock, orders = [0.0] * count, [list(pipeline.order(stage)) for stage in range(count)]
     done: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # ends of backwards, of forwards
@@ -43,17 +52,18 @@ def _one_chunk_each(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> fl
                     given, mine = done[giver][forward], done[number][forward]
                     if len(given) <= len(mine):
                         break
-                    clock[number] = max(clock[number], given[len(mine)])
+                    clock[number] = max(clock[number], given[len(mine)] + send_s)
                 clock[number] += stage.forward_s if forward else stage.microbatch_s - stage.forward_s
                 done[number][forward].append(clock[number])
-    return max(clock)
+    return _end_s(clock, stages)
 
 
-def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
+def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction], send_s: float) -> float:
     count, last = len(stages), pipeline.chunks * len(stages) - 1
     clock, at = [0.0] * count, [0] * count
     orders = [pipeline.turns(stage) for stage in range(count)]
     places = [pipeline.chunk_positions(stage) for stage in range(count)]
+    rank_of = {place: rank for rank, own in enumerate(places) for place in own}
     ends: dict[tuple[int, bool, int], float] = {}  # by place, forward or the backward others wait for, and microbatch
     while any(done < len(order) for done, order in zip(at, orders, strict=True)):
         for number, stage in enumerate(stages):
@@ -65,9 +75,13 @@ def _in_turns(pipeline: Pipeline, stages: Sequence[StagePrediction]) -> float:
                     given = ends.get((giver, forward, turn.microbatch))
                     if given is None:
                         break
-                    clock[number] = max(clock[number], given)
+                    clock[number] = max(clock[number], given + (send_s if rank_of[giver] != number else 0.0))
                 clock[number] += stage.turn_s(turn.chunk, turn.kind)
                 if turn.kind is not Kind.WEIGHT:
                     ends[place, forward, turn.microbatch] = clock[number]
                 at[number] += 1
-    return max(clock)
+    return _end_s(clock, stages)
+
+
+def _end_s(clock: Sequence[float], stages: Sequence[StagePrediction]) -> float:
+    return max(end_s + stage.sync_s for end_s, stage in zip(clock, stages, strict=True))

@@ -28,10 +28,18 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
     pipeline   stage p of P, M microbatches (1F1B): min(M, P - p) of them are in flight, each with its own kept, host
                and disk bytes; where that is more than one, the last layer of one of them is whole; a forward waits for
                the stage before, a backward for the stage after. A stage that is planned alone gives its number
-    chunks     under schedules that give a rank two runs of consecutive layers, a stage is both of these chunks, and the
-               microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The first
-               chunk's last layer moves, too: out beside the first layer of the next forward, back in beside the last
-               layer of the backward before, of whichever chunk; it is then there one turn early
+    chunks     under schedules that give a rank several runs of consecutive layers, a stage is all of these chunks, and
+               the microbatches in flight of each are counted moment by moment (memo.mip.activation.in_flight). The last
+               layer of each chunk but the last one moves, too: out beside the first layer of the next forward, and gone
+               when the next layer or the head runs; back in beside the last layer of the backward before, of whichever
+               chunk, and there one turn early
+    network    a layer's sharded weights are gathered before each of its passes while the layer before it in that pass
+               runs, and its gradients, if each microbatch reduces them, while the layer after it in backward runs; what
+               takes longer than that layer's work, or has no layer beside it (the gather before a forward, the reduction
+               after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. A copy's
+               window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
+               follow one another on the network as the stage's last pass has them ready, behind its work and recompute;
+               those of another chunk are done by then. A message to the next stage arrives after the time of a send
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
                device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
                again, and returns again for the second half, which runs from the first layer on
@@ -72,8 +80,8 @@ __all__ = [
 PAGE = 4096
 """Bytes; a place in a tier is a multiple of this."""
 
-MAX_TURNS = 1 << 16
-"""Largest product of stages and microbatches for schedules that are followed turn by turn."""
+MAX_TURNS = 1 << 17
+"""Largest product of stages, chunks and microbatches for schedules that are followed turn by turn."""
 
 TOLERANCE = 1e-6
 """Deviation from 1 that a sum of fractions may have."""
@@ -150,8 +158,12 @@ class Pipeline:
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     own: StageTurns | None = None
     """Turns of such a stage, instead of `held`, where it has more than one chunk."""
+    chunks: int = 0
+    """Number of chunks of each stage; 0 is replaced by the schedule's own number, or that of `own`."""
 
     def __post_init__(self) -> None:
+        own_chunks = self.schedule.default_chunks if self.own is None else len(self.own.layers)
+        object.__setattr__(self, "chunks", self.chunks or own_chunks)
         if self.held is not None and not (self.stages == 1 and 1 <= self.held <= self.microbatches):
             raise PlanError(
                 f"pipeline: {self.stages} stages of {self.microbatches} microbatches do not hold {self.held}"
@@ -160,36 +172,43 @@ class Pipeline:
             raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
             raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches are out of range")
-        if self.schedule.stages_per_rank > 1:
+        if self.own is None:
             self._check_schedule()
+        elif self.chunks != own_chunks:
+            raise PlanError(f"pipeline: turns of {own_chunks} chunks are not of {self.chunks}")
         if self.own is not None and (self.stages > 1 or self.held or self.own.microbatches != self.microbatches):
             raise PlanError(f"pipeline: turns of {self.own.microbatches} microbatches on one stage are of another step")
 
     def _check_schedule(self) -> None:
+        wrong = self.schedule.reason_not_chunks(self.chunks)
+        if wrong is not None:
+            raise PlanError(f"pipeline: {self.chunks} chunks to a stage {wrong}")
+        if self.chunks == 1:
+            return
         if self.stages == 1:
             raise PlanError(f"pipeline: {self.schedule} has no meaning for one stage")
         wrong = self.schedule.reason_unsupported(self.microbatches, self.stages)
         if wrong is not None:
             raise PlanError(f"pipeline: a step of {self.microbatches} microbatches {wrong}")
-        if self.stages * self.microbatches > MAX_TURNS:
+        if self.stages * self.chunks * self.microbatches > MAX_TURNS:
             raise PlanError(
-                f"pipeline: {self.stages} stages times {self.microbatches} microbatches are too many to follow"
+                f"pipeline: {self.stages} stages of {self.chunks} chunks times {self.microbatches} microbatches are too "
+                "many to follow"
             )
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of each stage."""
-        return self.schedule.stages_per_rank if self.own is None else len(self.own.layers)
 
     def chunk_positions(self, stage: int) -> list[int]:
         """Position of each of a stage's chunks in the pipeline's order of layers."""
-        return list(range(self.chunks)) if self.own is not None else self.schedule.stages_of(stage, self.stages)
+        if self.own is not None:
+            return list(range(self.chunks))
+        return self.schedule.stages_of(stage, self.stages, chunks=self.chunks)
 
     def turns(self, stage: int) -> tuple[Turn, ...]:
         """Turns of a stage with several chunks, in order."""
         if self.own is not None:
             return self.own.turns
-        return rank_turns(self.schedule, ranks=self.stages, rank=stage, microbatches=self.microbatches)
+        return rank_turns(
+            self.schedule, ranks=self.stages, rank=stage, microbatches=self.microbatches, chunks=self.chunks
+        )
 
     def in_flight(self, stage: int) -> int:
         """Number of microbatches whose activations a stage of one chunk holds at once."""
@@ -365,7 +384,11 @@ class StagePrediction:
     compute_s: float
     recompute_s: float
     forward_s: float
-    """Time of the forward, stalls included."""
+    """Time of the forward, stalls and exposed communication included."""
+    communication_s: float = 0.0
+    """Exposed communication: compute waiting for collectives."""
+    sync_s: float = 0.0
+    """Seconds a step after the last backward until its gradients are reduced."""
     stall_d2h_s: float = 0.0
     """Compute waiting for a copy out, where the link is slowest."""
     stall_disk_write_s: float = 0.0
@@ -401,7 +424,7 @@ class StagePrediction:
     @property
     def microbatch_s(self) -> float:
         """Time from one microbatch to the next while the pipeline is full."""
-        return self.compute_s + self.recompute_s + self.stall_s
+        return self.compute_s + self.communication_s + self.recompute_s + self.stall_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,4 +453,6 @@ class ActivationPlan:
     @property
     def step_s(self) -> float:
         """Predicted time of a step."""
-        return microbatches_s(self.problem.pipeline, self.stages) + self.problem.profile.optimizer_s
+        profile = self.problem.profile
+        passes_s = microbatches_s(self.problem.pipeline, self.stages, send_s=profile.send_s)
+        return passes_s + profile.optimizer_s + profile.optimizer_exchange_s

@@ -33,6 +33,7 @@ UNIFORM_PRICE = 1e-4
 
 GIB = 1 << 30
 MOST_BINDING = 4
+_WINDOWS = (Resource.COPY_IN, Resource.COPY_OUT, Resource.NETWORK)
 MOST_LAYERS = 16
 _AT_LAYER = "at layer "
 ALMOST_ALL = 1e-6
@@ -229,13 +230,13 @@ def _places(where: list[str]) -> str:
 
 def _worth(resource: Resource, saving: float) -> float:
     """Seconds a step per GiB of memory, per terabyte a day, or per hundredth of the windows' time, for comparison."""
-    if resource in (Resource.COPY_IN, Resource.COPY_OUT):
+    if resource in _WINDOWS:
         return saving / 100
     return saving * (1e12 if resource is Resource.WEAR else GIB)
 
 
 def _binding_text(resource: Resource, where: str, saving: float) -> str:
-    if resource in (Resource.COPY_IN, Resource.COPY_OUT):
+    if resource in _WINDOWS:
         return f"{where} is full: {resource} takes all of it"
     unit = "TB a day" if resource is Resource.WEAR else "GiB"
     worth = format_duration(_worth(resource, saving))

@@ -30,17 +30,23 @@ class PipelineSchedule(enum.StrEnum):
     ZERO_BUBBLE_V = "zbv"  # the same, stages in a V
 
     @property
-    def stages_per_rank(self) -> int:
-        """Number of stages that each rank has."""
+    def default_chunks(self) -> int:
+        """Number of chunks of each rank, where none is asked for."""
         return 1 if self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B) else 2
 
-    def stages_of(self, rank: int, ranks: int) -> list[int]:
+    def reason_not_chunks(self, chunks: int) -> str | None:
+        """Reason why ranks cannot have so many chunks, as the end of a sentence about the number; None if they can."""
+        if self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.ZERO_BUBBLE):
+            return None if chunks >= 2 else f"is too few for {self}; at least 2"
+        if chunks == self.default_chunks:
+            return None
+        return f"is not possible with {self}, which gives a rank {self.default_chunks}"
+
+    def stages_of(self, rank: int, ranks: int, *, chunks: int | None = None) -> list[int]:
         """Lists the stages of one rank, in the order of the layers."""
-        if self.stages_per_rank == 1:
-            return [rank]
         if self is PipelineSchedule.ZERO_BUBBLE_V:
             return [rank, 2 * ranks - 1 - rank]
-        return [rank, rank + ranks]
+        return [rank + chunk * ranks for chunk in range(chunks or self.default_chunks)]
 
     def reason_unsupported(self, microbatches: int, ranks: int) -> str | None:
         """Reason why the schedule cannot run, as the end of a sentence about the microbatches; None if it can."""
@@ -49,7 +55,7 @@ class PipelineSchedule(enum.StrEnum):
         least = 2 * ranks if self is PipelineSchedule.ZERO_BUBBLE_V else ranks
         if microbatches < least:
             return f"is too few for {self} on --pp {ranks}; at least {least}"
-        if self.stages_per_rank > 1 and microbatches % max(1, microbatches // ranks):
+        if self.default_chunks > 1 and microbatches % max(1, microbatches // ranks):
             return f"does not divide into rounds of --pp {ranks}; use a multiple of it"
         return None
 
@@ -81,8 +87,10 @@ class Turn:
 
 
 @functools.lru_cache(maxsize=256)
-def rank_turns(schedule: PipelineSchedule, *, ranks: int, rank: int, microbatches: int) -> tuple[Turn, ...]:
-    """Turns of one rank in a step, in order."""
+def rank_turns(
+    schedule: PipelineSchedule, *, ranks: int, rank: int, microbatches: int, chunks: int | None = None
+) -> tuple[Turn, ...]:
+    """Turns of one rank in a step, in order; `chunks` is a number that the schedule allows, by default its own."""
     match schedule:
         case PipelineSchedule.GPIPE:
             turns = _one_chunk(microbatches, ahead=microbatches)
@@ -91,7 +99,8 @@ def rank_turns(schedule: PipelineSchedule, *, ranks: int, rank: int, microbatche
         case PipelineSchedule.ZERO_BUBBLE_V:
             turns = (turn for turn in _in_a_v(ranks, rank, microbatches) if turn.microbatch < microbatches)
         case _:
-            turns = _interleaved(ranks, rank, microbatches, split=schedule is PipelineSchedule.ZERO_BUBBLE)
+            split = schedule is PipelineSchedule.ZERO_BUBBLE
+            turns = _interleaved(ranks, rank, microbatches, chunks or schedule.default_chunks, split=split)
     return tuple(turn for one in turns if (turn := _undivided(one) if rank == 0 and one.chunk == 0 else one))
 
 
@@ -110,12 +119,12 @@ def _one_chunk(microbatches: int, *, ahead: int) -> Iterator[Turn]:
             yield Turn(chunk=0, kind=Kind.BACKWARD, microbatch=forward - ahead + 1)
 
 
-def _interleaved(ranks: int, rank: int, microbatches: int, *, split: bool) -> Iterator[Turn]:
+def _interleaved(ranks: int, rank: int, microbatches: int, chunks: int, *, split: bool) -> Iterator[Turn]:
     """Chunks alternate, a round of microbatches each; later ranks run fewer forwards ahead.
 
     Where backward is split, the second half is delayed by as many backwards as the rank's number.
     """
-    chunks, total = 2, 2 * microbatches
+    total = chunks * microbatches
     a_round = microbatches // max(1, microbatches // ranks)
     ahead = min((chunks - 1) * a_round + (1 if split else 2) * (ranks - 1 - rank), total)
     order = [(step // a_round % chunks, step // (a_round * chunks) * a_round + step % a_round) for step in range(total)]

@@ -54,6 +54,15 @@ class LayerWork:
     backward_s: float
     """Without recompute."""
     recompute_s: float = 0.0
+    forward_exchange_s: float = 0.0
+    """The part of `forward_s` in collectives that compute waits for."""
+    backward_exchange_s: float = 0.0
+    gather_s: float = 0.0
+    """Collective that must end before each pass of the layer begins."""
+    reduce_s: float = 0.0
+    """Collective that follows its backward."""
+    sync_s: float = 0.0
+    """Collective that follows its last backward of a step."""
     nbytes: Mapping[Part, int]
     """By part: all that autograd saves and a recompute is given, as present while the layer's forward runs."""
     forward_transient_nbytes: int = 0
@@ -92,6 +101,11 @@ class EndWork:
     name: str
     forward_s: float = 0.0
     backward_s: float = 0.0
+    forward_exchange_s: float = 0.0
+    """The part of `forward_s` in collectives that compute waits for."""
+    backward_exchange_s: float = 0.0
+    sync_s: float = 0.0
+    """Collective that follows its last backward of a step."""
     saved_nbytes: int = 0
     """Held from the end's forward to the end of its backward."""
     transient_nbytes: int = 0
@@ -99,7 +113,7 @@ class EndWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Work of the compute stream."""
+    """Work of the compute stream, or a collective."""
 
     lane: Lane
     module: str
@@ -115,10 +129,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Stall of the compute stream: a layer's copies had not ended when its buffer or bytes were needed."""
+    """Stall of the compute stream: a layer's copies, or a collective, had not ended when it needed their result."""
 
     cause: StallCause
-    call: int
     module: str
     lane: Lane
     """The lane that was late."""
@@ -209,12 +222,17 @@ class StageSimulation:
     @property
     def stall_s(self) -> float:
         """Time that compute waited for copies."""
-        return math.fsum(wait.seconds for wait in self.waits)
+        return math.fsum(wait.seconds for wait in self.waits if wait.cause is not StallCause.COLLECTIVE)
+
+    @property
+    def communication_s(self) -> float:
+        """Time that compute waited for collectives."""
+        return math.fsum(wait.seconds for wait in self.waits if wait.cause is StallCause.COLLECTIVE)
 
     @property
     def idle_s(self) -> float:
-        """Time neither at work nor waiting for a copy: the pipeline's bubble."""
-        return max(0.0, self.end_s - self.compute_s - self.recompute_s - self.stall_s)
+        """Time neither at work nor waiting for a copy or collective: the pipeline's bubble."""
+        return max(0.0, self.end_s - self.compute_s - self.communication_s - self.recompute_s - self.stall_s)
 
     def peak(self, tier: Tier) -> Peak:
         """Peak of one tier."""
@@ -250,5 +268,5 @@ class Simulation:
     @property
     def slowest(self) -> int:
         """The stage with the most work and stalls, for which the others wait; of equal ones the first."""
-        busy = [stage.compute_s + stage.recompute_s + stage.stall_s for stage in self.stages]
+        busy = [stage.compute_s + stage.communication_s + stage.recompute_s + stage.stall_s for stage in self.stages]
         return busy.index(max(busy))

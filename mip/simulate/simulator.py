@@ -54,11 +54,11 @@ def simulate(plan: ActivationPlan, problem: ActivationProblem | None = None) -> 
         )
     stages = [_stage(plan.layers, problem, number) for number in range(pipeline.stages)]
     if pipeline.chunks > 1:
-        _run_turns(stages, pipeline)
+        _run_turns(stages, pipeline, problem.profile.send_s)
     else:
-        _run(stages, pipeline)
+        _run(stages, pipeline, problem.profile.send_s)
     for stage in stages:
-        stage.step(problem.profile.optimizer_s)
+        stage.step(problem.profile.optimizer_s, problem.profile.optimizer_exchange_s)
     results = [stage.result() for stage in stages]
     return Simulation(
         step_s=max(stage.now_s for stage in stages),
@@ -93,6 +93,11 @@ def layer_work(name: str, layer: LayerProfile, plan: LayerPlan) -> LayerWork:
         forward_s=layer.forward_s,
         backward_s=layer.backward_s,
         recompute_s=recompute_s,
+        forward_exchange_s=layer.forward_exchange_s,
+        backward_exchange_s=layer.backward_exchange_s,
+        gather_s=layer.gather_s,
+        reduce_s=layer.reduce_s,
+        sync_s=layer.sync_s,
         nbytes={
             Part.KEPT: kept,
             Part.HOST: host,
@@ -147,6 +152,9 @@ def _end_work(name: str, end: EndProfile) -> EndWork:
         name=name,
         forward_s=end.forward_s,
         backward_s=end.backward_s,
+        forward_exchange_s=end.forward_exchange_s,
+        backward_exchange_s=end.backward_exchange_s,
+        sync_s=end.sync_s,
         saved_nbytes=end.saved_bytes,
         transient_nbytes=end.transient_bytes,
     )
@@ -162,8 +170,8 @@ class _Progress:
     backward_s: list[float] = dataclasses.field(default_factory=list)
 
 
-def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
-    """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has ended.
+def _run(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
+    """Runs every stage's order; a pass begins when its stage is free and the neighbour's part has arrived.
 
     Stages share nothing but these times, so each pass can be played as soon as the time it waits for is known.
     """
@@ -171,7 +179,7 @@ def _run(stages: Sequence[Stage], pipeline: Pipeline) -> None:
     done = [_Progress(list(_order(pipeline, number))) for number in range(count)]
     while any(own.at < len(own.order) for own in done):
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
-            while own.at < len(own.order) and _advance(stage, number, done):
+            while own.at < len(own.order) and _advance(stage, number, done, send_s):
                 own.at += 1
 
 
@@ -185,7 +193,7 @@ def _order(pipeline: Pipeline, stage: int) -> Iterator[bool]:
     yield from [False] * ahead
 
 
-def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
+def _advance(stage: Stage, number: int, done: Sequence[_Progress], send_s: float) -> bool:
     """Plays a stage's next pass; False while the neighbour's part of it is not known yet."""
     own = done[number]
     forward = own.order[own.at]
@@ -195,17 +203,17 @@ def _advance(stage: Stage, number: int, done: Sequence[_Progress]) -> bool:
         microbatch = len(own.forward_s if forward else own.backward_s)
         if len(times) <= microbatch:
             return False
-        stage.idle(times[microbatch])
+        stage.idle(times[microbatch] + send_s)
     if forward:
         stage.forward()
         own.forward_s.append(stage.now_s)
     else:
-        stage.backward()
+        stage.backward(last=own.at == len(own.order) - 1)
         own.backward_s.append(stage.now_s)
     return True
 
 
-def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
+def _run_turns(stages: Sequence[Stage], pipeline: Pipeline, send_s: float) -> None:
     """The same with several chunks a stage, in the order of their turns. A single stage waits for no other."""
     waiting = [collections.deque(pipeline.turns(number)) for number in range(len(stages))]
     done: dict[tuple[int, int, bool], float] = {}  # place in the pipeline, microbatch, whether forward
@@ -220,11 +228,12 @@ def _run_turns(stages: Sequence[Stage], pipeline: Pipeline) -> None:
                 if 0 <= giver < ends and turn.kind is not Kind.WEIGHT:
                     if (giver, turn.microbatch, forward) not in done:
                         break
-                    stage.idle(done[giver, turn.microbatch, forward])
+                    sent_s = 0.0 if giver in places else send_s  # in a V one stage hands to itself
+                    stage.idle(done[giver, turn.microbatch, forward] + sent_s)
                 waiting[number].popleft()
                 if forward:
                     stage.forward(turn.chunk)
                 else:
-                    stage.backward()
+                    stage.backward(last=not waiting[number])
                 if turn.kind is not Kind.WEIGHT:
                     done[places[turn.chunk], turn.microbatch, forward] = stage.now_s

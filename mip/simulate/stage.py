@@ -10,6 +10,10 @@ model: the time of a step follows from the events alone.
     backward   head | ... | layer 2 | layer 1 | layer 0         reaching layer 2 issues the reload of layer 1, if there
     reloads               |   in 1  |   in 0  |                 is room on the device; if not, reaching layer 1 does
 
+    network    | gather 1 | gather 2 | ...                      a layer's weights are gathered while the one before runs,
+                                                                its gradients reduced while the one after it in backward
+                                                                does; compute waits for both before it goes on
+
 So two layers' whole activations are on the device at once: the two rounding buffers. The last layer is one of them
 until another forward begins; where its backward follows at once it is never copied, and nothing of it is recomputed
 (R6).
@@ -116,6 +120,7 @@ class Stage:
         self._made = 0
         self._held: _Call | None = None  # its copies wait until another forward begins
         self._undropped: _Call | None = None
+        self._network_free_s = self._sync_free_s = 0.0
         self._spans: list[Span] = []
         self._waits: list[Wait] = []
         self._transitions: list[Transition] = []
@@ -141,34 +146,45 @@ class Stage:
             self._end_forward(embedding)
         calls = [_Call(self._made + number, layer) for number, layer in enumerate(self._chunks[chunk])]
         self._made += len(calls)
-        for call in calls:
-            self._forward(call, is_last=call is calls[-1])
+        self._await(self._collective(calls[0].work.name, "forward", calls[0].work.gather_s))
+        for call, following in zip(calls, [*calls[1:], None], strict=True):
+            self._forward(call, following)
         self._held = calls[-1]
         self._calls[chunk, self._microbatches[chunk]] = calls
         self._microbatches[chunk] += 1
         if chunk == len(self._chunks) - 1:
             self._end_forward(head)
 
-    def backward(self) -> None:
-        """Runs the next backward, or half of one: by the order of turns, else of the earliest microbatch in flight."""
+    def backward(self, *, last: bool = False) -> None:
+        """Runs the next backward, or half of one: by the order of turns, else of the earliest microbatch in flight.
+
+        Args:
+            last: of the step, so that gradients are reduced that are reduced once a step.
+        """
         embedding, head = self._ends
         turn = self._turns.popleft() if self._turns else self._earliest()
         calls = self._calls[turn.call] if turn.kind is Kind.INPUT else self._calls.pop(turn.call)
         order = calls if turn.kind is Kind.WEIGHT else calls[::-1]
         has_head, has_embedding = turn.chunk == len(self._chunks) - 1, turn.chunk == 0
         if has_head and turn.kind is not Kind.WEIGHT:
-            self._end_backward(head, turn.kind)
-        then = self._next_turn()
+            self._end_backward(head, turn.kind, last=last)
+        then, before = self._next_turn(), None
         for call, following in zip(order, [*order[1:], None], strict=True):
+            self._exchange_beside(before, following, turn.kind)
             if following is not None:
                 self._backward(call, following, turn.kind, same_turn=True)
             else:
                 stays = then is not None and then[0].call == turn.call
                 self._backward(call, None if then is None or stays else then[1], turn.kind, stays=stays)
+            self._sync(call.work, last=last)
+            self._await(self._network_free_s)
+            before = call
+        self._exchange_beside(before, None, turn.kind)
+        self._await(self._network_free_s)
         if has_head and turn.kind is Kind.WEIGHT:
-            self._end_backward(head, turn.kind)
+            self._end_backward(head, turn.kind, last=last)
         if has_embedding:
-            self._end_backward(embedding, turn.kind)
+            self._end_backward(embedding, turn.kind, last=last)
 
     def _earliest(self) -> Turn:
         (chunk, microbatch), _ = next(iter(self._calls.items()))
@@ -182,9 +198,10 @@ class Stage:
         calls = self._calls.get(turn.call)
         return None if calls is None else (turn, calls[0 if turn.kind is Kind.WEIGHT else -1])
 
-    def step(self, optimizer_s: float) -> None:
-        """Runs the optimizer."""
-        self._work(Lane.COMPUTE, "optimizer", "optimizer", optimizer_s)
+    def step(self, optimizer_s: float, exchange_s: float = 0.0) -> None:
+        """Runs the optimizer once all gradients are reduced, and the exchange that follows it."""
+        self._await(self._sync_free_s)
+        self._run("optimizer", "optimizer", optimizer_s + exchange_s, exchange_s)
 
     def result(self) -> StageSimulation:
         """Returns everything that has happened so far."""
@@ -201,14 +218,17 @@ class Stage:
 
     # Forward.
 
-    def _forward(self, call: _Call, *, is_last: bool) -> None:
+    def _forward(self, call: _Call, following: _Call | None) -> None:
         work = call.work
         self._hold(Tier.DEVICE, work.saved_nbytes + work.forward_transient_nbytes, f"{work.name} forward")
         self._change(call, TensorState.LIVE, *Part)
-        self._work(Lane.COMPUTE, work.name, "forward", work.forward_s)
+        if following is not None:
+            self._collective(following.work.name, "forward", following.work.gather_s)
+        self._run(work.name, "forward", work.forward_s, work.forward_exchange_s)
         self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
-        if not is_last:
+        if following is not None:
             self._send(call)
+            self._await(self._network_free_s)
         before, self._undropped = self._undropped, call
         if before is not None and before.state is _State.LEAVING:
             self._drop(before)
@@ -252,7 +272,7 @@ class Stage:
         self._use(call)
         if returning and not call.computed_again:
             self._work(Lane.RECOMPUTE, work.name, "backward", work.recompute_s)
-        self._work(Lane.COMPUTE, work.name, "backward", work.backward_s * _share(kind))
+        self._run(work.name, "backward", work.backward_s * _share(kind), work.backward_exchange_s * _share(kind))
         self._hold(Tier.DEVICE, -transient)
         if kind is Kind.WEIGHT:
             self._hold(Tier.DEVICE, -work.between_nbytes)
@@ -316,15 +336,63 @@ class Stage:
 
     def _end_forward(self, end: EndWork) -> None:
         self._hold(Tier.DEVICE, end.saved_nbytes + end.transient_nbytes, f"{end.name} forward")
-        self._work(Lane.COMPUTE, end.name, "forward", end.forward_s)
+        self._run(end.name, "forward", end.forward_s, end.forward_exchange_s)
         self._hold(Tier.DEVICE, -end.transient_nbytes)
 
-    def _end_backward(self, end: EndWork, kind: Kind) -> None:
+    def _end_backward(self, end: EndWork, kind: Kind, *, last: bool) -> None:
         self._hold(Tier.DEVICE, end.transient_nbytes, f"{end.name} backward")
-        self._work(Lane.COMPUTE, end.name, "backward", end.backward_s * _share(kind))
+        self._run(end.name, "backward", end.backward_s * _share(kind), end.backward_exchange_s * _share(kind))
+        self._sync(end, last=last)
         self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
 
+    # Collectives, one after another; those of a step's end are in a queue of their own.
+
+    def _exchange_beside(self, before: _Call | None, following: _Call | None, kind: Kind) -> None:
+        """Issues what runs beside a layer's backward: the following layer's gather, the reduction of the one before."""
+        if following is not None and kind is not Kind.WEIGHT:
+            self._collective(following.work.name, "backward", following.work.gather_s)
+        if before is not None and kind is not Kind.INPUT:
+            self._collective(before.work.name, "backward", before.work.reduce_s)
+
+    def _collective(self, module: str, phase: Phase, seconds: float) -> float:
+        """Issues a collective; returns when all that are issued have ended."""
+        start_s = max(self.now_s, self._network_free_s)
+        self._network_free_s = self._on_network(module, phase, start_s, seconds)
+        return self._network_free_s
+
+    def _sync(self, work: LayerWork | EndWork, *, last: bool) -> None:
+        if last:
+            start_s = max(self.now_s, self._sync_free_s)
+            self._sync_free_s = self._on_network(work.name, "backward", start_s, work.sync_s)
+
+    def _on_network(self, module: str, phase: Phase, start_s: float, seconds: float) -> float:
+        end_s = start_s + seconds
+        if seconds:
+            self._spans.append(Span(lane=Lane.NETWORK, module=module, phase=phase, start_s=start_s, end_s=end_s))
+        return end_s
+
+    def _await(self, until_s: float, module: str = "collectives") -> None:
+        """Lets the compute stream wait for collectives; copies go on."""
+        start_s = self.now_s
+        if until_s > start_s:
+            self._links.advance(until_s)
+            self._waits.append(
+                Wait(
+                    cause=StallCause.COLLECTIVE,
+                    module=module,
+                    lane=Lane.NETWORK,
+                    start_s=start_s,
+                    end_s=self.now_s,
+                )
+            )
+
     # Events.
+
+    def _run(self, module: str, phase: Phase, seconds: float, exchange_s: float) -> None:
+        """Runs work of which the last part is collectives that compute waits for."""
+        self._work(Lane.COMPUTE, module, phase, seconds - exchange_s)
+        if exchange_s:
+            self._await(self._on_network(module, phase, self.now_s, exchange_s), module)
 
     def _work(self, lane: Lane, module: str, phase: Phase, seconds: float) -> None:
         if seconds:
@@ -341,7 +409,6 @@ class Stage:
             self._waits.append(
                 Wait(
                     cause=cause,
-                    call=call.number,
                     module=call.work.name,
                     lane=latest.slowest,
                     start_s=start_s,

@@ -27,7 +27,7 @@ from memo.parallel.layout import Layout
 from memo.parallel.rank_agreement import gather_values
 from memo.parallel.world import World, join
 
-TWO = [schedule for schedule in SCHEDULES if schedule.stages_per_rank > 1]
+TWO = [schedule for schedule in SCHEDULES if schedule.default_chunks > 1]
 LARGEST = LAYER // 4
 """Storage of a layer."""
 STEPS = 6

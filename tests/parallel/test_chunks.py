@@ -16,5 +16,5 @@ from launching import SCHEDULES, launch
 def test_a_rank_of_two_stages_keeps_what_its_turns_leave_room_for() -> None:
     said = launch(2, "chunks_worker.py", timeout_s=600)
     for schedule in SCHEDULES:
-        if schedule.stages_per_rank > 1:
+        if schedule.default_chunks > 1:
             assert f"\n{schedule}: planned by turns" in said

@@ -174,3 +174,35 @@ def random_problem(seed: int, *, layers: int, classes: int = 1, pipeline: Pipeli
     most = max(stage.peak_device_bytes for stage in predict_stages(problem, [LayerPlan()] * layers))
     device = least + int(draw.uniform(0.0, 0.8) * (most - least))
     return dataclasses.replace(problem, budgets=dataclasses.replace(problem.budgets, device_bytes=device))
+
+
+def with_collectives(problem: ActivationProblem, seed: int) -> ActivationProblem:
+    """The same problem with random collectives of every kind, some longer than the work beside them."""
+    draw = random.Random(seed)
+    profile = problem.profile
+    classes = tuple(
+        dataclasses.replace(
+            known,
+            forward_exchange_s=draw.uniform(0, 0.5) * known.forward_s,
+            backward_exchange_s=draw.uniform(0, 0.5) * known.backward_s,
+            gather_s=draw.choice([0.0, draw.uniform(0, 15)]),
+            reduce_s=draw.choice([0.0, draw.uniform(0, 15)]),
+            sync_s=draw.choice([0.0, draw.uniform(0, 40)]),
+        )
+        for known in profile.classes
+    )
+    ends = [
+        dataclasses.replace(end, forward_exchange_s=0.25, backward_exchange_s=0.5, sync_s=draw.uniform(0, 9))
+        for end in (profile.embedding, profile.head)
+    ]
+    profile = dataclasses.replace(
+        profile,
+        classes=classes,
+        embedding=ends[0],
+        head=ends[1],
+        optimizer_s=1.0,
+        optimizer_exchange_s=draw.uniform(0, 5),
+        send_s=draw.uniform(0, 3),
+        link_share=draw.uniform(0, 0.5),
+    )
+    return dataclasses.replace(problem, profile=profile)

@@ -81,7 +81,8 @@ def _headline(plan: ActivationPlan) -> str:
     ]
     named = "".join(f", {name} {size}" for name, size in sizes if size > 1)
     tiles = plan.problem.profile.mlp_tiles
-    named += f" ({pipeline.schedule})" if pipeline.chunks > 1 else ""
+    chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 2 else ""
+    named += f" ({pipeline.schedule}{chunks})" if pipeline.chunks > 1 else ""
     named += f", MLPs in {tiles} tiles" if tiles > 1 else ""
     return (
         f"{printable(signature.model)}, {len(plan.layers)} layers, {signature.batch} x "
@@ -124,12 +125,17 @@ def _times(plan: ActivationPlan) -> str:
         (f"stall: {word}", getattr(stage, f"stall_{cause}_s"))
         for cause, word in zip(_CAUSES, _CAUSE_WORDS, strict=True)
     ]
+    causes.insert(0, ("exposed communication", stage.communication_s))
     rows = [("compute", stage.compute_s), ("recompute", stage.recompute_s), *((n, s) for n, s in causes if s > 0)]
     rows = [(name, seconds * microbatches) for name, seconds in rows]
     rows.append(("optimizer", plan.problem.profile.optimizer_s))
-    idle = plan.step_s - sum(seconds for _, seconds in rows)
+    once = [
+        ("exposed reduction of gradients", stage.sync_s),
+        ("gather of updated weights", plan.problem.profile.optimizer_exchange_s),
+    ]
+    rows += [(name, seconds) for name, seconds in once if seconds > 0]
     if len(plan.stages) > 1:
-        rows.append(("waiting for other stages", idle))
+        rows.append(("bubble: waiting for other stages", max(plan.step_s - sum(seconds for _, seconds in rows), 0.0)))
     rows.append(("step", plan.step_s))
     of = f"time of stage {number}, the slowest" if len(plan.stages) > 1 else "time"
     lines = [(name, _time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]

@@ -78,18 +78,21 @@ def _times(
     stage: StageSimulation,
     prediction: StagePrediction,
 ) -> str:
-    """Table of times; compute, recompute, stalls and idle time of the stage add up to the step."""
+    """Table of times; the stage's compute, communication, recompute, stalls and idle time add up to the step."""
     count = problem.pipeline.microbatches
+    once_s = prediction.sync_s + problem.profile.optimizer_exchange_s
     rows = [
         ("compute", stage.compute_s, prediction.compute_s * count + problem.profile.optimizer_s),
+        ("exposed communication", stage.communication_s, prediction.communication_s * count + once_s),
         ("recompute", stage.recompute_s, prediction.recompute_s * count),
         ("stalls", stage.stall_s, prediction.stall_s * count),
     ]
     if len(simulation.stages) > 1:
         rows.append(
-            ("idle", simulation.step_s - sum(row[1] for row in rows), plan.step_s - sum(row[2] for row in rows))
+            ("bubble", simulation.step_s - sum(row[1] for row in rows), plan.step_s - sum(row[2] for row in rows))
         )
     rows.append(("step", simulation.step_s, plan.step_s))
+    rows = [row for row in rows if row[0] != "exposed communication" or max(row[1:]) > 0]
     return table(
         ("time", "simulated", "predicted", "of step"),
         [(name, _time(ours), _time(theirs), percent(_share(ours, simulation.step_s))) for name, ours, theirs in rows],
@@ -184,9 +187,10 @@ def _stage_summary(
     ranks = problem.budgets.ranks_per_node // problem.pipeline.stages_per_node
     return {
         "compute_s": stage.compute_s,
+        "communication_s": stage.communication_s,
         "recompute_s": stage.recompute_s,
         "stall_s": stage.stall_s,
-        "idle_s": simulation.step_s - stage.compute_s - stage.recompute_s - stage.stall_s,
+        "idle_s": simulation.step_s - stage.compute_s - stage.communication_s - stage.recompute_s - stage.stall_s,
         "stalls": [
             {
                 "cause": cause.value,

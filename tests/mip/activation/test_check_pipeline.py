@@ -10,6 +10,7 @@ import pytest
 from activation_problems import layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
+from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
@@ -24,9 +25,12 @@ from memo.mip.activation.plan import (
 )
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule, rank_turns
-from memo.mip.inputs.profile import ALL, ATTENTION
+from memo.mip.inputs.profile import ALL, ATTENTION, EndProfile
+from memo.mip.simulate.simulator import simulate
 
-TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
+TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
+CHUNKS = [(schedule, 2) for schedule in TWO]
+CHUNKS += [(PipelineSchedule.INTERLEAVED, 3), (PipelineSchedule.ZERO_BUBBLE, 3), (PipelineSchedule.INTERLEAVED, 5)]
 ENDLESS = 1 << 60
 
 
@@ -45,14 +49,15 @@ def any_plan(problem: ActivationProblem, seed: int) -> ActivationPlan:
     return ActivationPlan(problem=problem, layers=tuple(layers), stages=predict_stages(problem, layers))
 
 
-@pytest.mark.parametrize("schedule", TWO)
+@pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 6), (3, 6), (4, 8)])
 def test_walking_through_every_turn_finds_what_is_predicted(
-    schedule: PipelineSchedule, stages: int, microbatches: int
+    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int
 ) -> None:
-    pipeline = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
+    pipeline = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
     for seed in range(8):
-        problem = random_problem(seed, layers=2 * stages + 3 * (seed % 4), classes=1 + seed % 3, pipeline=pipeline)
+        layers = chunks * stages + 3 * (seed % 4)
+        problem = random_problem(seed, layers=layers, classes=1 + seed % 3, pipeline=pipeline)
         plan = any_plan(problem, seed)
         violation = check_plan(plan)
         assert violation is None, (seed, violation)
@@ -116,6 +121,29 @@ def test_between_the_halves_what_moved_is_gone_and_what_was_computed_again_is_th
     assert peak(everything, again) == 4 * 160
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_layer_of_the_forward_before_leaves_beside_the_first_layer_of_the_next(layers: int) -> None:
+    """160 bytes a layer, 60 of them saved: while the head runs, and the heavy layer after the first, 0F1 has left."""
+    again = LayerPlan(points={ATTENTION: 1.0})
+    light = layer(always=60, all=100, matmuls=None, attention=1.0)
+    heavy = dataclasses.replace(light, name="heavy", forward_transient_bytes=1000)
+    turns = rank_turns(PipelineSchedule.INTERLEAVED, ranks=2, rank=1, microbatches=2)
+    assert " ".join(f"{turn.chunk}{turn.kind}{turn.microbatch}" for turn in turns) == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"
+    blocks = [light] * (2 * layers - 1) + [heavy if layers == 2 else light]
+    problem = ActivationProblem(
+        profile=profile_of(*blocks, head=EndProfile(transient_bytes=2000 if layers == 1 else 0)),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=ENDLESS),
+        pipeline=Pipeline(microbatches=2, own=StageTurns(layers=(layers, layers), turns=turns)),
+    )
+    plans = tuple([again] * len(blocks))
+    stages = predict_stages(problem, plans)
+    plan = ActivationPlan(problem=problem, layers=plans, stages=stages)
+    assert stages[0].peak_device_bytes == {1: 2 * 60 + 160 + 2000, 2: 4 * 60 + 2 * 160 + 1000}[layers]
+    assert simulate(plan).stages[0].peak(Tier.DEVICE).nbytes == stages[0].peak_device_bytes
+    assert check_plan(plan) is None
+
+
 def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
     """Where backward is whole: of halves the larger number says nothing."""
     better = 0
@@ -135,11 +163,19 @@ def test_counting_turn_by_turn_is_faster_than_by_the_larger_number() -> None:
     assert better >= 4
 
 
-@pytest.mark.parametrize("schedule", TWO)
-def test_a_plan_in_turns_comes_back_from_its_file(schedule: PipelineSchedule) -> None:
-    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule)
-    plan = any_plan(random_problem(1, layers=8, pipeline=pipeline), 1)
-    assert plan_from_json(plan_to_json(plan)) == plan
+@pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
+def test_a_plan_in_turns_comes_back_from_its_file(schedule: PipelineSchedule, chunks: int) -> None:
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule, chunks=chunks)
+    plan = any_plan(random_problem(1, layers=11, pipeline=pipeline), 1)
+    text = plan_to_json(plan)
+    assert plan_from_json(text) == plan
+    without = text.replace(f', "chunks": {chunks}}}', "}")
+    assert without != text
+    if chunks == 2:
+        assert plan_from_json(without) == plan, "files from before there were numbers of chunks"
+    else:
+        with pytest.raises(PlanError, match="a stage has 2 chunks, and there are not as many predictions"):
+            plan_from_json(without)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +185,10 @@ def test_a_plan_in_turns_comes_back_from_its_file(schedule: PipelineSchedule) ->
         ({"stages": 2, "microbatches": 1}, "is too few for interleaved-1f1b"),
         ({"stages": 4, "microbatches": 9}, "does not divide into rounds"),
         ({"stages": 2, "microbatches": 1 << 18}, "too many to follow"),
+        (
+            {"stages": 2, "microbatches": 4, "chunks": 1},
+            "1 chunks to a stage is too few for interleaved-1f1b; at least 2",
+        ),
     ],
 )
 def test_a_step_that_a_schedule_cannot_run_is_refused(wrong: dict[str, int], words: str) -> None:

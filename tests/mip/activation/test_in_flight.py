@@ -18,7 +18,7 @@ from memo.mip.activation.in_flight import (
 from memo.mip.activation.plan import Pipeline, StageTurns
 from memo.mip.inputs.pipeline_schedules import Kind, PipelineSchedule, Turn, rank_turns
 
-TWO = [schedule for schedule in PipelineSchedule if schedule.stages_per_rank > 1]
+TWO = [schedule for schedule in PipelineSchedule if schedule.default_chunks > 1]
 
 
 def turns(order: str) -> tuple[Turn, ...]:

@@ -1,0 +1,116 @@
+"""Load of the network by one rank of a stage: gathers of sharded weights, reductions of their gradients, pass by pass.
+
+Owns the pairing of collectives with the layers whose work hides them, by the rules of `memo.mip.activation.plan`.
+Collectives for which compute waits in any case are part of a layer's own time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memo.mip.activation.plan import chunk_layers
+from memo.mip.inputs.pipeline_schedules import Kind
+
+if TYPE_CHECKING:
+    from memo.mip.activation.plan import ActivationProblem
+    from memo.mip.inputs.profile import LayerProfile
+
+__all__ = ["PassLoad", "SyncLoad", "SyncStep", "exchange_s", "pass_load", "pass_loads", "sync_load"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PassLoad:
+    """Seconds of collectives in one pass over the layers of a chunk."""
+
+    while_running: tuple[float, ...]
+    """By layer of the chunk, in forward order: hidden by the layer's work as far as that lasts."""
+    before_s: float
+    """Before the first layer of the pass, where nothing hides it."""
+    after_s: float
+    """After the last one, likewise."""
+
+    def exposed_s(self, work_s: Sequence[float]) -> list[float]:
+        """Seconds by layer that collectives last longer than the work beside them."""
+        return [max(load - work, 0.0) for load, work in zip(self.while_running, work_s, strict=True)]
+
+
+def pass_load(layers: Sequence[LayerProfile], kind: Kind) -> PassLoad:
+    """Load of one pass over a chunk's layers, which are given in forward order."""
+    ascending = kind in (Kind.FORWARD, Kind.WEIGHT)
+    order = list(layers) if ascending else list(reversed(layers))
+    gathers = [0.0 if kind is Kind.WEIGHT else layer.gather_s for layer in order]
+    reduces = [layer.reduce_s if kind in (Kind.BACKWARD, Kind.WEIGHT) else 0.0 for layer in order]
+    loads = [gather + reduce for gather, reduce in zip([*gathers[1:], 0.0], [0.0, *reduces[:-1]], strict=True)]
+    return PassLoad(
+        while_running=tuple(loads if ascending else reversed(loads)),
+        before_s=gathers[0] if kind is Kind.FORWARD else 0.0,
+        after_s=reduces[-1],
+    )
+
+
+def pass_loads(problem: ActivationProblem, stage: int) -> list[dict[Kind, PassLoad]]:
+    """Loads of a stage's passes, by chunk and kind."""
+    known = problem.profile.layer_profiles()
+    found = []
+    for chunk, indices in enumerate(chunk_layers(problem, stage)):
+        layers = [known[index] for index in indices]
+        split = problem.pipeline.splits(stage, chunk)
+        kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
+        found.append({kind: pass_load(layers, kind) for kind in kinds})
+    return found
+
+
+def exchange_s(problem: ActivationProblem, indices: Sequence[int]) -> float:
+    """Seconds of a microbatch in which compute waits for collectives of tensor and context parallelism."""
+    profile = problem.profile
+    known = profile.layer_profiles()
+    parts = [known[index].forward_exchange_s + known[index].backward_exchange_s for index in indices]
+    ends = [profile.embedding] * (0 in indices) + [profile.head] * (len(known) - 1 in indices)
+    return sum(parts) + sum(end.forward_exchange_s + end.backward_exchange_s for end in ends)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SyncStep:
+    """One layer or end of a stage's last backward, and the reduction of its gradients that begins when it has run."""
+
+    layer: int | None
+    """Number within the stage; None for what is beside the layers."""
+    end_s: float = 0.0
+    """Seconds of an end's work, or of the exposed reduction after the layers."""
+    sync_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SyncLoad:
+    """Reductions of gradients once a step, one after another, in the order in which a stage's last pass runs."""
+
+    steps: tuple[SyncStep, ...]
+    kind: Kind
+    """The kind of that pass."""
+
+
+def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
+    """Once-a-step reductions during the last pass of a stage; None where there are none."""
+    profile, chunks = problem.profile, chunk_layers(problem, stage)
+    known = profile.layer_profiles()
+    chunk, kind = 0, Kind.BACKWARD
+    if problem.pipeline.chunks > 1:
+        last = problem.pipeline.turns(stage)[-1]
+        chunk, kind = last.chunk, last.kind
+    own, first = chunks[chunk], sum(len(before) for before in chunks[:chunk])
+    share = 1.0 if kind is Kind.BACKWARD else 0.5
+    steps = [SyncStep(layer=first + place, sync_s=known[index].sync_s) for place, index in enumerate(own)]
+    if kind is not Kind.WEIGHT:
+        steps.reverse()
+    steps.append(SyncStep(layer=None, end_s=pass_load([known[index] for index in own], kind).after_s, sync_s=0.0))
+    head, embedding = profile.head, profile.embedding
+    if own[-1] == len(known) - 1:
+        at = len(steps) if kind is Kind.WEIGHT else 0
+        steps.insert(at, SyncStep(layer=None, end_s=share * head.backward_s, sync_s=head.sync_s))
+    if own[0] == 0:
+        steps.append(SyncStep(layer=None, end_s=share * embedding.backward_s, sync_s=embedding.sync_s))
+    if not any(step.sync_s for step in steps):
+        return None
+    return SyncLoad(steps=tuple(steps), kind=kind)
