@@ -7,11 +7,32 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
-    from memo.gpt.arithmetic.profile_by_arithmetic import Layout as Layout, derive_profile as derive_profile
+    from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates
+    from memo.gpt.arithmetic.layout import Layout as Layout
+    from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
+    from memo.gpt.arithmetic.training import (
+        ADAM_FP32 as ADAM_FP32,
+        ADAM_MIXED as ADAM_MIXED,
+        ADAM_PURE as ADAM_PURE,
+        AttentionKernel as AttentionKernel,
+        ContextExchange as ContextExchange,
+        Kernels as Kernels,
+        Loss as Loss,
+        Recompute as Recompute,
+        StateBytes as StateBytes,
+        Training as Training,
+    )
+    from memo.gpt.arithmetic.transformer import Experts as Experts, Transformer as Transformer
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "profile_by_arithmetic": "Layout derive_profile",
+            "kernel_times": "KernelRates",
+            "layout": "Layout",
+            "profile_by_arithmetic": "derive_profile",
+            "training": (
+                "ADAM_FP32 ADAM_MIXED ADAM_PURE AttentionKernel ContextExchange Kernels Loss Recompute StateBytes Training"
+            ),
+            "transformer": "Experts Transformer",
         },
     )

@@ -24,6 +24,7 @@ __all__ = [
     "matmul_parameter_count",
     "mfu_causal",
     "mfu_full",
+    "mlp_parameter_count",
     "parameter_count",
     "recompute_flops_per_token",
 ]
@@ -41,6 +42,12 @@ def layer_parameter_count(config: GPTConfig) -> int:
     """Number of parameters of one layer."""
     biases = config.qkv_width + config.hidden + _mlp_matrices_up(config) * config.ffn + config.hidden
     return _layer_weights(config) + (biases if config.bias else 0) + 2 * _norm_parameters(config)
+
+
+def mlp_parameter_count(config: GPTConfig) -> int:
+    """Number of parameters of one layer's MLP."""
+    biases = _mlp_matrices_up(config) * config.ffn + config.hidden
+    return _mlp_weights(config) + (biases if config.bias else 0)
 
 
 def matmul_parameter_count(config: GPTConfig) -> int:
@@ -100,9 +107,12 @@ def _mlp_matrices_up(config: GPTConfig) -> int:
 
 
 def _layer_weights(config: GPTConfig) -> int:
-    attention = config.hidden * config.qkv_width + config.hidden * config.hidden
-    mlp = (_mlp_matrices_up(config) + 1) * config.hidden * config.ffn
-    return attention + mlp
+    attention = config.hidden * config.qkv_width + config.heads * config.head_dim * config.hidden
+    return attention + _mlp_weights(config)
+
+
+def _mlp_weights(config: GPTConfig) -> int:
+    return (_mlp_matrices_up(config) + 1) * config.hidden * config.ffn
 
 
 def _norm_parameters(config: GPTConfig) -> int:

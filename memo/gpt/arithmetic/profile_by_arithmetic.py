@@ -15,6 +15,10 @@ import dataclasses
 from memo.errors import UsageError
 from memo.gpt.arithmetic.block_bytes import Block, ElementSizes
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, parameter_count
+from memo.gpt.arithmetic.framework_profile import profile_of_training
+from memo.gpt.arithmetic.kernel_times import KernelRates
+from memo.gpt.arithmetic.layout import Layout
+from memo.gpt.arithmetic.training import Training
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import (
@@ -43,51 +47,14 @@ REPLAYED = 33  # kernels of a recompute of all but attention, at most
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Size of a step and its parallelism.
-
-    Raises:
-        UsageError: a size is below 1, or tp x cp x pp does not divide the GPUs.
-    """
-
-    tokens: int
-    """Sequence length."""
-    batch: int = 1
-    """Sequences in a microbatch."""
-    gpus: int = 1
-    """Number of GPUs in all."""
-    tp: int = 1
-    """Ranks of tensor parallelism."""
-    cp: int = 1
-    """Ranks of context parallelism."""
-    pp: int = 1
-    """Pipeline stages."""
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "batch", "gpus", "tp", "cp", "pp"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.gpus % (self.tp * self.cp * self.pp):
-            raise UsageError(f"{self.gpus} GPUs are not a multiple of tp {self.tp} x cp {self.cp} x pp {self.pp}")
-
-    @property
-    def rank_tokens(self) -> float:
-        """Tokens of a microbatch on one rank, in tensors divided by tp and cp."""
-        return self.tokens * self.batch / (self.tp * self.cp)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks of data parallelism: the GPUs left by tp, cp and pp."""
-        return self.gpus // (self.tp * self.cp * self.pp)
-
-
 def derive_profile(
     config: GPTConfig,
     machine: Hardware,
     layout: Layout,
     *,
     precision: Precision = Precision.BF16,
+    training: Training | None = None,
+    rates: KernelRates | None = None,
     name: str = "gpt",
 ) -> Profile:
     """Derives the profile of one rank's microbatch.
@@ -96,7 +63,9 @@ def derive_profile(
         config: the model, with the number of MLP tiles.
         machine: rates and memories of the machine.
         layout: size of the step and its parallelism.
-        precision: number format of weights and arithmetic.
+        precision: number format of weights and arithmetic, of memo's own engine.
+        training: choices of another framework, which computes in 16 bits; None is memo's own engine.
+        rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         name: name of the model in the profile.
 
     Raises:
@@ -106,6 +75,8 @@ def derive_profile(
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
         raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
+    if training is not None:
+        return profile_of_training(config, machine, layout, training, rates=rates, name=name)
     signature = Signature(
         model=name,
         batch=layout.batch,

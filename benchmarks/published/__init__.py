@@ -1,0 +1,1 @@
+"""Published training runs, predicted: `python -m benchmarks.published`, `make bench ARMS=published`."""
