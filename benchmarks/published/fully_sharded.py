@@ -47,6 +47,9 @@ LLAMA3 = {
 GPUS = {"a100_80gb": "a100-80g", "a100_40gb": "a100-40g", "h100_80gb": "h100"}
 # Composer's DecoupledAdamW is not fused: some 20 passes over a parameter's tensors where a fused one makes 7.
 NOT_FUSED = 20 / 7
+# Composer computes cross entropy and perplexity of every training batch anew: each reads the logits and writes their
+# logarithms, which it reads again.
+METRICS = 2 * 6
 
 
 def llama3(size: str) -> GPTConfig:
@@ -93,6 +96,7 @@ def _mpt(row: Row) -> list[Target]:
         zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}.get(row["Sharding Strategy"], 0),
         recompute=Recompute.FULL if row.flag("Activation Checkpointing") else Recompute.NONE,
         loss=Loss.FUSED,
+        metric_bytes=METRICS,
         fp8=row["Precision"] == "amp_fp8",
     )
     if row.flag("Activation CPUOffload"):
@@ -121,6 +125,7 @@ def _torchtitan(row: Row) -> list[Target]:
         fp8="fp8" in technique,
         overlaps_tensor="async" in technique.lower(),
         context=ContextExchange.KEYS,
+        whole_in_step=pp > 1,
     )
     layout = Layout(tokens=seq, batch=max(batch // microbatches, 1), gpus=gpus, tp=tp, cp=cp, pp=pp)
     run = Run(
@@ -144,8 +149,7 @@ def _torchtitan(row: Row) -> list[Target]:
                 published=row.number("mem_GiB"),
                 gpu=run.gpu,
                 predict=lambda fitted: max(stage.peak_device_bytes for stage in run.plan(fitted).stages) / (1 << 30),
-                timed=False,
-            )
+                )
         )
     return targets
 

@@ -62,7 +62,6 @@ def _targets(row: Row) -> list[Target]:
             published=row.number("max_alloc_bytes"),
             gpu=run.gpu,
             predict=last_stage,
-            timed=False,
         )
     ]
 

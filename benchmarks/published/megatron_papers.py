@@ -42,8 +42,11 @@ FULL = Training(
     dropout=0.1,
     attention_dropout=0.1,
     sequence_parallel=False,
+    fused_accumulation=False,
     overlaps_gradients=False,
 )
+# Smith et al. trained in bfloat16, for which Megatron adds up and reduces gradients in float32.
+BFLOAT16 = dataclasses.replace(FULL, states=StateBytes(weight=2, gradient=4, optimizer=12, reduced=4, passes=30))
 SELECTIVE = dataclasses.replace(FULL, recompute=Recompute.SCORES, sequence_parallel=True)
 
 
@@ -77,7 +80,7 @@ def _narayanan(row: Row) -> list[Target]:
 def _smith(row: Row) -> list[Target]:
     config = GPTConfig(vocab_size=VOCAB, hidden=20480, layers=105, heads=128, kv_heads=128, ffn=4 * 20480, max_seq=SEQ)
     layout = Layout(tokens=SEQ, gpus=row.count("gpus"), tp=8, pp=35)
-    run = Run(gpu=GPU, config=config, layout=layout, training=FULL, microbatches=1920 // row.count("dp"))
+    run = Run(gpu=GPU, config=config, layout=layout, training=BFLOAT16, microbatches=1920 // row.count("dp"))
     return [step_target(f"530B, dp {row['dp']}", run, row.number("iter_s"))]
 
 
@@ -131,6 +134,7 @@ def _one_layer(row: Row) -> list[Target]:
             published=row.number("combined_ms") / 1e3,
             gpu=GPU,
             predict=both_s,
+            work=both_s,
         )
     ]
 

@@ -60,12 +60,19 @@ class Run:
         stages = self.layout.pp
         if stages == 1 or self.chunks == 1:
             return Pipeline(stages=stages, microbatches=self.microbatches)
-        chunked = {"chunks": self.chunks} if "chunks" in {field.name for field in dataclasses.fields(Pipeline)} else {}
-        if not chunked and self.chunks != 2:
-            return Pipeline(stages=stages, microbatches=self.microbatches)
         return Pipeline(
-            stages=stages, microbatches=self.microbatches, schedule=PipelineSchedule.INTERLEAVED, **chunked
+            stages=stages,
+            microbatches=self.microbatches,
+            schedule=PipelineSchedule.INTERLEAVED,
+            chunks=self.chunks,
         )
+
+    def work_s(self, fitted: Fitted) -> float:
+        """Seconds of a microbatch on all stages, which the step's are in proportion to where rates change a little."""
+        profile = self.profile(fitted)
+        layers = sum(layer.forward_s + layer.backward_s for layer in profile.layer_profiles())
+        ends = (profile.embedding, profile.head)
+        return layers + sum(end.forward_s + end.backward_s for end in ends)
 
     def plan(self, fitted: Fitted) -> ActivationPlan:
         """The fixed plan with its predictions."""

@@ -16,6 +16,8 @@ __all__ = ["Table", "Target", "step_target"]
 class Target:
     """A number of a row that can be predicted."""
 
+    table: str = ""
+    """Tables of a GPU weigh the same in its fit, however many rows they have."""
     label: str
     quantity: str
     """Step s, peak GB, length, ..."""
@@ -23,8 +25,8 @@ class Target:
     gpu: str
     """Kind of GPU, whose rates are fitted together."""
     predict: Callable[[Fitted], float]
-    timed: bool = True
-    """Whether it depends on rates, so that the fit may use it."""
+    work: Callable[[Fitted], float] | None = None
+    """What the fit may take instead, in proportion while rates change a little; None where nothing depends on rates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,5 +43,5 @@ class Table:
 def step_target(label: str, run: Run, published_s: float) -> Target:
     """Target of a run's step time."""
     return Target(
-        label=label, quantity="step s", published=published_s, gpu=run.gpu, predict=lambda fitted: run.plan(fitted).step_s
+        label=label, quantity="step s", published=published_s, gpu=run.gpu, predict=lambda fitted: run.plan(fitted).step_s, work=run.work_s
     )

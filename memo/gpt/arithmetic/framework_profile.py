@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
 from memo.gpt.arithmetic.framework_layer import E, FrameworkLayer
 from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
-from memo.gpt.arithmetic.training import Loss
+from memo.gpt.arithmetic.training import GATHERED, Loss
 from memo.gpt.arithmetic.transformer import Transformer
-from memo.gpt.arithmetic.weight_exchange import GATHERED, WeightExchange
+from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.mip.inputs import ALL, Collectives, EndProfile, LayerProfile, PointProfile, Profile, Role, Signature
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class _Parts:
     def _layer_profile(self) -> LayerProfile:
         layer, exchange, training = self._layer, self._exchange, self.training
         parameters = self._dense + self._routed
-        gathered = GATHERED * parameters if training.zero >= 3 or training.parameter_offload else 0.0
+        sharded = training.zero >= 3 and not training.whole_in_step
+        gathered = GATHERED * parameters if sharded or training.parameter_offload else 0.0
         share = self.layout.pp / self.config.layers
         forward, backward = layer.forward, layer.backward
         return LayerProfile(
@@ -146,7 +147,7 @@ class _Parts:
             always_bytes=0,
             points=(PointProfile(name=ALL, saved_bytes=round(layer.saved_bytes)),),
             forward_s=forward.total,
-            backward_s=backward.total,
+            backward_s=backward.total + self._accumulation_s(parameters),
             forward_exchange_s=forward.exchange,
             backward_exchange_s=backward.exchange,
             gather_s=exchange.gather_s(parameters),
@@ -161,6 +162,12 @@ class _Parts:
             storages=layer.storages,
             largest_storage_bytes=round(layer.largest_bytes),
         )
+
+    def _accumulation_s(self, parameters: float) -> float:
+        """Seconds to add a microbatch's gradients, as products leave them, to those before."""
+        if self.training.fused_accumulation or self._exchange.reduces_each_pass:
+            return 0.0
+        return self.times.passes_s((GATHERED + 2 * self.training.states.gradient) * parameters)
 
     def _embedding(self) -> EndProfile:
         layer, exchange = self._layer, self._exchange
@@ -184,7 +191,7 @@ class _Parts:
         row, tokens = layer.input_bytes, layer.tokens
         width = self.config.vocab_size / self.layout.tp
         forward, backward = self.times.three_products_s(tokens, width, self.config.hidden)
-        passes = self.times.passes_s(LOGIT_PASSES[training.loss] * tokens * width)
+        passes = self.times.passes_s((LOGIT_PASSES[training.loss] + training.metric_bytes) * tokens * width)
         waits = exchange.gather_s(self._vocabulary)
         flops = 2.0 * tokens * width * self.config.hidden
         logits = LOGIT_BYTES[training.loss] * tokens * width
@@ -192,7 +199,11 @@ class _Parts:
         weights = GATHERED * self._vocabulary * (2 if training.zero >= 3 else 0)
         return EndProfile(
             forward_s=forward + passes / 2 + waits,
-            backward_s=backward + passes / 2 + waits + exchange.reduce_s(self._head_weights),
+            backward_s=backward
+            + passes / 2
+            + waits
+            + exchange.reduce_s(self._head_weights)
+            + self._accumulation_s(self._head_weights),
             forward_flops=flops,
             backward_flops=2 * flops,
             forward_exchange_s=waits,

@@ -15,6 +15,7 @@ __all__ = [
     "ADAM_FP32",
     "ADAM_MIXED",
     "ADAM_PURE",
+    "GATHERED",
     "AttentionKernel",
     "ContextExchange",
     "Kernels",
@@ -23,6 +24,10 @@ __all__ = [
     "StateBytes",
     "Training",
 ]
+
+
+GATHERED = 2
+"""Bytes of a weight as it is gathered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,8 @@ class Training:
     attention: AttentionKernel = AttentionKernel.FUSED
     kernels: Kernels = Kernels.FUSED
     loss: Loss = Loss.FLOAT32
+    metric_bytes: float = 0.0
+    """Bytes of a logit that metrics beside the loss read and write."""
     dropout: float = 0.0
     """Probability behind attention and the MLP; above 0 each saves a mask of one byte an element."""
     attention_dropout: float = 0.0
@@ -134,6 +141,11 @@ class Training:
     sequence_parallel: bool = True
     """Tensor-parallel ranks also divide the tokens, between the matrices."""
     context: ContextExchange = ContextExchange.HEADS
+    whole_in_step: bool = False
+    """Under `zero` 2 and 3: weights are gathered once a step and stay until its end, and gradients are added up whole:
+    torch's FSDP under pipeline schedules."""
+    fused_accumulation: bool = True
+    """Products of weights' gradients add to the gradient themselves; else another pass does, in each microbatch."""
     overlaps_gradients: bool = True
     """Gradients are reduced while backward runs; else all of them after it."""
     overlaps_tensor: bool = False
@@ -165,7 +177,8 @@ class Training:
             shards: ranks that what is sharded is divided over.
         """
         states, zero = self.states, self.zero
+        gathered = GATHERED + states.reduced if self.whole_in_step and zero >= 2 else 0.0
         weight = 0.0 if self.parameter_offload else states.weight / (shards if zero >= 3 else 1)
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
-        return weight + gradient + optimizer
+        return weight + gradient + optimizer + gathered

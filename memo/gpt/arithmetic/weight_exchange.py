@@ -6,6 +6,7 @@ Owns the choice of collectives for each degree of sharding; their times are `mem
     zero 2      as 3, for frameworks that free the weights behind each backward
     zero 1      reduces gradients once a step to the ranks that own them, gathers updated weights behind the optimizer
     zero 0      sums gradients once a step
+    whole       under zero 2 and 3, gathers once a step and reduces once a step
     hybrid      groups of ranks share one copy; what they have reduced is summed over the groups
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memo.gpt.arithmetic.training import GATHERED
 from memo.mip.inputs import Collectives, Group
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
 
 __all__ = ["WeightExchange"]
-
-GATHERED = 2  # bytes of a weight as it is gathered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,23 +51,28 @@ class WeightExchange:
         count = self.layout.replicas * self.layout.cp // self.shards
         return Group.of(count, stride=stride, gpus_per_node=self.machine.gpus_per_node)
 
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether weights are gathered and gradients reduced in each microbatch."""
+        return self.training.zero >= 2 and not self.training.whole_in_step
+
     def gather_s(self, parameters: float) -> float:
         """Seconds to gather sharded weights once; 0 where a rank has them."""
-        if self.training.zero < 2:
+        if not self.reduces_each_pass:
             return 0.0
         return Collectives(self.machine).all_gather_s(GATHERED * parameters, self._group)
 
     def reduce_s(self, parameters: float) -> float:
         """Seconds to reduce gradients in each backward."""
-        return self._reduce_s(parameters) if self.training.zero >= 2 else 0.0
+        return self._reduce_s(parameters) if self.reduces_each_pass else 0.0
 
     def sync_s(self, parameters: float) -> float:
         """Seconds to reduce gradients once a step."""
-        return self._reduce_s(parameters) if self.training.zero < 2 else 0.0
+        return 0.0 if self.reduces_each_pass else self._reduce_s(parameters)
 
     def update_s(self, parameters: float) -> float:
         """Seconds to gather updated weights once a step."""
-        if self.training.zero != 1:
+        if self.training.zero == 0 or self.reduces_each_pass:
             return 0.0
         return Collectives(self.machine).all_gather_s(GATHERED * parameters, self._group)
 
