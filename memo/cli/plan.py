@@ -222,7 +222,14 @@ class Request:
         if profile is None:
             assert self.config is not None
             config = dataclasses.replace(self.config, mlp_tiles=tiles)
-            profile = derive_profile(config, self.machine, self.layout, precision=self.precision, name=self.model)
+            profile = derive_profile(
+                config,
+                self.machine,
+                self.layout,
+                precision=self.precision,
+                accumulate=self.accumulate,
+                name=self.model,
+            )
         return ActivationProblem(
             profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
         )

@@ -26,8 +26,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
-   (11)  D_k >= D_(k-1) - W'_k - in_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass; the step
-         takes the last D longer: gradients that are reduced once a step, and are not behind that pass
+   (11)  D_k >= D_(k-1) - W'_k - in_k + load'_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass;
+         the step takes the last D longer: gradients that are reduced once a step, and are not behind that pass
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
@@ -398,7 +398,7 @@ class Model:
         loads, _ = self._loads(0)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
-            work = pulp.lpSum([step.end_s / self._second])
+            work = pulp.lpSum([(step.end_s - step.network_s) / self._second])
             if step.layer is not None:
                 group, at = group_of[step.layer], (step.layer, load.kind)
                 work += self._work(group, load.kind) + self._exposed(group, load.kind, loads[at])

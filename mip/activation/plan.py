@@ -38,8 +38,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                takes longer than that layer's work, or has no layer beside it (the gather before a forward, the reduction
                after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. A copy's
                window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
-               follow one another on the network as the stage's last pass has them ready, behind its work and recompute;
-               those of another chunk are done by then. A message to the next stage arrives after the time of a send
+               follow one another on the network as the stage's last pass has them ready, behind its work and recompute
+               and after its gathers; those of another chunk are done by then. A message to the next stage arrives after
+               the time of a send
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
                device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
                again, and returns again for the second half, which runs from the first layer on

@@ -289,7 +289,9 @@ class FrameworkLayer:
             return three(tokens, self._qkv / tp, config.hidden)
         if index == 1:
             return three(tokens, config.hidden, self._queries / tp)
-        sizes = [(self._ups * width, config.hidden) if index == 2 else (config.hidden, width) for width, _ in self._mlps]
+        sizes = [
+            (self._ups * width, config.hidden) if index == 2 else (config.hidden, width) for width, _ in self._mlps
+        ]
         parts = [three(rows, *size) for size, (_, rows) in zip(sizes, self._mlps, strict=True)]
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
