@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Segments as Segments,
         simulate_caching as simulate_caching,
     )
+    from memo.allocator.contents import is_users as is_users, place as place
     from memo.allocator.pluggable import (
         active_allocator as active_allocator,
         allocated_bytes as allocated_bytes,
@@ -41,6 +42,7 @@ else:
         {
             "byteless_tensors": "BytelessMode",
             "caching_model": "CachingUse Segments simulate_caching",
+            "contents": "is_users place",
             "pluggable": "allocated_bytes memory_share memory_stats model_steps "
             "active_allocator peak_allocated_bytes restart_peaks use_planned_allocator",
             "record_step": "AllocationSite Lifetime Recorder",

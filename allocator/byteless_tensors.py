@@ -1,10 +1,10 @@
 """Byteless tensors: CPU tensors with address space and no memory, so a step of any model runs in a few megabytes.
 
-`BytelessMode` is a dispatch mode. Operators that move no data (views, `set_`) run unchanged. All others run under
+`BytelessMode` is a dispatch mode. Operators that move no data (views, `set_`) run unchanged. Others run under
 torch's FakeTensorMode, on fakes made for the call, and their results become ordinary CPU tensors over address space
 that no memory backs. Types, devices, storage identities, version counters and lifetimes are those of a real CPU run, so
 autograd, saved-tensor hooks and memo's engine behave as usual. Only contents are missing: `item()` and `if tensor:`
-raise, and `torch.equal` returns True.
+raise, and `torch.equal` returns True. Counts and masks are computed, so that a step can read them: memo.allocator.contents.
 
     byteless tensors ──▶ operator ──▶ fakes of the arguments ──▶ shapes of the results ──▶ byteless tensors
 
@@ -17,8 +17,8 @@ import enum
 import functools
 import mmap
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -28,8 +28,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from memo.allocator.contents import MAKES_ZEROS, Blank, assumption, fits, reader, written
 from memo.allocator.local_mode import LocalTensorMode
 from memo.errors import RecordError
 
@@ -88,40 +90,133 @@ class _Outcome(NamedTuple):
     storages_nbytes: tuple[int, ...]
     results: Any
     """Structure of the operator's result with _New and _Argument in place of tensors."""
+    made: tuple[tuple[torch.dtype, int], ...]
+    """Dtype and bytes of each new tensor's storage."""
 
 
 class BytelessMode(LocalTensorMode):
-    """Dispatch mode in which every operator on CPU tensors computes shapes only."""
+    """Dispatch mode in which operators on CPU tensors compute shapes only, but for counts and masks.
 
-    def __init__(self) -> None:
+    Args:
+        assume: Number that every element has where the step reads a tensor without contents. Default None: that raises
+            RecordError.
+    """
+
+    def __init__(self, *, assume: float | None = None) -> None:
         super().__init__()
         # No fallback: it would run the real kernel, on zeros, in real memory.
         self._fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self._outcomes: dict[Any, _Outcome] = {}
+        self._blank = Blank()
+        self._assume = assume
+        self._conversions = _Conversions(self._readable)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._conversions.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._conversions.__exit__(*exception)
+        super().__exit__(*exception)
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declares that tensors have no contents, such as parameters that were made by `torch.ones`."""
+        self._blank.add(tensor.untyped_storage() for tensor in tensors)
 
     def run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns byteless results of an operator.
 
         Raises:
-            RecordError: The operator needs the contents of a tensor, or has no shape function.
+            RecordError: The operator needs the contents of a tensor that has none, or has no shape function.
         """
         kind = _kind(func)
-        if kind is _Kind.COMPARES:
-            return True  # tensors without contents do not differ
         if kind is _Kind.MOVES_NOTHING:
             return func(*args, **kwargs)
-        if kind is _Kind.COMMUNICATES:
-            return _communicated(func, args)
         tensors: list[torch.Tensor] = []
         key = (func, _metadata(args, tensors), _metadata(tuple(kwargs.items()), tensors) if kwargs else ())
         if _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
+        reads_blank = self._blank.are_read(func, tensors)
+        if kind is _Kind.COMMUNICATES:
+            if reads_blank:
+                self.forget(written(func, args, kwargs))
+            return _communicated(func, args)
+        if not reads_blank:
+            return self._run_with_contents(func, args, kwargs, key, tensors)
+        if kind is _Kind.COMPARES:
+            return True  # tensors without contents do not differ
+        try:
+            outcome = self._outcome(func, args, kwargs, key, tensors)
+        except _NeedsContents:
+            return self._run_without_contents(func, args, kwargs)
+        self.forget(written(func, args, kwargs))
+        if kind is _Kind.CHANGES_FIRST:
+            return args[0]
+        return self._realise(outcome, tensors, known=assumption(func, args))
+
+    def _run_with_contents(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Any,
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """Runs the real kernel, unless its results are large, or numbers drawn at random."""
+        try:
+            outcome = self._outcome(func, args, kwargs, key, tensors)
+        except RecordError:  # no shape function, or data decides the shape
+            return func(*args, **kwargs)
+        changed = list(written(func, args, kwargs))
+        there = [(tensor.dtype, tensor.untyped_storage().nbytes()) for tensor in changed]
+        if fits(func, [*outcome.made, *there]):
+            if func in MAKES_ZEROS:
+                return self._realise(outcome, tensors, known=False)
+            result = func(*args, **kwargs)
+            for tensor in changed:
+                self._blank.discard(tensor.untyped_storage())
+            return result
+        self.forget(changed)
+        return args[0] if _kind(func) is _Kind.CHANGES_FIRST else self._realise(outcome, tensors)
+
+    def _run_without_contents(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator whose result's shape, or a number that it returns, depends on contents."""
+        if func is _ATEN.index.Tensor and not any(self._blank.has(mask) for mask in args[1] if mask is not None):
+            return self.run(func, (args[0], _positions(args[1])), kwargs)
+        if func is _ATEN.masked_select.default and not self._blank.has(args[1]):
+            count = int(args[1].expand(torch.broadcast_shapes(args[0].shape, args[1].shape)).sum())
+            return self.run(_ATEN.new_empty.default, (args[0], (count,)), {"pin_memory": False})
+        filled = tree_map_only(torch.Tensor, lambda tensor: self._readable(tensor, func), (args, kwargs))
+        return func(*filled[0], **filled[1])
+
+    def _readable(self, tensor: torch.Tensor, func: torch._ops.OpOverload | str) -> torch.Tensor:
+        """The tensor, if it has contents; else one that has the assumed ones.
+
+        Raises:
+            RecordError: none are assumed.
+        """
+        if not self._blank.has(tensor):
+            return tensor
+        if self._assume is None:
+            raise RecordError(
+                f"{func} at {reader()} needs the contents of a tensor, and while recording those computed from weights or "
+                "random numbers have none; give the number to assume there (--assume 1), or record with real tensors (--real)"
+            )
+        return torch.full((), self._assume).to(tensor.dtype).expand(tensor.shape)
+
+    def _outcome(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Any,
+        tensors: Sequence[torch.Tensor],
+    ) -> _Outcome:
         outcome = self._outcomes.get(key)
         if outcome is None:
             outcome = self._outcomes[key] = self._trace(func, args, kwargs, tensors)
-        if kind is _Kind.CHANGES_FIRST:
-            return args[0]
-        return _realise(outcome, tensors)
+        return outcome
 
     def _trace(
         self,
@@ -137,17 +232,50 @@ class BytelessMode(LocalTensorMode):
             with self._fake:
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise RecordError(
-                f"{func} needs the contents of a tensor, and while recording tensors have none; record a step whose"
-                " control flow and shapes do not depend on data"
-            ) from None
+            raise _NeedsContents(str(func)) from None
         except UnsupportedOperatorException:
-            raise RecordError(f"{func} has no shape function: it cannot be recorded without memory") from None
+            raise RecordError(
+                f"{func} at {reader()} has no shape function: register one (torch.library.register_fake), or record with "
+                "real tensors (--real)"
+            ) from None
         return _describe(out, fakes)
 
     def _fake_of(self, tensor: torch.Tensor) -> FakeTensor:
         elem = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
         return FakeTensor(self._fake, elem, _CPU)
+
+    def _realise(self, outcome: _Outcome, tensors: Sequence[torch.Tensor], *, known: bool | None = None) -> Any:
+        """Makes an operator's results; `known` is the contents of all of their elements."""
+        storages = [byteless_storage(nbytes) for nbytes in outcome.storages_nbytes]
+        if known is None or not fits(_ATEN.fill_.Scalar, outcome.made):
+            self._blank.add(storages)
+        else:
+            for storage in storages:
+                if known or storage.nbytes() < mmap.PAGESIZE:  # a mapping is zeros
+                    storage.fill_(known)
+        return _tensors_of(outcome.results, storages, tensors)
+
+
+class _NeedsContents(RecordError):
+    """The shape of an operator's results, or a number that it returns, depends on data."""
+
+
+class _Conversions(TorchFunctionMode):
+    """Mode over the conversions of a tensor to Python's or numpy's objects, which are no operators."""
+
+    def __init__(self, readable: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        super().__init__()
+        self._readable = readable
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _CONVERSIONS:
+            args = (self._readable(args[0], f"Tensor.{func.__name__}()"), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_CONVERSIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
 class _Kind(enum.Enum):
@@ -220,12 +348,28 @@ def _describe(out: Any, fakes: Sequence[torch.Tensor]) -> _Outcome:
         return _New(index, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
     results = tree_map_only(torch.Tensor, describe, out)
-    return _Outcome(tuple(storage.nbytes() for storage in new), results)
+    sizes = tuple(storage.nbytes() for storage in new)
+    made = tuple((leaf.dtype, sizes[leaf.storage]) for leaf in _leaves(results) if isinstance(leaf, _New))
+    return _Outcome(sizes, results, made)
 
 
-def _realise(outcome: _Outcome, tensors: Sequence[torch.Tensor]) -> Any:
-    storages = [byteless_storage(nbytes) for nbytes in outcome.storages_nbytes]
-    return _tensors_of(outcome.results, storages, tensors)
+def _leaves(result: Any) -> Iterator[Any]:
+    if isinstance(result, (tuple, list)) and not isinstance(result, (_New, _Argument)):
+        for item in result:
+            yield from _leaves(item)
+    else:
+        yield result
+
+
+def _positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with masks, which have contents, as the positions at which they are true."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return found
 
 
 def _tensors_of(result: Any, storages: Sequence[torch.UntypedStorage], arguments: Sequence[torch.Tensor]) -> Any:

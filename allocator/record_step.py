@@ -50,6 +50,8 @@ class Lifetime:
     site: AllocationSite
     freed_in: str | None = None
     """Group of the site at which it was freed."""
+    is_older: bool = False
+    """True if it was allocated before the step, and by one like it."""
 
 
 class Recorder(LocalTensorMode):
@@ -67,6 +69,17 @@ class Recorder(LocalTensorMode):
         """Declares that tensors existed before the step."""
         for tensor in tensors:
             self._known[tensor.untyped_storage()] = None
+
+    def begin_step(self) -> None:
+        """Starts again at event 0, with what is alive; what stays alive to the end is then no allocation of the step."""
+        self.lifetimes = [life for life in self.lifetimes if life.upper is None]
+        for number, life in enumerate(self.lifetimes):
+            life.lower, life.is_older = number, True
+        self._clock = len(self.lifetimes)
+
+    def standing(self) -> list[torch.UntypedStorage]:
+        """Storages that are alive since before `begin_step`."""
+        return [storage for storage, life in self._known.items() if life is not None and life.is_older]
 
     def lifetime_of(self, tensor: torch.Tensor) -> Lifetime | None:
         """Returns the allocation of a tensor's storage; None for one that existed before the step."""
@@ -99,6 +112,7 @@ class Recorder(LocalTensorMode):
                 group=life.site.group if life.site.group == life.freed_in else "",
             )
             for number, life in enumerate(self.lifetimes)
+            if not (life.is_older and life.upper is None)
         )
         return AllocationTrace(allocations=allocations)
 

@@ -24,7 +24,8 @@ from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
 from memo.mip.address.solver import Method, solve
 from memo.mip.compile_cpp import build
-from memo.record.recording import gpt_step, record_step
+from memo.record.recording import record_step
+from memo.record.step import gpt_step
 
 ROOT = Path(__file__).resolve().parent
 PAIRS = 1_000_000

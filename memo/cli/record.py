@@ -32,9 +32,12 @@ _EPILOG = f"""\
 examples:
   memo record --model 7b --seq 1m --alpha 0.25 -o trace.csv && memo pack trace.csv
   memo record --model mymodel:build --seq 32k --checkpoint | memo pack
+  memo record --model mymodel:build --seq 32k --optimizer adam,foreach=False -o trace.csv
   memo record --model 7b --seq 1m --tp 8 --alpha 1 | memo pack
 
-{OWN_MODEL}"""
+{OWN_MODEL}Here the function may also return (model, step, optimizer), or a step alone that runs backward and its optimizer itself and returns
+None.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +66,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     way.add_argument("--checkpoint", action="store_true", help="recompute every layer in backward")
     parser.add_argument(
-        "--optimizer", action="store_true", help="include the AdamW update and the release of the gradients"
+        "--optimizer",
+        nargs="?",
+        const="adamw",
+        metavar="NAME",
+        help="include the optimizer's update and the release of the gradients: a name of torch.optim or module:Class, with "
+        "arguments, such as sgd,momentum=0.9 (default of the name: adamw, fused); a step that brings its own needs no option",
     )
     parser.add_argument(
         "--exact", action="store_true", help="record requested sizes instead of CUDA's multiples of 512 bytes"
     )
-    parser.add_argument("--real", action="store_true", help="use real tensors, for a step that reads their contents")
+    reads = parser.add_mutually_exclusive_group()
+    reads.add_argument(
+        "--assume",
+        type=float,
+        metavar="NUMBER",
+        help="where the step reads a tensor that is computed from weights, such as loss.item(), each element is NUMBER "
+        "(default: that is an error)",
+    )
+    reads.add_argument("--real", action="store_true", help="use real tensors, which a step may read")
     parser.add_argument(
         "-o", "--output", type=file_name, metavar="FILE", help="write the trace: JSON if FILE ends in .json, else CSV"
     )
@@ -115,6 +131,7 @@ def _record(args: argparse.Namespace, tokens: int) -> Recording:
                 optimizer=args.optimizer,
                 exact=args.exact,
                 real=args.real,
+                assume=args.assume,
             )
     finally:
         if collecting:
@@ -125,7 +142,7 @@ def _builder(args: argparse.Namespace, tokens: int, stack: contextlib.ExitStack)
     """Builder of the step of one rank; `stack` closes the simulated process group."""
     layout = Layout(tp=args.tp, cp=args.cp, sequence_parallel=not args.no_sequence_parallel)
     if layout.ranks == 1:
-        return step_builder(args, tokens)
+        return step_builder(args, tokens, needs_loss=False)
     if not is_preset(args):
         raise UsageError("--tp and --cp apply to named models only; leave them out")
     config = preset_config(args, tokens)

@@ -21,8 +21,8 @@ __all__ = ["OWN_MODEL", "add_step_options", "is_preset", "preset_config", "step_
 
 OWN_MODEL = """\
 A model of your own is given as module:function; the module must be importable from the current directory. The function is
-called with the keywords batch and tokens and returns (model, loss): a module on the CPU, and a callable that runs one
-forward pass and returns the loss.
+called with the keywords batch and tokens and returns (model, step): a module on the CPU, and any callable without arguments
+that runs one forward pass and returns the loss.
 """
 """Explanation of `--model module:function` for the end of a help text."""
 
@@ -72,8 +72,13 @@ def preset_config(args: argparse.Namespace, tokens: int) -> GPTConfig:
     return config
 
 
-def step_builder(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
+def step_builder(args: argparse.Namespace, tokens: int, *, needs_loss: bool = True) -> Callable[[], Step]:
     """A callable that builds the step on one rank.
+
+    Args:
+        args: the options that `add_step_options` added.
+        tokens: tokens of a sequence.
+        needs_loss: False takes steps of the user's that run backward themselves, too.
 
     Raises:
         UsageError: the preset or the function does not exist, or an option does not apply to the user's model.
@@ -83,7 +88,7 @@ def step_builder(args: argparse.Namespace, tokens: int) -> Callable[[], Step]:
             raise UsageError("--layers and --variant apply to named models only; leave them out")
         from memo.record import load_step
 
-        return functools.partial(load_step(args.model), batch=args.batch, tokens=tokens)
+        return functools.partial(load_step(args.model, needs_loss=needs_loss), batch=args.batch, tokens=tokens)
     config = preset_config(args, tokens)
     from memo.record import gpt_step
 

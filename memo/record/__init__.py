@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from memo.record.recording import (
         Recording as Recording,
         Role as Role,
-        Step as Step,
-        gpt_step as gpt_step,
-        load_step as load_step,
         record_step as record_step,
     )
+    from memo.record.step import Step as Step, gpt_step as gpt_step, load_step as load_step
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "record_rank": "rank_step",
-            "recording": "Recording Role Step gpt_step load_step record_step",
+            "recording": "Recording Role record_step",
+            "step": "Step gpt_step load_step",
         },
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memo.allocator import AllocationSite, Recorder
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
     from memo.swap import Layer
 
-__all__ = ["AllocationSites"]
+__all__ = ["AllocationSites", "is_in_backward"]
 
-_FORWARD, _BACKWARD = "forward", "backward"
+_FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
 _NAMED = "memo_module"
 
 
@@ -45,10 +46,13 @@ class AllocationSites:
         self._hooks: list[RemovableHandle] = []
         self._stack: list[AllocationSite] = []
         self._visits: collections.Counter[str] = collections.Counter()
+        self.ran_backward = False
+        """True once backward has reached a module."""
 
     def __enter__(self) -> AllocationSites:
         for name, module in self._model.named_modules():
             self._hooks += self._watch(name, self._layer_of(name), module)
+        self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self.phase(_OPTIMIZER)))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -64,6 +68,10 @@ class AllocationSites:
     def _watch(self, name: str, layer: str, module: nn.Module) -> list[RemovableHandle]:
         def begin(_: nn.Module, args: object) -> None:
             before = self._recorder.site
+            if (
+                before.phase != _FORWARD and not is_in_backward()
+            ):  # the next microbatch of a step that runs backward itself
+                before = AllocationSite(phase=_FORWARD)
             self._stack.append(before)
             group = before.group  # inside a layer, and in a recompute, the group of the pass that runs it
             if layer and name == layer and before.phase == _FORWARD:
@@ -93,6 +101,7 @@ class AllocationSites:
         notes[_NAMED] = reached.module
 
         def reach(_: object) -> None:
+            self.ran_backward = True
             self._recorder.site = reached
 
         node.register_prehook(reach)
@@ -102,6 +111,11 @@ class AllocationSites:
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if prefix in self._layers), "")
+
+
+def is_in_backward() -> bool:
+    """True while autograd runs backward on this thread; modules that run then are recomputed."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _group(layer: str, way: str, visit: int) -> str:

@@ -15,7 +15,7 @@ from memo.gpt import GPTConfig, Precision
 from memo.gpt.model import divided_stages
 from memo.gpt.train import weight_dtype
 from memo.parallel import World
-from memo.record.recording import Step
+from memo.record.step import Step
 
 __all__ = ["rank_step"]
 

@@ -1,7 +1,7 @@
 """Recording of one training step's allocations without a GPU and without the step's memory, for `memo record`.
 
-Owns the step: forward, backward and optionally the optimizer, of memo's GPT or a user's model, plain, checkpointed or
-under the engine of `memo.offload`. memo.allocator records allocations on byteless tensors; this module adds the module
+Owns how the step runs: forward, backward and optionally the optimizer, of memo's GPT or a user's model, plain, checkpointed
+or under the engine of `memo.offload`. memo.allocator records allocations on byteless tensors; this module adds the module
 that made each of them, and sums up what autograd saved.
 """
 
@@ -12,11 +12,7 @@ import dataclasses
 import enum
 import functools
 import gc
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,28 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from memo.allocator import AllocationTrace, BytelessMode, Lifetime, Recorder
 from memo.errors import NoRepeatedLayers, RecordError, UsageError
-from memo.gpt import GPTConfig, Precision
-from memo.gpt.model import GPT
-from memo.gpt.optim import adamw, empty_state
-from memo.gpt.train import weight_dtype
-from memo.record.allocation_sites import AllocationSites
+from memo.record.allocation_sites import AllocationSites, is_in_backward
 from memo.record.offload_without_bytes import OffloadWithoutBytes
+from memo.record.optimizers import fill_state, make_optimizer, state_of
+from memo.record.step import Step
+from memo.record.users_errors import users_errors
 from memo.swap import Layer, cast_of_parameter, find_layers, is_attention
 
-__all__ = ["Recording", "Role", "Step", "gpt_step", "load_step", "record_step"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A model and its forward: all that a training step needs."""
-
-    model: nn.Module
-    loss: Callable[[], torch.Tensor]
-    """Runs one forward; returns the scalar loss."""
-    inputs: tuple[torch.Tensor, ...] = ()
-    """Tensors that the forward reads beside the model's; they count as static memory."""
-    layers: Sequence[nn.Module] | None = None
-    """The repeated layers; None finds them in the model."""
+__all__ = ["Recording", "Role", "record_step"]
 
 
 class Role(enum.StrEnum):
@@ -86,75 +68,15 @@ class Recording:
     """Under offload with alpha below 1: layers that moved whole tensors, and the reason of each."""
 
 
-def gpt_step(config: GPTConfig, *, batch: int, tokens: int, precision: Precision = Precision.BF16) -> Step:
-    """Builds a step of memo's GPT on the CPU, with uninitialised weights.
-
-    Args:
-        config: the model.
-        batch: sequences of the microbatch.
-        tokens: tokens of each sequence.
-        precision: dtypes of weights and computation.
-    """
-    # Not initialised: random numbers need a seed read from a tensor, and byteless tensors have no contents.
-    model = GPT(config, device="meta", dtype=weight_dtype(precision)).to_empty(device="cpu")
-    ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    targets = torch.zeros(batch, tokens, dtype=torch.int64)
-
-    def loss() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16_AUTOCAST):
-            return model(ids, targets)  # type: ignore[no-any-return]
-
-    return Step(model=model, loss=loss, inputs=(ids, targets))
-
-
-def load_step(name: str) -> Callable[..., Step]:
-    """Loads a user's function that builds a step.
-
-    The function takes the keywords `batch` and `tokens` and returns (model, loss): a torch.nn.Module on the CPU, and a
-    callable without arguments that runs one forward and returns the scalar loss.
-
-    Args:
-        name: `module:function`, importable from the working directory.
-
-    Returns:
-        A callable with the same keywords that returns a Step. It raises RecordError if the function returns anything
-        else.
-
-    Raises:
-        UsageError: there is no such function, or it does not take these keywords.
-    """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UsageError(f"{name!r} is neither a model's name nor module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name}: {error}") from None
-
-    try:
-        inspect.signature(function).bind(batch=0, tokens=0)
-    except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
-        raise UsageError(f"{name} cannot be called with the keywords batch and tokens: {error}") from None
-
-    def build(*, batch: int, tokens: int) -> Step:
-        made = function(batch=batch, tokens=tokens)
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            raise RecordError(f"{name} returned {type(made).__name__}, not (model, callable that returns the loss)")
-        return Step(model=made[0], loss=made[1])
-
-    return build
-
-
 def record_step(
     build: Callable[[], Step],
     *,
     alpha: float | None = None,
     checkpointed: bool = False,
-    optimizer: bool = False,
+    optimizer: str | None = None,
     exact: bool = False,
     real: bool = False,
+    assume: float | None = None,
 ) -> Recording:
     """Builds a model on byteless tensors and records the allocations of one training step.
 
@@ -162,14 +84,18 @@ def record_step(
         build: builds the step; called with every tensor byteless.
         alpha: records the step under the engine of `memo.offload` with this alpha. Default None: all tensors stay.
         checkpointed: True recomputes every layer whole in backward, as torch's checkpoint does.
-        optimizer: True ends the step with AdamW's and the release of the gradients; False after backward, with the
-            gradients allocated.
+        optimizer: ends the step with this optimizer and the release of the gradients: `adamw`, or as in
+            memo.record.optimizers. Default None: the optimizers of the step; without one it ends after backward, with
+            the gradients allocated.
         exact: True records the sizes of tensors; False rounds them as CUDA's allocator does.
         real: True uses real tensors and arithmetic on the CPU, for steps that depend on data; it needs the step's
             memory.
+        assume: number that each element has where the step reads a tensor that is computed from weights. Default None:
+            that is an error.
 
     Raises:
-        RecordError: the step reads the contents of a tensor, or its loss is no scalar that depends on the parameters.
+        RecordError: the step reads the contents of a tensor, or its loss is no scalar that depends on the parameters, or it
+            raises an error.
         UsageError: options exclude each other.
         NoRepeatedLayers: `alpha` or `checkpointed` needs layers, and the model has none.
     """
@@ -177,15 +103,18 @@ def record_step(
         raise UsageError("a step is either offloaded (alpha) or checkpointed, not both")
     if alpha is not None and real:
         raise UsageError("an offloaded step (alpha) is recorded without bytes; leave out alpha or real")
-    with contextlib.nullcontext() if real else BytelessMode():
-        step = build()
-        layers = _layers_of(step, needed=checkpointed or alpha is not None)
-        if checkpointed:
-            _checkpoint(layers)
-        run = _Run(step, layers, adam=_adam(step.model) if optimizer else None, alpha=alpha)
-        if run.offload is not None:
+    with torch.random.fork_rng(devices=[]), users_errors():
+        torch.default_generator.manual_seed(0)  # drawn lengths and masks are the same in every recording
+        with contextlib.nullcontext() if real else BytelessMode(assume=assume) as mode:
+            step = build()
+            if mode is not None:
+                mode.forget(_contents_of_training(step.model))
+            layers = _layers_of(step, needed=checkpointed or alpha is not None)
+            if checkpointed:
+                _checkpoint(layers)
+            run = _Run(step, layers, optimizer=optimizer, alpha=alpha)
             run.warm_up()
-        return run.record(exact=exact)
+            return run.record(exact=exact)
 
 
 @contextlib.contextmanager
@@ -203,34 +132,56 @@ def no_collection() -> Iterator[None]:
 class _Run:
     """One model and the treatment of its step."""
 
-    def __init__(self, step: Step, layers: list[Layer], *, adam: torch.optim.AdamW | None, alpha: float | None) -> None:
-        self._step, self._layers, self._adam = step, layers, adam
-        self.offload = None if alpha is None else OffloadWithoutBytes(step.model, layers, alpha)
+    def __init__(self, step: Step, layers: list[Layer], *, optimizer: str | None, alpha: float | None) -> None:
+        self._step, self._layers = step, layers
+        self._recorder = Recorder()
+        self._is_whole = self._runs_backward()
+        if self._is_whole and (optimizer is not None or step.optimizers):
+            raise UsageError("the step runs backward and its optimizer itself; leave out the optimizer")
+        self._optimizers = step.optimizers if optimizer is None else (make_optimizer(optimizer, step.model),)
+        for own in self._optimizers:
+            fill_state(own)
+        self._offload = None if alpha is None else OffloadWithoutBytes(step.model, layers, alpha)
+        if self._offload is not None and self._is_whole:
+            self._offload.manager.attach()
+
+    def _runs_backward(self) -> bool:
+        """True if the step runs backward itself."""
+        if self._step.whole is not None:
+            return self._step.whole
+        with no_collection(), self._recorder, AllocationSites(self._recorder, self._step.model, self._layers) as sites:
+            loss = self._step.loss()
+            return loss is None or sites.ran_backward
 
     def warm_up(self) -> None:
-        """Runs two steps, in which replays are tried and the order of backward is learned.
+        """Runs the steps before the one that is recorded, in which lasting tensors are made.
 
-        What a replay keeps and autograd does not save is held from the second call on.
+        Under offload replays are tried in them, and the order of backward is learned. What a replay keeps and autograd does
+        not save is held from the second call on.
         """
-        for _ in range(2):
-            self._run(Recorder())
-            self._step.model.zero_grad(set_to_none=True)
+        for _ in range(0 if self._offload is None else 2):
+            self._run(self._recorder if self._is_whole else Recorder())
+            if not self._is_whole:
+                self._step.model.zero_grad(set_to_none=True)
 
     def record(self, *, exact: bool) -> Recording:
-        recorder = Recorder()
+        recorder = self._recorder
         step = self._step
-        everything = (*step.model.parameters(), *step.model.buffers(), *self._optimizer_state(), *step.inputs)
+        everything = (*step.model.parameters(), *step.model.buffers(), *state_of(self._optimizers), *step.inputs)
         static = [getattr(tensor, "_local_tensor", tensor) for tensor in everything]  # this rank's part of a DTensor
+        recorder.begin_step()
         recorder.adopt(static)
         saved = _Saved(recorder, self._layers)
-        offload = self.offload
+        offload = self._offload
         moved = 0 if offload is None else offload.moved_nbytes
-        with no_collection(), recorder:
+        with no_collection():
             self._run(recorder, saved)
+        lasting = {t.untyped_storage(): t.untyped_storage().nbytes() for t in static}
+        lasting.update((storage, storage.nbytes()) for storage in recorder.standing())
         return Recording(
             trace=recorder.trace(exact=exact),
             layers=len(self._layers),
-            static_nbytes=sum({t.untyped_storage(): t.untyped_storage().nbytes() for t in static}.values()),
+            static_nbytes=sum(lasting.values()),
             saved_nbytes=saved.nbytes_by_role() if offload is None else {},
             moved_nbytes=0 if offload is None else offload.moved_nbytes - moved,
             peak_away_nbytes=0 if offload is None else offload.peak_away_nbytes,
@@ -238,34 +189,32 @@ class _Run:
         )
 
     def _run(self, recorder: Recorder, saved: _Saved | None = None) -> None:
-        with AllocationSites(recorder, self._step.model, self._layers) as sites:
+        with recorder, AllocationSites(recorder, self._step.model, self._layers) as sites:
             sites.phase("forward")
             with self._around_forward(saved):
                 loss = self._step.loss()
+            if self._is_whole:
+                return
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise RecordError("the loss is no scalar that depends on the model's parameters")
             sites.phase("backward")
             loss.backward()
             del loss
             sites.phase("optimizer")
-            if self._adam is not None:
-                self._adam.step()
-                self._adam.zero_grad(set_to_none=True)
+            for optimizer in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def _around_forward(self, saved: _Saved | None) -> Iterator[None]:
-        if self.offload is not None:
-            with self.offload.manager:
+        if self._offload is not None:
+            with contextlib.nullcontext() if self._is_whole else self._offload.manager:
                 yield
         elif saved is not None:
             with saved_tensors_hooks(saved.see, lambda tensor: tensor), saved.inputs():
                 yield
         else:
             yield
-
-    def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        for state in () if self._adam is None else self._adam.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 class _Saved:
@@ -278,6 +227,8 @@ class _Saved:
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a saved tensor; a pack hook that keeps the tensor as it is."""
+        if is_in_backward():
+            return tensor.detach()
         life = self._recorder.lifetime_of(tensor)
         if life is not None and life not in self._roles:
             self._roles[life] = Role.WEIGHTS if cast_of_parameter(tensor) else self._role(life)
@@ -337,8 +288,7 @@ def _checkpoint(layers: list[Layer]) -> None:
         layer.module.forward = whole
 
 
-def _adam(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with its state allocated, as after its first step."""
-    optimizer = adamw(model, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    empty_state(optimizer)
-    return optimizer
+def _contents_of_training(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors whose contents training changes: no step may depend on those that the model begins with."""
+    for parameter in model.parameters():
+        yield getattr(parameter, "_local_tensor", parameter)

@@ -90,6 +90,7 @@ def _figures(step: StepStats) -> Iterator[_Figure]:
     yield "backward", ("ns", -1, step.backward_ns)
     yield "recompute", ("ns", -1, step.recompute_ns)
     yield "stalls", ("ns", -1, step.stall_ns)
+    yield "collectives", ("ns", -1, step.communication_ns)
     yield "added", ("percent", -1, step.added_percent)
     yield "copies hidden", ("percent", 1, step.overlap_percent)
     yield "prefetch hits", ("percent", 1, step.prefetch.hit_percent)

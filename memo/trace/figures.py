@@ -107,7 +107,9 @@ class StepStats:
     compute_ns: int
     recompute_ns: int
     stall_ns: int
-    """Time in which at least one stall was open."""
+    """Time in which at least one stall was open, without waits for collectives."""
+    communication_ns: int
+    """Time in which compute waited for collectives."""
     added_ns: int
     added_percent: float | None
     """Added time in percent of the step without it."""

@@ -113,21 +113,22 @@ class _Residence:
 def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, step: int | None) -> StepStats:
     spans: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     stalls: list[Stall] = []
+    collectives: list[Stall] = []
     uses: list[Use] = []
     counters: dict[Tier, int] = {}
     for event in events:
         if isinstance(event, Span):
             spans[event.lane].append(event)
         elif isinstance(event, Stall):
-            stalls.append(event)
+            (collectives if event.cause is StallCause.COLLECTIVE else stalls).append(event)
         elif isinstance(event, Use):
             uses.append(event)
         elif isinstance(event, CounterEvent):
             counters[event.tier] = max(counters.get(event.tier, 0), event.nbytes)
     window, complete = _window(events)
-    waits = _union_of(stalls)
+    waits, exchanges = _union_of(stalls), _union_of(collectives)
     recompute = _union_of(spans[Lane.RECOMPUTE])
-    running = subtraction(_union_of([*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]]), waits)
+    running = subtraction(_union_of([*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]]), union([*waits, *exchanges]))
     forward = _union_of(span for span in spans[Lane.COMPUTE] if span.phase == "forward")
     backward = _union_of(span for span in [*spans[Lane.COMPUTE], *spans[Lane.RECOMPUTE]] if span.phase == "backward")
     copying = _union_of(itertools.chain.from_iterable(spans[lane] for lane in COPY_LANES))
@@ -146,6 +147,7 @@ def _measure(trace: Trace, residence: _Residence, events: Sequence[Event], *, st
         compute_ns=length(running),
         recompute_ns=length(recompute),
         stall_ns=length(waits),
+        communication_ns=length(exchanges),
         added_ns=added,
         added_percent=_percent(added, duration - added),
         copy_ns=length(copying),

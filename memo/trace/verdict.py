@@ -231,6 +231,16 @@ _WHY: dict[StallCause, Callable[[Evidence], str]] = {
 }
 
 
+def _collectives(evidence: Evidence) -> str | None:
+    waited = evidence.stats.communication_ns
+    if not evidence.notable(waited):
+        return None
+    share = percent(100 * waited / evidence.stats.duration_ns)
+    return (
+        f"Compute waits {duration(waited)} for collectives, {share} of the step, which no plan of activations changes."
+    )
+
+
 def _slow_link(evidence: Evidence) -> str | None:
     slow = [
         f"{_LANE_NAMES[lane.lane]} ran at {rate(lane.bytes_per_s)}, {percent(100 * lane.bytes_per_s / link)} of the "
@@ -334,6 +344,7 @@ RULES: dict[str, Callable[[Evidence], str | None]] = {
     "slow-link": _slow_link,
     "budget": _budget,
     "recompute": _recompute,
+    "collectives": _collectives,
     "plan": _plan,
     "uneven-ranks": _uneven_ranks,
     "health": _health,

@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.exposed_communication import ExposedCommunication, exposed_sync_s, work_s
 from memo.mip.activation.memory_peaks import device_peak_candidates
-from memo.mip.activation.network_load import exchange_s
+from memo.mip.activation.network_load import ExposedCommunication, exchange_s, exposed_sync_s, work_s
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import (
     PAGE,

@@ -1,7 +1,13 @@
-"""Rounding of the fractions of layers that can be divided to token ranges that the runtime can cut, within every budget.
+"""Token ranges and pieces that the runtime can cut: rounding of a layer's fractions, and candidates for pieces.
 
-Owns the rounding alone. Fewer tokens are saved than asked, so every tier holds less and more is recomputed; where
+Rounding keeps every budget. Fewer tokens are saved than asked, so every tier holds less and more is recomputed; where
 recomputed bytes stay on the device between the halves of a backward, the moved bytes are not reduced.
+
+Pieces in which layers are recomputed are tried one after another. One bound of the bytes that a recompute holds at once is
+for all classes of layers, so a class that holds little is recomputed in one piece where another one is cut:
+
+    bytes held     most of any class / 2, / 4, ... / 64
+    piece          the fraction of a class's tokens that holds so much, in whole tiles
 """
 
 from __future__ import annotations
@@ -9,13 +15,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.plan import ActivationProblem, LayerPlan, StagePrediction, chunk_layers
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile
 
-__all__ = ["LEAST_TOKENS", "in_tiles", "most_gained_bytes", "most_lost_bytes", "piece_tokens", "tile_of"]
+__all__ = [
+    "LEAST_TOKENS",
+    "in_tiles",
+    "most_gained_bytes",
+    "most_held_bytes",
+    "most_lost_bytes",
+    "piece_candidates",
+    "piece_tokens",
+    "tile_of",
+]
 
 LONG_TILE, SHORT_TILE = 256, 8
 """Tokens; a sequence is cut at a multiple, so that a product over a part of the rows runs as the whole one does."""
@@ -24,6 +39,9 @@ LEAST_PIECE = 32
 """Tokens of the smallest piece that is planned: of what a range leaves over, two of LEAST_TOKENS can be made."""
 LEAST_TOKENS = 16
 """Smallest range whose products are recomputed: kernels of smaller products round differently."""
+
+MOST_HALVINGS = 6
+"""Of the bytes held; a 64th is less than one tensor of the hidden size."""
 
 _LEVELS = {ALL, MATMULS, ATTENTION}
 
@@ -185,3 +203,23 @@ def _without_short_ranges(ends: Sequence[int], names: Sequence[str], tile: int) 
 def _down(count: float, tile: int, tokens: int) -> int:
     nearly = count + 1e-6 * tile  # a floating-point error must not cost a tile
     return tokens if nearly >= tokens else math.floor(nearly / tile) * tile
+
+
+def piece_candidates(problem: ActivationProblem) -> Iterator[Mapping[str, float]]:
+    """Yields the fraction of tokens computed at once by class name, ever smaller ones; classes in one piece are left out."""
+    tokens = problem.profile.signature.rank_tokens
+    most = {layer.name: most_held_bytes(layer) for layer in problem.profile.classes if layer.divisible}
+    before: Mapping[str, float] = {}
+    for halvings in range(1, MOST_HALVINGS + 1):
+        bound = max(most.values(), default=0) / 2**halvings
+        cut = {name: bound / held for name, held in most.items() if held > bound}
+        shares = {name: piece_tokens(share, tokens) / tokens for name, share in cut.items()}
+        found = {name: share for name, share in shares.items() if share < 1}
+        if found != before:
+            yield found
+        before = found
+
+
+def most_held_bytes(layer: LayerProfile) -> int:
+    """Bytes that a recompute of the whole layer holds at once, at the point with the most."""
+    return max(point.held_bytes for point in layer.points)

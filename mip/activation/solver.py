@@ -15,13 +15,12 @@ from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
-from memo.mip.activation.pieces import piece_candidates
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
     LayerPlan,
 )
-from memo.mip.activation.rounding import in_tiles
+from memo.mip.activation.rounding import in_tiles, piece_candidates
 from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration

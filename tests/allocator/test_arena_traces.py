@@ -12,13 +12,14 @@ from memo.allocator.native import Native
 from memo.allocator.planned_allocator import PlannedAllocator, Stage
 from memo.allocator.trace import AllocationTrace
 from memo.gpt.config import preset
-from memo.record.recording import gpt_step, record_step
+from memo.record.recording import record_step
+from memo.record.step import gpt_step
 
 WAYS = {
     "plain": {},
     "checkpointed": {"checkpointed": True},
     "offloaded": {"alpha": 0.5},
-    "with optimizer": {"optimizer": True},
+    "with optimizer": {"optimizer": "adamw"},
 }
 
 

@@ -23,7 +23,8 @@ from memo.gpt.config import preset
 from memo.gpt.optim.optimizer import adamw, empty_state
 from memo.gpt.train_config import Precision
 from memo.manager.manager import Manager
-from memo.record.recording import Recording, Role, Step, gpt_step, load_step, record_step
+from memo.record.recording import Recording, Role, record_step
+from memo.record.step import Step, gpt_step, load_step
 from memo.swap.engine.engine import Engine
 from memo.swap.layers import find_layers
 from memo.swap.recompute.policy import Tapes
@@ -45,7 +46,7 @@ SMALL = [
 WAYS = [
     pytest.param({}, id="plain"),
     pytest.param({"checkpointed": True}, id="checkpointed"),
-    pytest.param({"optimizer": True}, id="optimizer"),
+    pytest.param({"optimizer": "adamw"}, id="optimizer"),
 ]
 
 
@@ -189,7 +190,7 @@ def test_sizes_are_cudas_unless_exact_ones_are_asked_for() -> None:
 
 
 def test_phases_and_places_are_named() -> None:
-    trace = record_step(small(), optimizer=True).trace
+    trace = record_step(small(), optimizer="adamw").trace
     assert [phase for phase, _ in itertools.groupby(trace.allocations, lambda a: a.phase)] == ["forward", "backward"]
     by_tag = {a.tag: a for a in trace.allocations}
     assert by_tag["layers.1.mlp gelu"].phase == "forward"

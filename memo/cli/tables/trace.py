@@ -61,6 +61,7 @@ def _times(step: StepStats) -> Table:
         ("backward", step.backward_ns),
         ("recompute", step.recompute_ns),
         ("stalls", step.stall_ns),
+        *([("collectives", step.communication_ns)] if step.communication_ns else []),
     ):
         table.add_row(name, duration(ns))
     table.add_row("copies hidden", percent(step.overlap_percent))

@@ -23,7 +23,8 @@ from memo.parallel.layout import Layout
 from memo.parallel.solo_rank import simulated_rank
 from memo.record.offload_without_bytes import OffloadWithoutBytes
 from memo.record.record_rank import rank_step
-from memo.record.recording import Recording, Role, gpt_step, record_step
+from memo.record.recording import Recording, Role, record_step
+from memo.record.step import gpt_step
 from memo.swap.layers import find_layers
 from memo.swap.token_levels import LayerCosts, Level
 

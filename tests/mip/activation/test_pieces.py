@@ -15,9 +15,8 @@ from memo.events import Tier
 from memo.mip.activation.checker import Rule, check_plan
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.files import plan_from_json, plan_to_json
-from memo.mip.activation.pieces import piece_candidates
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, chunk_layers
-from memo.mip.activation.rounding import in_tiles, piece_tokens, tile_of
+from memo.mip.activation.rounding import in_tiles, piece_candidates, piece_tokens, tile_of
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.pipeline_schedules import PipelineSchedule
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS, LayerProfile

@@ -11,6 +11,7 @@ export interface Figures {
   compute_ns: number;
   recompute_ns: number;
   stall_ns: number;
+  communication_ns: number;
   added_ns: number;
   added_percent: number | null;
   copy_ns: number;

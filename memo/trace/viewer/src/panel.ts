@@ -189,6 +189,7 @@ function figuresTab(figures: Figures, of: string): Node[] {
       time("backward", "backward_ns"),
       time("recompute", "recompute_ns"),
       time("stalls", "stall_ns"),
+      ...(figures.communication_ns ? [time("collectives", "communication_ns")] : []),
       share("added by both", figures.added_percent),
       share("copies hidden", figures.overlap_percent),
       share("prefetch hits", figures.prefetch.hit_percent),

@@ -55,6 +55,7 @@ export function theme(): Theme {
 const LANES: Record<string, string> = {
   compute: "#0072b2",
   recompute: "#cc79a7",
+  network: "#d55e00",
   d2h: "#009e73",
   h2d: "#56b4e9",
   "nvme-write": "#b07d12",
