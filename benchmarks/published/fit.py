@@ -84,12 +84,15 @@ def _fit(targets: Sequence[Target]) -> dict[str, float]:
             for target, scale in zip(targets, scales, strict=True):
                 error = abs(math.log(scale * _work(target, fitted) / target.published))
                 errors.setdefault(target.table, []).append(error)
-            means = [sum(own) / len(own) for own in errors.values()]
+            mean = sum(sum(own) / math.sqrt(len(own)) for own in errors.values())
+            mean /= sum(math.sqrt(len(own)) for own in errors.values())
             # A pull to the start, weaker than any row's: it settles what the rows leave open.
             away = sum((a - _to_line(name, PARAMETERS[name][0])) ** 2 for name, a in zip(names, place, strict=True))
-            return sum(means) / len(means) + 1e-4 * away
+            return mean + 1e-4 * away
 
         point = _simplex(loss, point, steps=STEPS)
+        import os
+        if os.environ.get('SHOW'): print('loss', loss(point))
     return {name: float(f"{value:.4g}") for name, value in _values(names, point).items()}
 
 

@@ -95,6 +95,7 @@ def _mpt(row: Row) -> list[Target]:
         states=states,
         zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}.get(row["Sharding Strategy"], 0),
         recompute=Recompute.FULL if row.flag("Activation Checkpointing") else Recompute.NONE,
+        stops_early=True,
         loss=Loss.FUSED,
         metric_bytes=METRICS,
         fp8=row["Precision"] == "amp_fp8",
@@ -126,6 +127,7 @@ def _torchtitan(row: Row) -> list[Target]:
         overlaps_tensor="async" in technique.lower(),
         context=ContextExchange.KEYS,
         whole_in_step=pp > 1,
+        stops_early=True,
     )
     layout = Layout(tokens=seq, batch=max(batch // microbatches, 1), gpus=gpus, tp=tp, cp=cp, pp=pp)
     run = Run(

@@ -33,9 +33,8 @@ __all__ = ["FrameworkLayer", "Seconds"]
 E = 2  # bytes of an element of products and of the residual stream
 STATISTIC = 4  # bytes of attention's statistic of a row, in float32
 ATTENTION_BACKWARD = 2.5  # five products of the scores' size where forward makes two (Dao et al. 2022)
-# Bytes read and written for each score in memory: both products, softmax, and with dropout its two passes.
-SCORE_FORWARD, SCORE_BACKWARD = 8, 14
-DROPPED_FORWARD, DROPPED_BACKWARD = 5, 5
+# Bytes read and written for each score in memory by softmax in forward and in backward, and by dropout in either.
+SCORE_FORWARD, SCORE_BACKWARD, DROPPED = 4, 6, 5
 # Bytes for each element of a norm in float32, operator by operator, and of a rotation in complex numbers.
 EAGER_NORM, EAGER_ROTATION = 36, 20
 
@@ -264,7 +263,16 @@ class FrameworkLayer:
         match self.training.recompute:
             case Recompute.FULL:
                 tiled = self._products(2)[0] + self._products(3)[0] if self.training.tiled_mlp else 0.0
-                return self.forward + Seconds(products=tiled)
+                whole = self.forward
+                if not self.training.stops_early:
+                    return whole + Seconds(products=tiled)
+                share = 3 / 4 if self.layout.tp > 1 else 1.0  # the last sum over tensor ranks is not repeated either
+                return Seconds(
+                    products=whole.products - self._products(3)[0] + tiled,
+                    attention=whole.attention,
+                    passes=whole.passes,
+                    exchange=share * whole.exchange,
+                )
             case Recompute.SCORES if self.training.attention is AttentionKernel.MATERIALISED:
                 return Seconds(attention=self._scores_s(backward=False))
             case Recompute.EVERY_OTHER:
@@ -301,14 +309,13 @@ class FrameworkLayer:
         causal_flops = 2.0 * self._queries * layout.tokens * self.tokens / layout.tp
         if training.attention is AttentionKernel.FUSED:
             return self.times.attention_s((ATTENTION_BACKWARD if backward else 1.0) * causal_flops)
-        squares = config.heads * layout.tokens * self.tokens / layout.tp
-        dropped = (DROPPED_BACKWARD if backward else DROPPED_FORWARD) if training.attention_dropout else 0
-        passes_s = self.times.passes_s(((SCORE_BACKWARD if backward else SCORE_FORWARD) + dropped) * squares)
-        # Each of a head's products is as large as its sequence; together they fill the GPU.
-        one = self.times.product_s(layout.tokens * config.heads, layout.tokens, config.head_dim)
-        share = self.tokens / layout.tokens / layout.tp
-        compute_s = share * one * 2 * (2 if backward else 1)
-        return max(compute_s, 0.0) + passes_s
+        squares = config.heads * self.tokens / layout.tokens / layout.tp  # one for each head and sequence
+        side, width = layout.tokens, config.head_dim
+        scores_s, values_s = self.times.product_s(side, side, width), self.times.product_s(side, width, side)
+        products_s = scores_s + (3 if backward else 1) * values_s
+        dropped = DROPPED if training.attention_dropout else 0
+        nbytes = ((SCORE_BACKWARD if backward else SCORE_FORWARD) + dropped) * side**2
+        return squares * (products_s + self.times.passes_s(nbytes))
 
     def _passes(self) -> float:
         """Bytes per token that element-wise operations of a forward read and write."""

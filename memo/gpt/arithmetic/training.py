@@ -125,6 +125,9 @@ class Training:
     sharded_over: int | None = None
     """Ranks that share one copy, for hybrid sharding; None is all data-parallel ranks."""
     recompute: Recompute = Recompute.NONE
+    stops_early: bool = False
+    """Full recompute ends with the last tensor that backward needs, before the MLP's last product: torch's checkpoints
+    that are not reentrant."""
     attention: AttentionKernel = AttentionKernel.FUSED
     kernels: Kernels = Kernels.FUSED
     loss: Loss = Loss.FLOAT32
