@@ -235,12 +235,11 @@ class Request:
         )
 
     def _pipeline(self) -> Pipeline:
-        """Pipeline of the layout. A node holds several stages only where it has more ranks than a stage."""
-        together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
+        """Pipeline of the layout."""
         return Pipeline(
             stages=self.layout.pp,
             microbatches=self.accumulate,
-            stages_per_node=together,
+            stage_ranks=self.layout.gpus // self.layout.pp,
             schedule=self.schedule,
             chunks=self.chunks or 0,
         )

@@ -194,6 +194,7 @@ class _Walker:
             self._heads -= 1
         if chunk[0] == 0:
             embedding = self._profile.embedding
+            self._stands(embedding.transient_bytes, None)
             self._walk.runs(share * embedding.backward_s, exchange_s=share * embedding.backward_exchange_s)
             self._last_pass.append((share * embedding.backward_s, embedding.sync_s))
             self._embeddings -= turn.kind is not Kind.INPUT

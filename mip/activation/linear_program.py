@@ -176,14 +176,15 @@ class Model:
         self._stalls = 0
         self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
         self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
         self._sync_rows()
-        for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
-            self._node_rows(range(first, first + problem.pipeline.stages_per_node))
+        for node in problem.nodes:
+            self._node_rows(node)
         step = self._total + (problem.pipeline.microbatches - 1) * self._slowest_stage
         self._program += step + self._prices if self._excess is None else self._excess
 
@@ -523,22 +524,25 @@ class Model:
         ]
         if len(sums) == 1:
             return sums[0]
-        most = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
-        for one in sums:
-            self._program += most >= one
-        return pulp.LpAffineExpression(most)
+        if (tier, stage) not in self._most_held:
+            most = self._most_held[tier, stage] = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
+            for one in sums:
+                self._program += most >= one
+        return pulp.LpAffineExpression(self._most_held[tier, stage])
 
-    def _node_rows(self, stages: range) -> None:
+    def _node_rows(self, stages: Mapping[int, int]) -> None:
+        """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
         problem, budgets = self.problem, self.problem.budgets
-        ranks = budgets.ranks_per_node // len(stages)
-        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage in stages)
-        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage in stages)
+        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
+        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
             ranks * len(group.members) * problem.pipeline.microbatches * group.disk
-            for stage in stages
+            for stage, ranks in stages.items()
             for group in self._stages[stage]
         )
-        rounding = ranks * sum(rounding_bytes(problem, stage, divided=self.staying is None) for stage in stages)
+        rounding = sum(
+            ranks * rounding_bytes(problem, stage, divided=self.staying is None) for stage, ranks in stages.items()
+        )
         for used, budget, tier in (
             (host, budgets.host_bytes, Resource.HOST),
             (disk, budgets.disk_bytes, Resource.DISK),

@@ -308,9 +308,47 @@ def test_a_plan_is_of_the_schedule_that_is_asked_for(tmp_path: Path, capsys: pyt
     assert len(steps) == 4
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "interleaved-zero-bubble"])
+def test_a_plan_has_as_many_chunks_as_are_asked_for(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--pp", "4"]
+    asked += ["--accumulate", "8", "--schedule", schedule]
+    waits = []
+    for chunks in (2, 4):
+        path = tmp_path / f"{chunks}.json"
+        report = of_json(capsys, [*asked, "--chunks", str(chunks), "-o", str(path)])
+        plan = read_activation_plan(path)
+        assert plan.problem.pipeline.chunks == chunks
+        waits.append(report["step_s"] / max(stage.microbatch_s for stage in plan.stages))
+        assert main(["show", str(path)]) == ExitCode.OK
+        assert (f"({schedule} of 4 chunks)" in capsys.readouterr().out) is (chunks == 4)
+        assert main(["simulate", str(path)]) == ExitCode.OK
+        capsys.readouterr()
+    assert waits[1] < waits[0], "more chunks make the bubble shorter"
+
+
+@pytest.mark.parametrize(("gpus", "tp", "pp"), [("12", "4", "3"), ("20", "4", "5"), ("24", "4", "2"), ("12", "1", "4")])
+def test_stages_may_fill_a_part_of_a_node_and_straddle_nodes(
+    gpus: str, tp: str, pp: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", gpus, "--tp", tp, "--pp", pp]
+    report = of_json(capsys, [*asked, "--accumulate", "6", "--host", "200GiB"])
+    assert len(report["stages"]) == int(pp)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--pp", "4", "--chunks", "2"], "--chunks 2 is not possible with 1f1b, which gives a rank 1"),
+        (
+            ["--pp", "4", "--accumulate", "8", "--schedule", "zbv", "--chunks", "3"],
+            "--chunks 3 is not possible with zbv, which gives a rank 2",
+        ),
+        (
+            ["--pp", "4", "--accumulate", "8", "--schedule", "interleaved-1f1b", "--chunks", "1"],
+            "--chunks 1 is too few for interleaved-1f1b; at least 2",
+        ),
         (["--schedule", "zbv"], "--schedule zbv has no meaning without --pp"),
         (["--pp", "4", "--accumulate", "6", "--schedule", "zbv"], "--accumulate 6 is too few for zbv on --pp 4"),
         (["--pp", "4", "--accumulate", "9", "--schedule", "interleaved-1f1b"], "does not divide into rounds"),

@@ -92,13 +92,11 @@ def _headline(plan: ActivationPlan) -> str:
 
 
 def _tiers(plan: ActivationPlan) -> str:
-    budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
-    ranks, together = budgets.ranks_per_node // pipeline.stages_per_node, pipeline.stages_per_node
+    budgets = plan.problem.budgets
 
     def of_node(figure: Callable[[StagePrediction], int]) -> int:
-        per_rank = [figure(stage) for stage in plan.stages]
-        nodes = [per_rank[first : first + together] for first in range(0, len(per_rank), together)]
-        return ranks * max(sum(node) for node in nodes)
+        nodes = plan.problem.nodes
+        return max(sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()) for node in nodes)
 
     rows = [("device, a GPU", budgets.device_bytes, max(stage.peak_device_bytes for stage in plan.stages))]
     rows.append(("host, a node", budgets.host_bytes, of_node(lambda stage: stage.peak_host_bytes)))
