@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD = -1
 # glibc gives larger blocks a mapping of their own, which free() unmaps at once. By default this threshold grows with
 # every such block that is freed, up to 32 MiB; freed activations below it stay resident in the heap.
 _MMAP_THRESHOLD_BYTES = 256 << 10
-_PROBE_BYTES = 32 << 20
+_PROBE_BYTES = 8 << 20
 """Size of the block that `freed_memory_returns` allocates: well above what other threads do meanwhile."""
 
 
@@ -75,10 +75,9 @@ def return_freed_memory() -> bool:
         return False
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     malloc_trim.argtypes = [ctypes.c_size_t]
-    thresholds = (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)
-    taken = all([mallopt(threshold, _MMAP_THRESHOLD_BYTES) for threshold in thresholds])
+    taken = [mallopt(threshold, _MMAP_THRESHOLD_BYTES) for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
     malloc_trim(0)
-    return taken
+    return all(taken)
 
 
 def freed_memory_returns() -> bool:

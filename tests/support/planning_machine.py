@@ -42,6 +42,8 @@ class Machine:
         self.spare = 0.5
         self.growths: list[float] = []  # that each of `used` was for
         self.transient_bytes = 0  # of the last step
+        self.after_bytes = 0  # more than in backward, after it
+        self.loaded_bytes = 0  # by planning
         self.trials = 0  # in each step
         self.watched: list[bool] = []
 
@@ -79,8 +81,14 @@ class Machine:
             disk_bytes=0,
         )
 
-    def excess_bytes(self) -> int:
-        return max(0, self.peak + self.transient_bytes - self.device_bytes)
+    def spare_bytes(self) -> tuple[int, int]:
+        spare = self.device_bytes - self.peak - self.transient_bytes
+        return spare, spare - self.after_bytes
+
+    def grown_bytes(self) -> int:
+        return self.loaded_bytes
+
+    def forget_peaks(self) -> None: ...
 
     def take_trials(self) -> int:
         return self.trials
