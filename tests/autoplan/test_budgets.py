@@ -237,7 +237,9 @@ def test_an_excess_that_nothing_helps_against_is_told_again_whenever_it_gets_wor
     assert auto.plan is plan
 
 
-@pytest.mark.filterwarnings("ignore:a step of .* more device memory than its budget:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:a step of .* more device memory than its budget:RuntimeWarning", "ignore:no plan:RuntimeWarning"
+)
 def test_where_the_solver_finds_no_room_all_layers_are_alike_if_measured_steps_had_room() -> None:
     machine = tight(1.5)  # the solver counts two whole layers at least
     machine.peak = machine.full_bytes * 4 // 5
