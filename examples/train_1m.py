@@ -114,7 +114,7 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
 
     def problem(tiles: int) -> ActivationProblem:
         config = dataclasses.replace(asked.config, mlp_tiles=tiles)
-        profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
+        profile = derive_profile(config, machine, asked.layout, precision=asked.precision, accumulate=asked.accumulate)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
     plan = solve_mlp_tiles(problem, MLP_TILE_COUNTS if asked.mlp_tiles is None else [asked.mlp_tiles])

@@ -75,7 +75,9 @@ def test_figures_have_their_names_and_units(capsys: pytest.CaptureFixture[str]) 
 def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_saves(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tight, roomy = (of_json(capsys, [*PAPER, "--device", size]) for size in ("76GiB", "77GiB"))
+    # With room on the host, so that nothing else is short.
+    roomy_host = [*PAPER, "--host", "2.2TiB"]
+    tight, roomy = (of_json(capsys, [*roomy_host, "--device", size]) for size in ("69GiB", "70GiB"))
     (reason,) = tight["binding"]
     found = re.fullmatch(r"device memory at layers 1, 3, 5, .* is full: a GiB more saves (\d+) ms a step", reason)
     assert found
@@ -389,3 +391,27 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     shares = [point["fit"]["shares"] for point in swept["points"] if point["fit"]]
     assert all(share["alpha"] + sum(share["points"].values()) == pytest.approx(1.0) for share in shares)
     assert any(share["points"] for share in shares)
+
+
+def test_the_step_is_told_apart_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "a800", "--pp", "2", "--accumulate", "8"]
+    one, many = (of_json(capsys, [*cluster, "--gpus", gpus]) for gpus in ("2", "256"))
+    assert one["stages"][0]["communication_s"] == 0
+    assert many["stages"][0]["sync_s"] > 0  # gradients, once a step
+    assert many["step_s"] > one["step_s"]
+    assert main([*cluster, "--gpus", "256", "-o", str(tmp_path / "plan.json")]) == ExitCode.OK
+    table = capsys.readouterr().out
+    for cause in ("compute", "recompute", "exposed reduction of gradients", "gather of updated weights", "bubble"):
+        assert re.search(rf"^{cause}", table, re.MULTILINE), cause
+    assert main(["simulate", str(tmp_path / "plan.json"), "-o", str(tmp_path)]) == ExitCode.OK
+    assert re.search(r"^exposed communication +\S+ \S+ +\S+ \S+", capsys.readouterr().out, re.MULTILINE)
+    (first, _) = sorted(tmp_path.glob("*.jsonl"))
+    assert main(["trace", "stats", str(first)]) == ExitCode.OK
+    assert re.search(r"collectives\s+\S+ m?s", capsys.readouterr().out)
+
+
+def test_tensor_parallelism_beyond_a_node_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ["plan", "--model", "65b", "--seq", "128k", "--gpu", "a800", "--gpus", "64"]
+    assert of_json(capsys, [*wide, "--tp", "8"])["warnings"] == []
+    (words,) = of_json(capsys, [*wide, "--tp", "64"])["warnings"]
+    assert words.startswith("tp 64 leaves the node of 8 GPUs: its collectives take ")

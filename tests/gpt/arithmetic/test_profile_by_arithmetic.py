@@ -280,14 +280,24 @@ def test_a_pipeline_keeps_a_steps_weights_and_gradients_whole() -> None:
 
 
 def test_collectives_of_weights_grow_with_the_nodes() -> None:
-    def communicating(gpus: int, **layout: int) -> float:
-        profile = derive_profile(preset("7b"), A800, Layout(tokens=4096, gpus=gpus, **layout))
-        (layer,) = profile.classes
-        return 2 * layer.gather_s + layer.sync_s + layer.forward_exchange_s + layer.backward_exchange_s
+    def layer(gpus: int, **layout: int) -> LayerProfile:
+        return derive_profile(preset("7b"), A800, Layout(tokens=4096, gpus=gpus, **layout)).classes[0]
 
-    assert communicating(1) == 0
-    assert 0 < communicating(8) < communicating(64) < communicating(1024)
-    assert communicating(64, tp=64) > 4 * communicating(64, tp=8)
+    seconds = [(one.gather_s, one.sync_s) for one in map(layer, (1, 8, 64, 1024))]
+    assert seconds[0] == (0, 0)
+    assert seconds == sorted(seconds)
+    assert len(set(seconds)) == 4
+
+
+def test_tensor_parallelism_beyond_a_node_runs_at_the_rate_of_its_nics() -> None:
+    inside, across = (
+        derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=ranks, tp=ranks)).classes[0] for ranks in (8, 32)
+    )
+    network = A800.network
+    nics = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
+    nbytes = (1 << 20) * 4096 * 2  # the hidden states of all tokens
+    assert across.forward_exchange_s == pytest.approx(4 * nbytes * 31 / 32 / nics, rel=1e-2)  # and latency
+    assert across.forward_exchange_s > 1.5 * inside.forward_exchange_s
 
 
 def test_a_pipelines_message_takes_longer_between_nodes() -> None:
