@@ -91,8 +91,6 @@ def _fit(targets: Sequence[Target]) -> dict[str, float]:
             return mean + 1e-4 * away
 
         point = _simplex(loss, point, steps=STEPS)
-        import os
-        if os.environ.get('SHOW'): print('loss', loss(point))
     return {name: float(f"{value:.4g}") for name, value in _values(names, point).items()}
 
 

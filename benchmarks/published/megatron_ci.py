@@ -191,7 +191,9 @@ def _training(row: Row, flags: Row, gpu: str, ranks: int) -> Training:
     zero = 3 if sharded == "optim_grads_params" or flags.flag("use-torch-fsdp2") else 1
     if not (row.flag("use-distributed-optimizer") or sharded or flags.flag("use-torch-fsdp2")):
         zero = 0
-    recompute = {"full": Recompute.FULL, "selective": Recompute.SCORES}.get(row["recompute-granularity"], Recompute.NONE)
+    recompute = {"full": Recompute.FULL, "selective": Recompute.SCORES}.get(
+        row["recompute-granularity"], Recompute.NONE
+    )
     workspace = 2 * 32 + ((4 if gpu.startswith("a100") else 32) if te else 0)
     return Training(
         states=ADAM_MIXED if half else ADAM_FP32,

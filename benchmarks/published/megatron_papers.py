@@ -8,7 +8,6 @@ in the paper: they are in its artifact, NVIDIA/Megatron-LM examples/academic_pap
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run

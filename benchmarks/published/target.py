@@ -43,5 +43,10 @@ class Table:
 def step_target(label: str, run: Run, published_s: float) -> Target:
     """Target of a run's step time."""
     return Target(
-        label=label, quantity="step s", published=published_s, gpu=run.gpu, predict=lambda fitted: run.plan(fitted).step_s, work=run.work_s
+        label=label,
+        quantity="step s",
+        published=published_s,
+        gpu=run.gpu,
+        predict=lambda fitted: run.plan(fitted).step_s,
+        work=run.work_s,
     )

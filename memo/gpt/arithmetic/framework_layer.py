@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from memo.gpt.arithmetic.kernel_times import KernelTimes
 from memo.gpt.arithmetic.training import AttentionKernel, ContextExchange, Kernels, Recompute
 from memo.gpt.arithmetic.transformer import Transformer
-from memo.mip.inputs import Collectives, Group
+from memo.mip.inputs import Collectives
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -174,8 +174,11 @@ class FrameworkLayer:
 
     @property
     def _mlp(self) -> float:
-        """Bytes that MLPs save. Experts also save their input, their activation before it is weighted by the router's
-        probability, and each copy of a token before these are summed."""
+        """Bytes that MLPs save.
+
+        Experts also save their input, their activation before the router's probability weighs it, and each copy of a token
+        before these are summed.
+        """
         if self.training.tiled_mlp:
             return 0.0
         # The activated gate is there beside its product.
@@ -297,7 +300,9 @@ class FrameworkLayer:
             return three(tokens, self._qkv / tp, config.hidden)
         if index == 1:
             return three(tokens, config.hidden, self._queries / tp)
-        sizes = [(self._ups * width, config.hidden) if index == 2 else (config.hidden, width) for width, _ in self._mlps]
+        sizes = [
+            (self._ups * width, config.hidden) if index == 2 else (config.hidden, width) for width, _ in self._mlps
+        ]
         parts = [three(rows, *size) for size, (_, rows) in zip(sizes, self._mlps, strict=True)]
         return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
@@ -335,7 +340,7 @@ class FrameworkLayer:
         layout = self.layout
         if layout.tp == 1:
             return 0.0
-        group = Group.of(layout.tp, stride=1, gpus_per_node=self.times.machine.gpus_per_node)
+        group = layout.tensor_group(self.times.machine.gpus_per_node)
         collectives, nbytes = Collectives(self.times.machine), E * self.config.hidden * self.tokens
         # Two gathers and two reduce-scatters, or two all-reduces.
         seconds = 4 * collectives.all_gather_s(nbytes, group)
@@ -349,7 +354,7 @@ class FrameworkLayer:
         layout, config = self.layout, self.config
         if layout.cp == 1:
             return 0.0
-        group = Group.of(layout.cp, stride=layout.tp, gpus_per_node=self.times.machine.gpus_per_node)
+        group = layout.context_group(self.times.machine.gpus_per_node)
         collectives = Collectives(self.times.machine)
         if self.training.context is ContextExchange.HEADS:
             there = E * self._qkv * self.tokens / layout.tp

@@ -25,7 +25,9 @@ from memo.mip.inputs import (
     ALL,
     ATTENTION,
     MATMULS,
+    Collectives,
     EndProfile,
+    Group,
     Hardware,
     LayerProfile,
     PointProfile,
@@ -44,6 +46,7 @@ LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
 REPLAYED = 33  # kernels of a recompute of all but attention, at most
+MOST_OF_LINK = 0.9  # of the link to the host that collectives may take before copies share what is left
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -87,18 +90,21 @@ def derive_profile(
         pp=layout.pp,
     )
     sizes = ElementSizes.of(precision)
+    layer = _layer(config, machine, layout, sizes)
     ends = _Ends(config, machine, layout, sizes)
     stage_parameters = -(-parameter_count(config) // layout.pp)
     return Profile(
         signature=signature,
         role=Role.DERIVED,
-        classes=(_layer(config, machine, layout, sizes),),
+        classes=(layer,),
         layers=("block",) * config.layers,
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
         # Adam reads weight, gradient and two moments, and writes all but the gradient: 7 float32 per parameter.
         optimizer_s=7 * 4 * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
+        send_s=_send_s(config, machine, layout, sizes),
+        link_share=_link_share(machine, layout, layer),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
     )
@@ -111,7 +117,7 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
     tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
-    parameters = layer_parameter_count(config)
+    parameters, weights = layer_parameter_count(config), _Weights(machine, layout, sizes)
     gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
     # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
@@ -157,6 +163,10 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         + 1.5 * tensor_s  # the two gathers again, for the weights' gradients
         + context_s
         + 2 * _tiling_s(config, block, machine),
+        forward_exchange_s=tensor_s + context_s,
+        backward_exchange_s=1.5 * tensor_s + context_s,
+        gather_s=weights.gather_s(parameters),
+        sync_s=weights.sync_s(parameters),
         forward_flops=(block.projections + block.attention) * tokens,
         backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
         attention_flops=block.attention * tokens,
@@ -187,19 +197,65 @@ def _shards(layout: Layout) -> int:
 
 def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
     """Seconds of tensor parallelism's two gathers and two sums in one forward."""
-    return 4 * (layout.tp - 1) / layout.tp / layout.cp * _hidden_s(config, machine, layout, sizes)
+    nbytes = config.hidden * sizes.product * layout.tokens * layout.batch / layout.cp
+    return 4 * Collectives(machine).all_gather_s(nbytes, layout.tensor_group(machine.gpus_per_node))
 
 
 def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds of context parallelism's four all-to-alls in one forward."""
-    return 4 * (layout.cp - 1) / layout.cp / (layout.cp * layout.tp) * _hidden_s(config, machine, layout, sizes)
+    """Seconds of context parallelism's all-to-alls in one forward: queries, keys, values, and attention's output."""
+    rank_bytes = sizes.product * layout.rank_tokens
+    group, collectives = layout.context_group(machine.gpus_per_node), Collectives(machine)
+    there = 3 * collectives.all_to_all_s(config.qkv_width / 3 * rank_bytes, group)
+    return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
 
 
-def _hidden_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds to send the hidden states of all tokens over one rank's links; 0 with one rank."""
-    if layout.tp * layout.cp == 1:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weights:
+    """Collectives over weights and gradients, as torch's FSDP runs them for memo: docs/parallel.md.
+
+    Layers are gathered before each pass. In a pipeline they stay between a microbatch's forward and its backward, which is
+    half of a gather for each pass. Gradients are reduced once a step.
+    """
+
+    machine: Hardware
+    layout: Layout
+    sizes: ElementSizes
+
+    @property
+    def _group(self) -> Group:
+        return self.layout.data_group(self.machine.gpus_per_node)
+
+    def gather_s(self, parameters: float) -> float:
+        """Seconds to gather the weights of so many parameters of all tensor ranks, once a pass."""
+        whole = Collectives(self.machine).all_gather_s(self._nbytes(parameters), self._group)
+        return whole if self.layout.pp == 1 else whole / 2
+
+    def sync_s(self, parameters: float) -> float:
+        """Seconds to reduce their gradients."""
+        return Collectives(self.machine).reduce_scatter_s(self._nbytes(parameters), self._group)
+
+    def _nbytes(self, parameters: float) -> float:
+        return self.sizes.stream * parameters / self.layout.tp
+
+
+def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
+    """Seconds to send a microbatch's residual stream to the next stage; tensor ranks send a part each."""
+    if layout.pp == 1:
         return 0.0
-    return config.hidden * sizes.product * layout.tokens * layout.batch / machine.nvlink_bytes_per_s
+    nbytes = config.hidden * sizes.stream * layout.rank_tokens
+    return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
+
+
+def _link_share(machine: Hardware, layout: Layout, layer: LayerProfile) -> float:
+    """Fraction of a GPU's link to the host that collectives take: by their time, and the link's part in that time."""
+    collectives, busy = Collectives(machine), 0.0
+    exchanged_s = layer.forward_exchange_s + layer.backward_exchange_s
+    inner = layout.tensor_group(machine.gpus_per_node) if layout.tp > 1 else layout.context_group(machine.gpus_per_node)
+    busy += exchanged_s * collectives.host_link_bytes_per_s(inner)
+    busy += 2 * layer.gather_s * collectives.host_link_bytes_per_s(layout.data_group(machine.gpus_per_node))
+    pass_s = max(layer.forward_s + layer.backward_s, 2 * layer.gather_s)
+    link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
+    return min(busy / pass_s / link, MOST_OF_LINK) if pass_s and link else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,13 +275,17 @@ class _Ends:
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
+        parameters = config.vocab_size * config.hidden
+        weights = _Weights(machine, self.layout, self.sizes)
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
         return EndProfile(
-            forward_s=2 * row * tokens / machine.hbm_bytes_per_s,
+            forward_s=2 * row * tokens / machine.hbm_bytes_per_s + weights.gather_s(parameters),
+            forward_exchange_s=weights.gather_s(parameters),
+            sync_s=weights.sync_s(parameters),
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
-            static_bytes=round(STATE_BYTES * config.vocab_size * config.hidden / _shards(self.layout)),
+            static_bytes=round(STATE_BYTES * parameters / _shards(self.layout)),
         )
 
     def head(self) -> EndProfile:
@@ -234,11 +294,16 @@ class _Ends:
         flops = 2.0 * config.vocab_size * config.hidden * tokens
         row = config.hidden * self.sizes.stream * tokens
         weights = 0 if config.tie_embeddings else config.vocab_size * config.hidden
+        exchange = _Weights(machine, self.layout, self.sizes)
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
         return EndProfile(
-            forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency) + 4 * row / machine.hbm_bytes_per_s,
+            forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency)
+            + 4 * row / machine.hbm_bytes_per_s
+            + exchange.gather_s(weights),
+            forward_exchange_s=exchange.gather_s(weights),
+            sync_s=exchange.sync_s(weights),
             backward_s=6 * row / machine.hbm_bytes_per_s,
             forward_flops=3 * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient

@@ -30,7 +30,9 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not (1 <= self.per_token <= self.count and 1 <= self.ranks <= self.count and self.tensor_ranks >= 1):
-            raise UsageError(f"{self.count} experts, {self.per_token} for a token, do not divide over {self.ranks} ranks")
+            raise UsageError(
+                f"{self.count} experts, {self.per_token} for a token, do not divide over {self.ranks} ranks"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
