@@ -61,9 +61,18 @@ def _targets(row: Row) -> list[Target]:
             quantity="peak bytes",
             published=row.number("max_alloc_bytes"),
             gpu=run.gpu,
+            kind=_kind(row),
             predict=last_stage,
         )
     ]
+
+
+def _kind(row: Row) -> str:
+    if row["case"].startswith("bert"):
+        return "BERT"
+    if row["num-experts"]:
+        return "mixtures of experts"
+    return "dense, grouped queries" if row.flag("group-query-attention") else "dense"
 
 
 def _gpu(platform: str) -> str:
@@ -177,6 +186,7 @@ def _config(row: Row, flags: Row, tp: int) -> Transformer:
         tie_embeddings=not (row.flag("untie-embeddings-and-output-weights") or bert),
         head_size=flags.count("kv-channels", hidden // heads),
         experts=experts,
+        head_norms=flags.flag("qk-layernorm"),
     )
 
 

@@ -165,7 +165,9 @@ class FrameworkLayer:
         rotated = E * (self._qkv - config.kv_heads * config.head_dim) if config.positions == "rotary" else 0
         heads = self.layout.cp > 1 and training.context is ContextExchange.HEADS
         exchanged = E * (self._qkv + self._queries) if heads else 0
-        within = E * (self._qkv + self._queries) + rotated + exchanged
+        normalised = isinstance(config, Transformer) and config.head_norms
+        keys = E * (self._qkv - config.kv_heads * config.head_dim) if normalised else 0
+        within = E * (self._qkv + self._queries) + rotated + keys + exchanged
         if training.attention is AttentionKernel.FUSED:
             return (within + STATISTIC * config.heads) / self.layout.tp
         dropped = 1 + E if training.attention_dropout else 0
@@ -214,7 +216,7 @@ class FrameworkLayer:
             exchanged = 2 * E * (self._qkv + self._queries) if self.layout.cp > 1 else 0
             inner = E * (self._qkv + 2 * self._queries) / tp + exchanged / tp
         else:
-            inner = max((1 + self._ups) * E * width * rows for width, rows in self._mlps) / self.tokens
+            inner = max(self._ups * E * width * rows for width, rows in self._mlps) / self.tokens
         return again + (stream + gathered + inner) * self.tokens
 
     @functools.cached_property
