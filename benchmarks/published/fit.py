@@ -1,8 +1,8 @@
 """The fit of each GPU's rates on half of the rows.
 
 Owns the parameters, their bounds and the search. Rows are in the half by a hash of their text; the other half is never
-looked at here. One set of rates serves all tables of a kind of GPU. The median of the errors' logarithms is what counts
-little, their mean size: one row that is far off weighs no more than its distance.
+looked at here. One set of rates serves all tables of a kind of GPU. What is minimal is the mean size of the errors'
+logarithms, in which a row that is far off weighs no more than its distance, and a table by the root of its rows.
 
 A step is in proportion to one microbatch's work while rates change a little. So the search runs on the work, and what a
 step is of it is computed anew between rounds.
@@ -10,6 +10,7 @@ step is of it is computed anew between rounds.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -21,9 +22,12 @@ from benchmarks.published.run import Fitted
 from benchmarks.published.target import Target
 from memo.gpt.arithmetic import KernelRates
 
-__all__ = ["FITTED", "fit_all", "kind_of", "read_fitted"]
+__all__ = ["FITTED", "RATES_MODULE", "fit_all", "kind_of", "rates_module", "read_fitted"]
 
 FITTED = TABLES / "fitted.json"
+"""Result of the fit."""
+RATES_MODULE = Path(__file__).parents[2] / "memo" / "gpt" / "arithmetic" / "fitted_rates.py"
+"""The same, for memo."""
 
 # Parameter: start, least, most. Physical bounds: nothing is above its peak.
 PARAMETERS: dict[str, tuple[float, float, float]] = {
@@ -50,20 +54,45 @@ def read_fitted(path: Path = FITTED) -> dict[str, Fitted]:
     return {kind: _fitted(known["rates"]) for kind, known in kinds.items()}
 
 
-def fit_all(targets: Sequence[Target]) -> dict[str, dict[str, float]]:
+def fit_all(targets: Sequence[Target]) -> dict[str, Any]:
     """Fits the rates of each kind of GPU.
 
     Args:
         targets: of the rows in the half that may be fitted.
 
     Returns:
-        Parameters by kind.
+        What `read_fitted` reads: parameters by kind, with the numbers of rows of each table that they come from.
     """
     by_kind: dict[str, list[Target]] = {}
     for target in targets:
         if target.work is not None:
             by_kind.setdefault(kind_of(target.gpu), []).append(target)
-    return {kind: _fit(own) for kind, own in sorted(by_kind.items())}
+    kinds = {}
+    for kind, own in sorted(by_kind.items()):
+        counts = collections.Counter(target.table for target in own)
+        kinds[kind] = {"rates": _fit(own), "numbers_by_table": dict(sorted(counts.items()))}
+    return {"fitted_on": "rows whose text's SHA-256 begins with an even byte", "kinds": kinds}
+
+
+def rates_module(found: dict[str, Any]) -> str:
+    """Source of the module with the kernels' rates, for `memo.gpt.arithmetic`."""
+    lines = [
+        '"""Rates of kernels by GPU, fitted on published runs by `python -m benchmarks.published --fit`. Not to be edited."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from memo.gpt.arithmetic.kernel_times import KernelRates",
+        "",
+        '__all__ = ["FITTED"]',
+        "",
+        "FITTED: dict[str, KernelRates] = {",
+    ]
+    for kind, known in found["kinds"].items():
+        lines.append(f'    "{kind}": KernelRates(')
+        lines += [f"        {name}={known['rates'][name]}," for name in RATES]
+        lines.append("    ),")
+    lines += ["}", '"""By kind of GPU; a100 is both of 40 and of 80 GB, h100-96g the one with HBM2e at 500 W."""', ""]
+    return "\n".join(lines)
 
 
 def _fitted(values: dict[str, float]) -> Fitted:
@@ -91,8 +120,6 @@ def _fit(targets: Sequence[Target]) -> dict[str, float]:
             return mean + 1e-4 * away
 
         point = _simplex(loss, point, steps=STEPS)
-        import os
-        if os.environ.get('SHOW'): print('loss', loss(point))
     return {name: float(f"{value:.4g}") for name, value in _values(names, point).items()}
 
 

@@ -19,7 +19,6 @@ from memo.gpt.arithmetic import (
     Layout,
     Loss,
     Recompute,
-    StateBytes,
     Training,
 )
 from memo.gpt.config import GPTConfig
@@ -151,7 +150,7 @@ def _torchtitan(row: Row) -> list[Target]:
                 published=row.number("mem_GiB"),
                 gpu=run.gpu,
                 predict=lambda fitted: max(stage.peak_device_bytes for stage in run.plan(fitted).stages) / (1 << 30),
-                )
+            )
         )
     return targets
 

@@ -61,9 +61,18 @@ def _targets(row: Row) -> list[Target]:
             quantity="peak bytes",
             published=row.number("max_alloc_bytes"),
             gpu=run.gpu,
+            kind=_kind(row),
             predict=last_stage,
         )
     ]
+
+
+def _kind(row: Row) -> str:
+    if row["case"].startswith("bert"):
+        return "BERT"
+    if row["num-experts"]:
+        return "mixtures of experts"
+    return "dense, grouped queries" if row.flag("group-query-attention") else "dense"
 
 
 def _gpu(platform: str) -> str:
@@ -177,6 +186,7 @@ def _config(row: Row, flags: Row, tp: int) -> Transformer:
         tie_embeddings=not (row.flag("untie-embeddings-and-output-weights") or bert),
         head_size=flags.count("kv-channels", hidden // heads),
         experts=experts,
+        head_norms=flags.flag("qk-layernorm"),
     )
 
 
@@ -191,7 +201,9 @@ def _training(row: Row, flags: Row, gpu: str, ranks: int) -> Training:
     zero = 3 if sharded == "optim_grads_params" or flags.flag("use-torch-fsdp2") else 1
     if not (row.flag("use-distributed-optimizer") or sharded or flags.flag("use-torch-fsdp2")):
         zero = 0
-    recompute = {"full": Recompute.FULL, "selective": Recompute.SCORES}.get(row["recompute-granularity"], Recompute.NONE)
+    recompute = {"full": Recompute.FULL, "selective": Recompute.SCORES}.get(
+        row["recompute-granularity"], Recompute.NONE
+    )
     workspace = 2 * 32 + ((4 if gpu.startswith("a100") else 32) if te else 0)
     return Training(
         states=ADAM_MIXED if half else ADAM_FP32,

@@ -8,13 +8,14 @@ in the paper: they are in its artifact, NVIDIA/Megatron-LM examples/academic_pap
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
 
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import AttentionKernel, Layout, Recompute, StateBytes, Training
 from memo.gpt.config import GPTConfig
+from memo.mip.activation.memory_peaks import stage_static_bytes
 
 __all__ = ["TABLES"]
 
@@ -139,7 +140,39 @@ def _one_layer(row: Row) -> list[Target]:
     ]
 
 
+def _stage_memory(row: Row) -> list[Target]:
+    """Activations of a pipeline rank of the 530B model under 1F1B and full recompute, figure 9.
+
+    Without deallocation a stage also keeps the outputs that it has sent, until their backward.
+    """
+    rank = row.count("pp_rank")
+    config = GPTConfig(vocab_size=VOCAB, hidden=20480, layers=105, heads=128, kv_heads=128, ffn=4 * 20480, max_seq=SEQ)
+    run = Run(gpu=GPU, config=config, layout=Layout(tokens=SEQ, gpus=280, tp=8, pp=35), training=FULL, microbatches=280)
+
+    def activations(fitted: Fitted, *, deallocates: bool) -> float:
+        plan = run.plan(fitted)
+        problem = plan.problem
+        nbytes = plan.stages[rank].peak_device_bytes - stage_static_bytes(problem, rank)
+        sent = 0 if deallocates or rank == 34 else problem.pipeline.in_flight(rank)
+        return (nbytes + sent * 2 * SEQ * config.hidden) / 1e9
+
+    targets = []
+    for column, deallocates in (("activation_GB_no_dealloc", False), ("activation_GB_with_dealloc", True)):
+        if row[column]:
+            targets.append(
+                Target(
+                    label=f"530B, rank {rank}, {'deallocates' if deallocates else 'keeps'} outputs",
+                    quantity="GB",
+                    published=row.number(column),
+                    gpu=GPU,
+                    predict=functools.partial(activations, deallocates=deallocates),
+                )
+            )
+    return targets
+
+
 TABLES = (
+    Table(file="korthikanti_stage_memory.csv", title="Korthikanti et al. 2022, Figure 9", targets=_stage_memory),
     Table(file="megatron_ptdp_table1.csv", title="Narayanan et al. 2021, Table 1", targets=_narayanan),
     Table(file="mtnlg_530b.csv", title="Smith et al. 2022, 530B", targets=_smith),
     Table(file="korthikanti_table3_5.csv", title="Korthikanti et al. 2022, Tables 3 and 5", targets=_korthikanti),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from benchmarks.published.rows import Row
 from benchmarks.published.run import Fitted, Run
@@ -16,6 +15,8 @@ __all__ = ["Table", "Target", "step_target"]
 class Target:
     """A number of a row that can be predicted."""
 
+    kind: str = ""
+    """Class of cases that it belongs to, where a table has several."""
     table: str = ""
     """Tables of a GPU weigh the same in its fit, however many rows they have."""
     label: str
@@ -37,11 +38,19 @@ class Table:
     title: str
     targets: Callable[[Row], Sequence[Target]]
     """The numbers of a row. Raises Inexpressible."""
-    whole: Callable[[Path], Sequence[str]] | None = None
+    inputs: tuple[str, ...] = ()
+    """Columns that say what ran. Rows that agree in all of them differ by what the table does not say."""
+    whole: Callable[[Sequence[Row]], Sequence[Target]] | None = None
+    """Numbers of the table as a whole; they are never fitted."""
 
 
 def step_target(label: str, run: Run, published_s: float) -> Target:
     """Target of a run's step time."""
     return Target(
-        label=label, quantity="step s", published=published_s, gpu=run.gpu, predict=lambda fitted: run.plan(fitted).step_s, work=run.work_s
+        label=label,
+        quantity="step s",
+        published=published_s,
+        gpu=run.gpu,
+        predict=lambda fitted: run.plan(fitted).step_s,
+        work=run.work_s,
     )

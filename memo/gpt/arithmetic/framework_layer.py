@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from memo.gpt.arithmetic.kernel_times import KernelTimes
 from memo.gpt.arithmetic.training import AttentionKernel, ContextExchange, Kernels, Recompute
 from memo.gpt.arithmetic.transformer import Transformer
-from memo.mip.inputs import Collectives, Group
+from memo.mip.inputs import Collectives
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -165,7 +165,9 @@ class FrameworkLayer:
         rotated = E * (self._qkv - config.kv_heads * config.head_dim) if config.positions == "rotary" else 0
         heads = self.layout.cp > 1 and training.context is ContextExchange.HEADS
         exchanged = E * (self._qkv + self._queries) if heads else 0
-        within = E * (self._qkv + self._queries) + rotated + exchanged
+        normalised = isinstance(config, Transformer) and config.head_norms
+        keys = E * (self._qkv - config.kv_heads * config.head_dim) if normalised else 0
+        within = E * (self._qkv + self._queries) + rotated + keys + exchanged
         if training.attention is AttentionKernel.FUSED:
             return (within + STATISTIC * config.heads) / self.layout.tp
         dropped = 1 + E if training.attention_dropout else 0
@@ -174,8 +176,11 @@ class FrameworkLayer:
 
     @property
     def _mlp(self) -> float:
-        """Bytes that MLPs save. Experts also save their input, their activation before it is weighted by the router's
-        probability, and each copy of a token before these are summed."""
+        """Bytes that MLPs save.
+
+        Experts also save their input, their activation before the router's probability weighs it, and each copy of a token
+        before these are summed.
+        """
         if self.training.tiled_mlp:
             return 0.0
         # The activated gate is there beside its product.
@@ -211,7 +216,7 @@ class FrameworkLayer:
             exchanged = 2 * E * (self._qkv + self._queries) if self.layout.cp > 1 else 0
             inner = E * (self._qkv + 2 * self._queries) / tp + exchanged / tp
         else:
-            inner = max((1 + self._ups) * E * width * rows for width, rows in self._mlps) / self.tokens
+            inner = max(self._ups * E * width * rows for width, rows in self._mlps) / self.tokens
         return again + (stream + gathered + inner) * self.tokens
 
     @functools.cached_property
@@ -337,7 +342,7 @@ class FrameworkLayer:
         layout = self.layout
         if layout.tp == 1:
             return 0.0
-        group = Group.of(layout.tp, stride=1, gpus_per_node=self.times.machine.gpus_per_node)
+        group = layout.tensor_group(self.times.machine.gpus_per_node)
         collectives, nbytes = Collectives(self.times.machine), E * self.config.hidden * self.tokens
         # Two gathers and two reduce-scatters, or two all-reduces.
         seconds = 4 * collectives.all_gather_s(nbytes, group)
@@ -351,7 +356,7 @@ class FrameworkLayer:
         layout, config = self.layout, self.config
         if layout.cp == 1:
             return 0.0
-        group = Group.of(layout.cp, stride=layout.tp, gpus_per_node=self.times.machine.gpus_per_node)
+        group = layout.context_group(self.times.machine.gpus_per_node)
         collectives = Collectives(self.times.machine)
         if self.training.context is ContextExchange.HEADS:
             there = E * self._qkv * self.tokens / layout.tp

@@ -244,9 +244,11 @@ def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Eleme
 
 
 def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds of context parallelism's four all-to-alls in one forward."""
-    nbytes = layout.rank_tokens * config.hidden * sizes.product
-    return 4 * Collectives(machine).all_to_all_s(nbytes, layout.context_group(machine.gpus_per_node))
+    """Seconds of context parallelism's all-to-alls in one forward: queries, keys, values, and attention's output."""
+    rank_bytes = sizes.product * layout.rank_tokens
+    group, collectives = layout.context_group(machine.gpus_per_node), Collectives(machine)
+    there = 3 * collectives.all_to_all_s(config.qkv_width / 3 * rank_bytes, group)
+    return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
 
 
 def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:

@@ -42,6 +42,8 @@ class Transformer(GPTConfig):
     head_size: int | None = None
     """Width of a head; None is hidden / heads."""
     experts: Experts | None = None
+    head_norms: bool = False
+    """Queries and keys are normalised, head by head."""
 
     @property
     def head_dim(self) -> int:
