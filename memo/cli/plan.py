@@ -15,7 +15,7 @@ from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS as MODELS, GPTConfig, Precision, preset
-from memo.gpt.arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic import Layout, Recompute, derive_profile
 from memo.mip.activation import (
     MLP_TILE_COUNTS,
     ActivationPlan,
@@ -42,6 +42,16 @@ example:
   memo simulate plan.json -o trace.jsonl
 """
 
+_METHODS = {"none": Recompute.NONE, "selective": Recompute.SCORES, "full": Recompute.FULL}
+_METHOD_WORDS = {"none": " without recompute", "selective": " selective recompute", "full": " full recompute"}
+_SHAPE = {
+    "layers": "layers",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "kv-heads": "key/value heads",
+    "ffn": "inner width of the MLP",
+    "vocab": "vocabulary",
+}
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
 """Fractions of device and host memory that are the default budgets; the CUDA context, the program and the page cache need
 the rest."""
@@ -72,6 +82,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
+    for name, words in _SHAPE.items():
+        what.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
+    how = parser.add_argument_group("training of a named model")
+    how.add_argument(
+        "--recompute",
+        choices=("plan", *_METHODS),
+        default="plan",
+        help="what layers compute again: plan chooses; none, selective (scores, where they are in memory) and full (the "
+        "layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)",
+    )
+    how.add_argument(
+        "--zero",
+        type=int,
+        choices=range(4),
+        default=3,
+        help="what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 weights, too, as memo train does "
+        "(default 3)",
+    )
+    how.add_argument("--optimizer-offload", action="store_true", help="optimizer state and its step are on the host")
     where = parser.add_argument_group("machine")
     where.add_argument(
         "--gpu",
@@ -172,6 +201,10 @@ class Request:
     budgets: Budgets
     accumulate: int
     schedule: PipelineSchedule
+    recompute: Recompute | None
+    """A fixed method; None is the plan's choice."""
+    zero: int
+    optimizer_offload: bool
     chunks: int | None
     """Of each pipeline rank; None is the schedule's own number."""
 
@@ -190,21 +223,26 @@ class Request:
             machine = with_measured_rates(machine, args.doctor)
         if (args.profile is None) == (args.model is None):
             raise UsageError("give either --model and --seq, or --profile")
+        if args.profile is not None:
+            _require_named_model(args)
         profile = None if args.profile is None else read_profile(args.profile)
         if args.model is not None and args.seq is None:
             raise UsageError("--model needs --seq, such as 128k")
         layout = _layout(args, profile)
         return cls(
-            config=None if args.model is None else preset(args.model, variant=args.variant),
-            model=args.model or "",
+            config=None if args.model is None else _config(args),
+            model=(args.model or "") + _METHOD_WORDS.get(args.recompute, ""),
             precision=Precision(args.precision),
-            tiles=_tiles(args.mlp_tiles, profile),
+            tiles=_tiles(args, profile),
             layout=layout,
             profile=profile,
             machine=machine,
             budgets=_budgets(args, machine),
             accumulate=args.accumulate,
             schedule=_schedule(args, layout),
+            recompute=_METHODS.get(args.recompute),
+            zero=args.zero,
+            optimizer_offload=args.optimizer_offload,
             chunks=args.chunks,
         )
 
@@ -228,6 +266,9 @@ class Request:
                 self.layout,
                 precision=self.precision,
                 accumulate=self.accumulate,
+                recompute=self.recompute,
+                zero=self.zero,
+                optimizer_offload=self.optimizer_offload,
                 name=self.model,
             )
         return ActivationProblem(
@@ -245,6 +286,28 @@ class Request:
         )
 
 
+def _config(args: argparse.Namespace) -> GPTConfig:
+    return preset(
+        args.model,
+        variant=args.variant,
+        vocab_size=args.vocab,
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        ffn=args.ffn,
+    )
+
+
+def _require_named_model(args: argparse.Namespace) -> None:
+    """Refuses flags that describe a named model where a profile is given."""
+    given = [f"--{name}" for name in _SHAPE if getattr(args, name.replace("-", "_")) is not None]
+    given += ["--recompute"] * (args.recompute != "plan") + ["--zero"] * (args.zero != 3)
+    given += ["--optimizer-offload"] * args.optimizer_offload
+    if given:
+        raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
+
+
 def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
     schedule = PipelineSchedule(args.schedule)
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
@@ -258,7 +321,12 @@ def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
     return schedule
 
 
-def _tiles(text: str, profile: Profile | None) -> tuple[int, ...]:
+def _tiles(args: argparse.Namespace, profile: Profile | None) -> tuple[int, ...]:
+    text: str = args.mlp_tiles
+    if args.recompute != "plan":
+        if text not in ("auto", "1"):
+            raise UsageError(f"--mlp-tiles {text} has no meaning with --recompute {args.recompute}")
+        return (1,)
     if text == "auto":
         return MLP_TILE_COUNTS if profile is None else (profile.mlp_tiles,)
     if profile is not None:
@@ -302,7 +370,8 @@ def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
     device = (
         int(DEVICE_SHARE * machine.device_bytes) if args.device is None else parse_bytes(args.device, what="--device")
     )
-    host = int(HOST_SHARE * machine.host_bytes) if args.host is None else parse_bytes(args.host, what="--host")
+    every = int(HOST_SHARE * machine.host_bytes) if args.recompute == "plan" else 0
+    host = every if args.host is None else parse_bytes(args.host, what="--host")
     if args.wear is not None and not args.wear >= 0:
         raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
     return Budgets(

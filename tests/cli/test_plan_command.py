@@ -415,3 +415,39 @@ def test_tensor_parallelism_beyond_a_node_is_warned_about(capsys: pytest.Capture
     assert of_json(capsys, [*wide, "--tp", "8"])["warnings"] == []
     (words,) = of_json(capsys, [*wide, "--tp", "64"])["warnings"]
     assert words.startswith("tp 64 leaves the node of 8 GPUs: its collectives take ")
+
+
+def test_fixed_methods_of_recompute_are_planned_beside_the_plans_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["plan", "--model", "7b", "--seq", "32k", "--gpu", "a100-80g", "--gpus", "8"]
+    own, full = (of_json(capsys, [*run, "--recompute", how]) for how in ("plan", "full"))
+    assert full["model"] == "7b full recompute"
+    assert full["budgets"]["host_bytes"] == 0
+    # A third forward beside the forward and the backward of two.
+    assert 1.2 < full["step_s"] / own["step_s"] < 4 / 3
+    assert main([*run, "--recompute", "none"]) == ExitCode.INFEASIBLE
+    assert_one_line(capsys)
+
+
+def test_what_is_sharded_and_offloaded_changes_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["plan", "--model", "7b", "--seq", "1k", "--gpu", "b200", "--gpus", "8", "--layers", "8"]
+    peaks = [
+        of_json(capsys, [*run, *more])["stages"][0]["peak_device_bytes"]
+        for more in (["--zero", "0"], ["--zero", "1"], ["--zero", "2"], ["--zero", "3"], ["--optimizer-offload"])
+    ]
+    assert sorted(peaks, reverse=True) == peaks
+    assert len(set(peaks)) == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--mlp-tiles", "4", "--recompute", "full"], "--mlp-tiles 4 has no meaning with --recompute full"),
+        (["--precision", "fp32", "--recompute", "full"], "known for 16-bit products"),
+        (["--heads", "7"], "7 heads do not divide a hidden size of 4096"),
+    ],
+)
+def test_choices_that_contradict_are_refused_in_a_line(
+    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "7b", "--seq", "8k", "--gpu", "h100", *more]) == ExitCode.USAGE
+    assert words in assert_one_line(capsys)

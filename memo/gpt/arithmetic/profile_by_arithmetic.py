@@ -18,7 +18,7 @@ from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, pa
 from memo.gpt.arithmetic.framework_profile import profile_of_training
 from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
-from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Training
+from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Loss, Recompute, Training
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
@@ -58,6 +58,9 @@ def derive_profile(
     *,
     precision: Precision = Precision.BF16,
     accumulate: int = 1,
+    zero: int = 3,
+    optimizer_offload: bool = False,
+    recompute: Recompute | None = None,
     training: Training | None = None,
     rates: KernelRates | None = None,
     name: str = "gpt",
@@ -70,19 +73,35 @@ def derive_profile(
         layout: size of the step and its parallelism.
         precision: number format of weights and arithmetic, of memo's own engine.
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
-        training: choices of another framework, which computes in 16 bits; None is memo's own engine.
+        zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
+        optimizer_offload: whether optimizer state and its step are on the host.
+        recompute: a fixed method for every layer, instead of points to plan with; not in float32.
+        training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         name: name of the model in the profile.
 
     Raises:
-        UsageError: the layout does not divide the model.
+        UsageError: the layout does not divide the model, or the choices contradict one another.
     """
     if config.heads % layout.tp or config.kv_heads % layout.tp or config.ffn % layout.tp:
         raise UsageError(f"tp {layout.tp} does not divide {config.heads} heads, {config.kv_heads} key/value heads")
     if config.layers < layout.pp:
         raise UsageError(f"{config.layers} layers do not make {layout.pp} pipeline stages; use a smaller pp")
-    if training is not None:
-        return profile_of_training(config, machine, layout, training, rates=rates, name=name)
+    own = Training(
+        states=STATES[precision],
+        zero=zero,
+        gathered_bytes=STATES[precision].weight,
+        optimizer_offload=optimizer_offload,
+        reduces_once=True,
+        whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
+        loss=Loss.CHUNKED,
+        recompute=recompute or Recompute.NONE,
+        dropout=config.dropout,
+    )
+    if recompute is not None and precision is Precision.FP32:
+        raise UsageError("a fixed method of recompute is known for 16-bit products; choose bf16 or bf16-autocast")
+    if training is not None or recompute is not None:
+        return profile_of_training(config, machine, layout, training or own, rates=rates, name=name)
     signature = Signature(
         model=name,
         batch=layout.batch,
@@ -93,7 +112,7 @@ def derive_profile(
         pp=layout.pp,
     )
     sizes = ElementSizes.of(precision)
-    weights = _Weights.of(machine, layout, precision, accumulate)
+    weights = _Weights(layout, WeightExchange(machine, layout, own), adds_up=accumulate > 1)
     ends = _Ends(config, machine, layout, sizes, weights)
     layer = _layer(config, machine, layout, sizes, weights)
     stage_parameters = -(-parameter_count(config) // layout.pp)
@@ -105,7 +124,7 @@ def derive_profile(
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
-        optimizer_s=STATES[precision].passes * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
+        optimizer_s=weights.update_bytes(stage_parameters) / machine.hbm_bytes_per_s,
         optimizer_exchange_s=weights.exchange.update_s(stage_parameters / layout.tp),
         send_s=_send_s(config, machine, layout, sizes),
         link_share=_link_share(layer, machine, layout),
@@ -198,30 +217,29 @@ class _Weights:
     adds_up: bool
     """Whether gradients of several microbatches are added up before they are reduced."""
 
-    @classmethod
-    def of(cls, machine: Hardware, layout: Layout, precision: Precision, accumulate: int) -> _Weights:
-        """Weights under a precision and so many microbatches."""
-        states = STATES[precision]
-        # In a pipeline, weights stay gathered through a step.
-        piped = layout.pp > 1
-        training = Training(states=states, zero=3, gathered_bytes=states.weight, reduces_once=True, whole_in_step=piped)
-        return cls(layout, WeightExchange(machine, layout, training), accumulate > 1 or piped)
-
     @property
-    def _sharded(self) -> bool:
-        return self.exchange.shards > 1
+    def _training(self) -> Training:
+        return self.exchange.training
 
     def gathered_bytes(self, parameters: float) -> float:
         """Bytes of a layer's gathered weights, where they are not on the device all the time."""
-        states = self.exchange.training.states
-        return states.weight * parameters / self.layout.tp if self._sharded else 0.0
+        gathers = self._training.zero == 3 and self.exchange.shards > 1
+        return self._training.gathered_bytes * parameters / self.layout.tp if gathers else 0.0
 
     def static_bytes(self, parameters: float) -> float:
         """Bytes that are on the device all the time."""
-        states, layout = self.exchange.training.states, self.layout
-        sharded = (states.weight + states.gradient + states.optimizer) * parameters / _shards(layout)
-        whole = states.weight * self.exchange.training.whole_in_step + states.gradient * self.adds_up
-        return sharded + (whole * parameters / layout.tp if self._sharded else 0.0)
+        training, shards = self._training, self.exchange.shards
+        if shards == 1:
+            training = dataclasses.replace(training, whole_in_step=False)
+        adds_up = self.adds_up and training.zero >= 2 and shards > 1 and not training.whole_in_step
+        whole = training.states.gradient if adds_up else 0
+        return (training.resident_bytes(shards) + whole) * parameters / self.layout.tp
+
+    def update_bytes(self, parameters: float) -> float:
+        """Bytes that the optimizer reads and writes on the device."""
+        shards = self.exchange.shards if self._training.zero else 1
+        passes = 0.0 if self._training.optimizer_offload else self._training.states.passes
+        return passes * parameters / self.layout.tp / shards
 
 
 def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
@@ -230,11 +248,6 @@ def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
         return 0.0
     rows_s = TILE_ROWS * block.mlp / (machine.peak_flops * machine.matmul_efficiency)
     return config.mlp_tiles * (rows_s + LAUNCHES * LAUNCH_S)
-
-
-def _shards(layout: Layout) -> int:
-    """Number of ranks that one stage's parameters and optimizer state are sharded over."""
-    return layout.gpus // layout.pp
 
 
 def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:

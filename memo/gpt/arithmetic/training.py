@@ -184,7 +184,7 @@ class Training:
             shards: ranks that what is sharded is divided over.
         """
         states, zero = self.states, self.zero
-        gathered = GATHERED + states.reduced if self.whole_in_step and zero >= 2 else 0.0
+        gathered = self.gathered_bytes + states.reduced if self.whole_in_step and zero >= 2 else 0.0
         weight = 0.0 if self.parameter_offload else states.weight / (shards if zero >= 3 else 1)
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
