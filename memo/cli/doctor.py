@@ -1,10 +1,16 @@
-"""`memo doctor`: measures the GPU links, host memory and disks of this machine in under half a minute."""
+"""`memo doctor`: measures the GPU links, host memory and disks of this machine in under half a minute.
+
+Started by torchrun, as many ranks, it measures collectives among them first; the rest is measured by the first rank
+alone, which prints the report.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,21 +19,27 @@ from rich.markup import escape
 from rich.table import Table
 
 from memo.errors import ExitCode, UsageError
-from memo.trace import printable, rate
+from memo.trace import duration, printable, rate
 from memo.units import format_bytes, format_duration, parse_duration_s
 
 if TYPE_CHECKING:
-    from memo.machine import Diagnosis, Disk, DiskRates, Gpu, HostFacts
+    from memo.machine import CollectiveFit, CollectiveRates, Diagnosis, Disk, DiskRates, Gpu, HostFacts
 
 __all__ = ["configure", "run"]
 
 _MEASURING_S = 20.0  # all measurements together, unless --seconds is given
 _LONGEST_S = 1.0  # one measurement
+_EPILOG = """\
+collectives of the GPUs of two nodes, for memo plan --doctor; on each node:
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m memo.cli.main doctor --json
+"""
 _WIDEST = 2000  # characters of one cell: paths and reasons are shown whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `memo doctor`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--disk-dir",
         action="append",
@@ -46,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Measures and prints; exit code 1 when a disk cannot be used."""
+    """Measures and prints, on the first rank; exit code 1 when a disk cannot be used."""
     from memo.machine import examine
 
     if "" in (args.disk_dir or []):
@@ -56,12 +68,33 @@ def run(args: argparse.Namespace) -> ExitCode:
         seconds = min(_LONGEST_S, _MEASURING_S / (6 * (len(directories) + 1)))
     else:
         seconds = parse_duration_s(args.seconds, what="--seconds")
+    begin = time.monotonic()
+    collectives = _collectives(seconds) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    if int(os.environ.get("RANK", "0")) > 0:
+        return ExitCode.OK
+    spent = time.monotonic() - begin
     diagnosis = examine(directories, seconds=seconds)
+    diagnosis = dataclasses.replace(diagnosis, collectives=collectives, took_s=round(diagnosis.took_s + spent, 3))
     if args.json:
         print(json.dumps(dataclasses.asdict(diagnosis), indent=2))
     else:
         _print(diagnosis)
     return ExitCode.FAILURE if any(disk.problem for disk in diagnosis.disks) else ExitCode.OK
+
+
+def _collectives(seconds: float) -> CollectiveRates:
+    """Measures collectives among the ranks that torchrun started: on GPUs if each rank of a node has one."""
+    import torch
+
+    from memo.machine import measure_collectives
+    from memo.parallel import join
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    with join(device):
+        return measure_collectives(device, seconds=seconds)
 
 
 def _print(diagnosis: Diagnosis) -> None:
@@ -83,6 +116,8 @@ def _rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     rows += [row for disk in diagnosis.disks for row in _disk_rows(disk)]
     if diagnosis.striped is not None:
         rows += _rate_rows("striped over all", diagnosis.striped)
+    if diagnosis.collectives is not None:
+        rows += _collective_rows(diagnosis.collectives)
     return [*rows, ("measured in", format_duration(diagnosis.took_s))]
 
 
@@ -129,6 +164,21 @@ def _disk_rows(disk: Disk) -> list[tuple[str, str]]:
         rows += _rate_rows(" ", disk.rates)
     rows.append(("  GPUDirect Storage", "works" if disk.gds_works else "; ".join(disk.gds_obstacles) or "not tried"))
     return rows
+
+
+def _collective_rows(rates: CollectiveRates) -> list[tuple[str, str]]:
+    rows = [("collectives", f"{rates.world_size} ranks, {rates.backend}")]
+    for fit in rates.fits:
+        place = "in a node" if fit.within_node else "of all"
+        rows.append((f"  {fit.collective.replace('_', '-')} {place}", _line_of(fit)))
+    return [*rows, *(("  not measured", problem) for problem in rates.problems)]
+
+
+def _line_of(fit: CollectiveFit) -> str:
+    ranks = f"{fit.ranks} ranks" if fit.nodes == 1 else f"{fit.ranks} ranks on {fit.nodes} nodes"
+    sizes = f"{format_bytes(fit.times[0].message_bytes)} to {format_bytes(fit.times[-1].message_bytes)}"
+    line = f"{duration(fit.latency_s * 1e9)} + bytes / {rate(fit.bytes_per_s)}"
+    return f"{line} among {ranks}, {sizes}, off by {fit.typical_error:.0%}, at most {fit.largest_error:.0%}"
 
 
 def _rate_rows(name: str, rates: DiskRates) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from memo.mip.activation import (
     read_profile,
     solve_mlp_tiles,
 )
-from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, with_measured_rates
+from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
 from memo.mip.simulate import prove
 from memo.units import parse_bytes, parse_tokens
 
@@ -126,6 +126,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with an interleaved --schedule: runs of consecutive layers of each pipeline rank (default 2)",
     )
     where.add_argument(
+        "--net",
+        metavar="NICS",
+        help="network between nodes: the NICs of a node, such as 8x400Gb, or none for one node (default: that of --gpu)",
+    )
+    where.add_argument(
         "--doctor",
         metavar="FILE",
         help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
@@ -219,6 +224,8 @@ class Request:
         machine = (
             read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
         )
+        if args.net is not None:
+            machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
         if args.doctor is not None:
             machine = with_measured_rates(machine, args.doctor)
         if (args.profile is None) == (args.model is None):

@@ -17,7 +17,7 @@ from memo.cli.tables.simulation import print_simulation, simulation_summary
 from memo.errors import ExitCode, UsageError
 from memo.events import Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, read_activation_plan, read_hardware, read_profile
-from memo.mip.inputs import PRESETS, Hardware, hardware_preset
+from memo.mip.inputs import PRESETS, Hardware, hardware_preset, parse_network
 from memo.mip.simulate import Simulation, simulate, stage_events
 from memo.trace import TraceRecorder
 
@@ -34,6 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         metavar="NAME|FILE",
         help=f"simulate this machine: {', '.join(PRESETS)}, or a JSON description (default: the plan's)",
+    )
+    parser.add_argument(
+        "--net",
+        metavar="NICS",
+        help="simulate this network: the NICs of a node, such as 8x400Gb, or none for one node (default: the machine's)",
     )
     parser.add_argument(
         "-o",
@@ -71,6 +76,10 @@ def _problem(plan: ActivationPlan, args: argparse.Namespace) -> ActivationProble
         problem = dataclasses.replace(problem, profile=read_profile(args.profile))
     if args.hardware is not None:
         problem = dataclasses.replace(problem, hardware=_hardware(args.hardware))
+    if args.net is not None:
+        machine = problem.hardware
+        network = parse_network(args.net, machine.network)
+        problem = dataclasses.replace(problem, hardware=dataclasses.replace(machine, network=network))
     return problem
 
 

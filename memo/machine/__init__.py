@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.machine.collective_rates import (
+        CollectiveFit as CollectiveFit,
+        CollectiveRates as CollectiveRates,
+        measure_collectives as measure_collectives,
+    )
     from memo.machine.doctor import Diagnosis as Diagnosis, Disk as Disk, Gpu as Gpu, examine as examine
     from memo.machine.link_bandwidth import (
         DiskRates as DiskRates,
@@ -31,6 +36,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "collective_rates": "CollectiveFit CollectiveRates measure_collectives",
             "doctor": "Diagnosis Disk Gpu examine",
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",

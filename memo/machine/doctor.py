@@ -1,4 +1,4 @@
-"""Machine diagnosis for `memo doctor`: GPUs and their links, host memory, disks and GPUDirect Storage.
+"""Machine diagnosis for `memo doctor`: GPUs and links, host memory, disks and GPUDirect Storage; collectives of ranks.
 
 Every figure is measured or read from the system, never assumed; a missing figure comes with its reason. `memo plan`
 uses the rates.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memo.errors import SwapError
+from memo.machine.collective_rates import CollectiveRates
 from memo.machine.link_bandwidth import DiskRates, HostFacts, LinkRates, host_facts, measure_disk, measure_link
 from memo.swap import node_of_pci_device
 from memo.swap.disk import RawFile, mount_of, obstacles, try_gds
@@ -70,6 +71,8 @@ class Diagnosis:
     striped: DiskRates | None
     """Rates of all directories striped into one store; None for fewer than two usable ones."""
     took_s: float
+    collectives: CollectiveRates | None = None
+    """Collectives among the ranks that `memo doctor` was started as; None for one process."""
 
 
 def examine(directories: Sequence[Path], *, seconds: float, nvml: Any = None) -> Diagnosis:

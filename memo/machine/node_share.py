@@ -6,7 +6,7 @@ import socket
 
 import torch.distributed as dist
 
-__all__ = ["share_of_node"]
+__all__ = ["host_name", "share_of_node"]
 
 
 def share_of_node(nbytes: int, *, weight: int = 1) -> int:
@@ -21,12 +21,13 @@ def share_of_node(nbytes: int, *, weight: int = 1) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return nbytes
     offers: list[tuple[str, int, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(offers, (_host_name(), nbytes, weight))
-    here = [offer for offer in offers if offer is not None and offer[0] == _host_name()]
+    dist.all_gather_object(offers, (host_name(), nbytes, weight))
+    here = [offer for offer in offers if offer is not None and offer[0] == host_name()]
     return min(offer[1] for offer in here) * weight // sum(offer[2] for offer in here)
 
 
-def _host_name() -> str:
+def host_name() -> str:
+    """Returns a name that processes share if and only if they are on one host."""
     # The boot id distinguishes machines, the host name containers of one machine.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:

@@ -312,7 +312,7 @@ PRESETS: dict[str, Hardware] = {
         ),
     )
 }
-_VARIANTS = (
+_VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # SXM4 in a DGX A100 of 320 GB.
     ("a100-80g", "a100-40g", {"device_bytes": 40 * GIB, "hbm_bytes_per_s": 1.555e12, "host_bytes": 1024 * GIB}),
     # HBM2e at 2.4 TB/s and 500 instead of 700 W, which is what torchtitan's tables were measured on: large products draw

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from faulty_file import Faults
+from ready_ranks import run_ranks
 
 from memo.cli.main import main
 from memo.errors import ExitCode
 from memo.machine import doctor, link_bandwidth
 from memo.machine.doctor import examine
 from memo.machine.link_bandwidth import LinkRates, host_facts, measure_disk
+from memo.mip.activation.files import read_activation_plan
 from memo.swap.disk import gds_probe
 from memo.swap.disk.gds_probe import Mount, mount_of, obstacles, try_gds
 
@@ -77,17 +79,56 @@ def test_json_is_one_object_whose_numbers_carry_their_unit(tmp_path: Path, capsy
     assert found["disks"][0]["directory"] == str(tmp_path)
     assert all(rate > 0 for rate in found["disks"][0]["rates"].values())
 
-    def check(value: Any, key: str = "") -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                check(inner, name)
-        elif isinstance(value, list):
-            for inner in value:
-                check(inner, key)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            assert re.search(r"_(bytes|s|generation|generation_max|width|width_max|node)$|^index$", key), key
+    assert found["collectives"] is None
+    assert_units(found)
 
-    check(found)
+
+def assert_units(value: Any, key: str = "") -> None:
+    units = r"_(bytes|s|generation|generation_max|width|width_max|node|error|size)$|^(index|ranks|nodes)$"
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            assert_units(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            assert_units(inner, key)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        assert re.search(units, key), key
+
+
+def of_ranks(*args: str) -> subprocess.CompletedProcess[str]:
+    return run_ranks(2, Path(__file__).parent / "doctor_worker.py", "--seconds", "50ms", *args, timeout=120)
+
+
+def test_ranks_measure_collectives_and_the_first_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = of_ranks("--json", "--disk-dir", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert_units(found)
+    assert (found["collectives"]["world_size"], found["collectives"]["backend"]) == (2, "gloo")
+    assert [fit["collective"] for fit in found["collectives"]["fits"]] == [
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "send",
+    ]
+    report, plan = tmp_path / "doctor.json", tmp_path / "plan.json"
+    report.write_text(done.stdout)
+    command = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "h100", "--gpus", "8", "--tp", "8"]
+    assert main([*command, "--doctor", str(report), "-o", str(plan)]) == ExitCode.OK
+    network = read_activation_plan(plan).problem.hardware.network
+    fits = found["collectives"]["fits"][:2]
+    latency = sum(fit["latency_s"] for fit in fits) / 2
+    assert network.launch_s + network.node_latency_s == pytest.approx(latency)
+
+
+def test_the_table_of_ranks_has_a_line_for_each_collective(tmp_path: Path) -> None:
+    done = of_ranks("--disk-dir", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert "collectives 2 ranks, gloo" in said
+    for name in ("all-gather", "reduce-scatter", "all-to-all", "send"):
+        assert re.search(rf"{name} in a node [\d.]+ (s|ms|µs) \+ bytes / [\d.e+]+ [kMG]?B/s among 2 ranks, ", said)
+    assert said.count("host copy") == 1
 
 
 def test_the_table_names_each_disk_and_what_it_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

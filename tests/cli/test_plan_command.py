@@ -16,6 +16,7 @@ from memo.mip.activation.checker import check_plan
 from memo.mip.activation.files import hardware_to_json, plan_to_json, profile_to_json, read_activation_plan
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.hardware import PRESETS
+from memo.mip.inputs.network import Network
 
 PAPER = ["plan", "--model", "7b", "--seq", "1m", "--gpu", "a800", "--gpus", "8", "--tp", "8", "--host", "2TiB"]
 PAPER += ["--device", "80GiB"]
@@ -196,6 +197,37 @@ def test_a_doctors_report_replaces_the_presets_rates(tmp_path: Path, capsys: pyt
     assert (machine.device_bytes, machine.host_bytes) == (85 << 30, 1 << 41)
     assert (machine.disk_write_bytes_per_s, machine.disk_read_bytes_per_s) == (7e9, 8e9)
     assert machine.peak_flops == PRESETS["a800"].peak_flops
+
+
+def test_the_network_is_that_of_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main([*PAPER, "--net", "4x400Gb", "-o", str(plan)]) == ExitCode.OK
+    network = read_activation_plan(plan).problem.hardware.network
+    assert (network.nics_per_node, network.nic_bytes_per_s) == (4, 50e9)
+    assert network.node_efficiency == PRESETS["a800"].network.node_efficiency
+    assert main([*PAPER, "--net", "none", "-f", "-o", str(plan)]) == ExitCode.OK
+    assert read_activation_plan(plan).problem.hardware.network.nics_per_node == 0
+    assert main(["simulate", str(plan), "--net", "8x50GB"]) == ExitCode.OK
+    capsys.readouterr()
+    for command in ([*PAPER, "--net", "fast"], ["simulate", str(plan), "--net", "fast"]):
+        assert main(command) == ExitCode.USAGE
+        assert "--net 'fast'" in assert_one_line(capsys)
+
+
+def test_a_machines_file_has_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, plan = tmp_path / "machine.json", tmp_path / "plan.json"
+    description = json.loads(hardware_to_json(PRESETS["a800"]))
+    description["network"] = {"nics_per_node": 2, "nic_bytes_per_s": 1e9, "oversubscription": 3}
+    machine.write_text(json.dumps(description))
+    arguments = [str(machine) if word == "a800" else word for word in PAPER]
+    assert main([*arguments, "-o", str(plan)]) == ExitCode.OK
+    network = read_activation_plan(plan).problem.hardware.network
+    assert network == Network(nics_per_node=2, nic_bytes_per_s=1e9, oversubscription=3.0)
+    capsys.readouterr()
+    description["network"]["nics_per_node"] = 0
+    machine.write_text(json.dumps(description))
+    assert main(arguments) == ExitCode.FAILURE
+    assert "0 NICs of 1e+09 bytes/s" in assert_one_line(capsys)
 
 
 @pytest.mark.parametrize(

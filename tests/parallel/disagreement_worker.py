@@ -161,7 +161,7 @@ def turned_different(rank: int) -> None:
 
 def less_memory(rank: int) -> None:
     """Two nodes as far as budgets go, one of which has room for some layers only."""
-    memo.machine.node_share._host_name = lambda: f"node {rank}"
+    memo.machine.node_share.host_name = lambda: f"node {rank}"
     options = {"host": "300KiB" if rank else "8MiB", "alpha": 1.0, "on_full": "recompute"}
     plain, managed = Training(None), Training(options)
     with closing(managed.manager):
