@@ -42,13 +42,13 @@ def most_early_s(plan: ActivationPlan) -> float:
     """Seconds by which a step may be shorter than predicted, beyond the agreement.
 
     The prediction has every layer recomputed in every microbatch; one whose backward comes before another forward is
-    not. With several chunks it has compute wait for copies that go on while the rank is idle.
+    not. It has compute wait for copies that go on while compute waits for collectives; with several chunks also while
+    the rank is idle.
     """
     pipeline, stages = plan.problem.pipeline, range(plan.problem.pipeline.stages)
     spared_s = sum(_spared_s(plan, stage) for stage in stages)
-    if pipeline.chunks == 1:
-        return spared_s
-    waits_s = [stage.stall_s for stage in plan.stages]
+    several = pipeline.chunks > 1
+    waits_s = [stage.stall_s if several else min(stage.stall_s, stage.communication_s) for stage in plan.stages]
     return spared_s + sum(waits_s) + (pipeline.microbatches - 1) * max(waits_s)
 
 
