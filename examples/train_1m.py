@@ -11,7 +11,7 @@ r"""Trains on documents of a million tokens: the same script on a laptop, on one
     in stages       torchrun --nproc-per-node 8 examples/train_1m.py --preset 7b --tp 4 --pp 2 --accumulate 8 ...
 
     four nodes      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \
-                        examples/train_1m.py --preset 7b --dp 4 --batch 4 --data books/ --steps 1000 ...
+                        examples/train_1m.py --preset 7b --dp 4 --data books/ --steps 1000 ...
 
 It prints the plan (what each layer keeps, moves and recomputes, and the predicted peaks), then one line per step. A row of a
 batch is a million tokens of one book; shorter books are skipped. Without --data the books are packages of Python's standard
@@ -94,8 +94,8 @@ def read(flags: list[str]) -> Namespace:
     tokens, ranks = parse_tokens(asked.seq), asked.dp * asked.tp * asked.cp * asked.pp
     shape = {name: getattr(asked, name) for name in ("layers", "hidden", "heads")}
     asked.config = preset(asked.model, variant=asked.variant, max_seq=tokens, **shape)
-    rows, ways = max(asked.batch // asked.dp, 1), {name: getattr(asked, name) for name in ("tp", "cp", "pp")}
-    asked.layout = Layout(tokens=tokens, batch=rows, gpus=ranks, **ways)
+    ways = {name: getattr(asked, name) for name in ("tp", "cp", "pp")}
+    asked.layout = Layout(tokens=tokens, batch=asked.batch, gpus=ranks, **ways)
     asked.on_gpu = asked.device != "cpu" and torch.cuda.is_available()
     asked.precision = asked.precision or (Precision.BF16_AUTOCAST if asked.on_gpu else Precision.FP32)
     asked.says_where = asked.alpha is not None or asked.offload is not None

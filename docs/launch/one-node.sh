@@ -14,7 +14,7 @@ mkdir -p "$run"
 
 ranks=$(python3 -c 'import torch; print(torch.cuda.device_count() or 4)')
 if [ $# -eq 0 ]; then
-  set -- --model tiny --seq 256 --batch "$ranks" --dp "$ranks" --steps 20
+  set -- --model tiny --seq 256 --dp "$ranks" --steps 20
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from memo.cli.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
@@ -67,7 +68,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
     )
     what.add_argument("--seq", metavar="TOKENS", help="sequence length in tokens, such as 128k or 1m")
-    what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a microbatch (default 1)")
     what.add_argument(
         "--precision",
         choices=[str(p) for p in Precision],
@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="compute each MLP of a named model in N tiles; auto chooses the number with the shortest step (default auto)",
     )
-    what.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
+    add_batch_flags(what)
     what.add_argument("--profile", metavar="FILE", help="profile measured by memo profile")
     for name, words in _SHAPE.items():
         what.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} of a named model (default: the model's)")
@@ -235,7 +235,7 @@ class Request:
         profile = None if args.profile is None else read_profile(args.profile)
         if args.model is not None and args.seq is None:
             raise UsageError("--model needs --seq, such as 128k")
-        layout = _layout(args, profile)
+        layout, accumulate = _layout(args, profile)
         return cls(
             config=None if args.model is None else _config(args),
             model=(args.model or "") + _METHOD_WORDS.get(args.recompute, ""),
@@ -245,8 +245,8 @@ class Request:
             profile=profile,
             machine=machine,
             budgets=_budgets(args, machine),
-            accumulate=args.accumulate,
-            schedule=_schedule(args, layout),
+            accumulate=accumulate,
+            schedule=_schedule(args, layout, accumulate),
             recompute=_METHODS.get(args.recompute),
             zero=args.zero,
             optimizer_offload=args.optimizer_offload,
@@ -315,16 +315,16 @@ def _require_named_model(args: argparse.Namespace) -> None:
         raise UsageError(f"{given[0]} applies to a named model only; a profile has the step that was measured")
 
 
-def _schedule(args: argparse.Namespace, layout: Layout) -> PipelineSchedule:
+def _schedule(args: argparse.Namespace, layout: Layout, accumulate: int) -> PipelineSchedule:
     schedule = PipelineSchedule(args.schedule)
     if layout.pp == 1 and schedule is not PipelineSchedule.ONE_F_ONE_B:
         raise UsageError(f"--schedule {schedule} has no meaning without --pp")
     wrong = None if args.chunks is None else schedule.reason_not_chunks(args.chunks)
     if wrong is not None:
         raise UsageError(f"--chunks {args.chunks} {wrong}")
-    wrong = schedule.reason_unsupported(args.accumulate, layout.pp) if schedule.default_chunks > 1 else None
+    wrong = schedule.reason_unsupported(accumulate, layout.pp) if schedule.default_chunks > 1 else None
     if wrong is not None:
-        raise UsageError(f"--accumulate {args.accumulate} {wrong}")
+        raise UsageError(f"--accumulate {accumulate} {wrong}")
     return schedule
 
 
@@ -343,26 +343,24 @@ def _tiles(args: argparse.Namespace, profile: Profile | None) -> tuple[int, ...]
     return (int(text),)
 
 
-def _layout(args: argparse.Namespace, profile: Profile | None) -> Layout:
-    if args.accumulate < 1:
-        raise UsageError(f"--accumulate {args.accumulate}: a step has at least one microbatch")
+def _layout(args: argparse.Namespace, profile: Profile | None) -> tuple[Layout, int]:
+    """The layout, and the number of microbatches in a step."""
+    batch, sizes = args.batch, {"tp": args.tp, "cp": args.cp, "pp": args.pp}
     if profile is not None:
         known = profile.signature
         _require_agreement(args, known)
-        return Layout(tokens=known.tokens, batch=known.batch, gpus=args.gpus, tp=known.tp, cp=known.cp, pp=known.pp)
-    return Layout(
-        tokens=parse_tokens(args.seq, what="--seq"),
-        batch=args.batch,
-        gpus=args.gpus,
-        tp=args.tp,
-        cp=args.cp,
-        pp=args.pp,
-    )
+        batch, sizes = known.batch, {name: getattr(known, name) for name in sizes}
+    tokens = parse_tokens(args.seq, what="--seq") if profile is None else profile.signature.tokens
+    layout = Layout(tokens=tokens, gpus=args.gpus, **sizes)
+    batch, accumulate = batch_sizes(batch, args.accumulate, args.global_batch, replicas=layout.replicas)
+    return dataclasses.replace(layout, batch=batch), accumulate
 
 
 def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
     """Refuses flags that contradict the measured step, which would have no effect."""
-    asked = {name: getattr(args, name) for name in ("batch", "tp", "cp", "pp") if getattr(args, name) != 1}
+    asked = {name: getattr(args, name) for name in ("tp", "cp", "pp") if getattr(args, name) != 1}
+    if args.batch is not None:
+        asked["batch"] = args.batch
     if args.seq is not None:
         asked["seq"] = parse_tokens(args.seq, what="--seq")
     for name, given in asked.items():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from memo.cli.batch_sizes import add_batch_flags, batch_sizes
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
@@ -25,7 +26,7 @@ example:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk-dir /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
 
-  torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 2 ...
+  torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 1 ...
 
 Ctrl-C finishes the step, saves a checkpoint and exits with code 130. --resume continues from there, with the same losses bit
 for bit. Sizes are written as 8GiB, token counts as 32k or 1m.
@@ -110,10 +111,7 @@ def _data_flags(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="sequence length in tokens, such as 32k or 1m (default 1k)",
     )
-    group.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences in a microbatch, of all ranks (default 1)"
-    )
-    group.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches in a step (default 1)")
+    add_batch_flags(group)
 
 
 def _training_flags(group: argparse._ArgumentGroup) -> None:
@@ -346,21 +344,24 @@ def _config(args: argparse.Namespace) -> RunConfig:
     """
     flags = dict(vars(args))
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
+    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
+    layout = Layout(**{name: flags.pop(name) for name in sizes})
+    numbers = [flags.pop(name) for name in ("batch", "accumulate", "global_batch")]
+    batch, accumulate = batch_sizes(*numbers, replicas=layout.dp)
     training = TrainConfig(
         schedule=schedule,
         clip=flags.pop("clip") or None,
         loss_guard=LossGuardConfig(on_nan=flags.pop("on_nan"), on_spike=flags.pop("on_spike")),
-        **{name: flags.pop(name) for name in ("accumulate", "weight_decay", "eval_steps")},
+        accumulate=accumulate,
+        **{name: flags.pop(name) for name in ("weight_decay", "eval_steps")},
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
-    sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
-    layout = Layout(**{name: flags.pop(name) for name in sizes})
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):
         flags["resume"] = Path(flags["resume"])
-    return RunConfig(training=training, offload=offload, layout=layout, **flags)
+    return RunConfig(training=training, offload=offload, layout=layout, batch=batch * layout.dp, **flags)
 
 
 def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -> LrSchedule:

@@ -101,6 +101,7 @@ class RunConfig:
     variant: Variant
     seq: int
     batch: int
+    """Sequences in a microbatch of all data-parallel ranks together."""
     training: TrainConfig
     """Its precision is replaced by `precision` once the device is known."""
     layers: int | None = None

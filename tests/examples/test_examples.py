@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_said_in_one_line(
         (["--preset", "350m", "--host-budget", "128GiB"], "NVIDIA H200", 141 * 10**9, 1 << 40, 1),
         (["--preset", "350m", "--seq", "512k"], "NVIDIA H100 80GB HBM3", 80 << 30, 1 << 40, 1),
         (["--preset", "7b"], "NVIDIA A100-SXM4-80GB", 80 << 30, 2 << 40, 8),
-        (["--preset", "7b", "--dp", "4", "--batch", "4"], "NVIDIA A800-SXM4-80GB", 80 << 30, 2 << 40, 8),
+        (["--preset", "7b", "--dp", "4"], "NVIDIA A800-SXM4-80GB", 80 << 30, 2 << 40, 8),
     ],
 )
 def test_the_plan_that_a_gpu_would_get(

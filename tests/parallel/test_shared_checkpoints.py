@@ -28,8 +28,6 @@ def train(*flags: object) -> subprocess.CompletedProcess[str]:
             *CONSTANT,
             "--dp",
             "2",
-            "--batch",
-            "2",
             *map(str, flags),
         ],
         capture_output=True,

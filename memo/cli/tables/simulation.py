@@ -7,14 +7,12 @@ from typing import Any
 from memo.cli.tables.address import printable, table
 from memo.events import Lane, StallCause, Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
-from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait
+from memo.mip.simulate import Peak, Simulation, StageSimulation, Wait, agrees
 from memo.trace import duration, percent
 from memo.units import format_bytes, format_tokens
 
-__all__ = ["AGREEMENT_PERCENT", "print_simulation", "simulation_summary"]
+__all__ = ["print_simulation", "simulation_summary"]
 
-AGREEMENT_PERCENT = 2.0
-"""Largest deviation between the predicted and the simulated step time that is not reported as a fault."""
 DAY_S = 86_400
 _COPY_LANES = (Lane.D2H, Lane.H2D, Lane.DISK_WRITE, Lane.DISK_READ)
 
@@ -147,7 +145,7 @@ def _agreement(plan: ActivationPlan, problem: ActivationProblem, simulation: Sim
     if problem is not plan.problem:
         own = plan.problem.hardware.name
         return f"The plan was made for {printable(own)} and predicts {_time(plan.step_s)} there: {off:+.1f} % here."
-    verdict = "they agree" if abs(off) <= AGREEMENT_PERCENT else f"MORE THAN {AGREEMENT_PERCENT:g} %: do not rely on it"
+    verdict = "they agree" if agrees(plan, simulation) else "MORE than such plans may be: do not rely on it"
     return f"The simulated step is {off:+.2f} % off the plan's prediction: {verdict}."
 
 
