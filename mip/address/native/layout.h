@@ -43,6 +43,7 @@ class Layout {
     // Puts the buffers of a placement, -1 for those it leaves out, below the target. True when all are, which takes at
     // most `steps` buffers put in by force.
     bool refill(const int64_t* start, int64_t target, int64_t steps, uint64_t seed, double by_size, double by_width) {
+        ejects = true;
         std::vector<int> out;
         for (int i = 0; i < in.n; i++) {
             if (start[i] >= 0 && start[i] + in.sizes[i] <= target)
@@ -94,7 +95,8 @@ class Layout {
     const Clock& clock;
     Neighbours neighbours;
     std::vector<int64_t> offset;
-    Shelf begins, ends;
+    Shelf begins, ends;  // placed buffers by offset and, where some may have to make way, by top
+    bool ejects = false;
     std::vector<double> base, weight;  // whole numbers, so that sums are exact
     std::vector<int> in_the_way;       // the placed buffers that the one in hand meets, by offset
 
@@ -103,7 +105,7 @@ class Layout {
     void place(int i, int64_t at) {
         offset[i] = at;
         begins.insert(i, at);
-        ends.insert(i, top(i));
+        if (ejects) ends.insert(i, top(i));
     }
 
     void take(int i) {
