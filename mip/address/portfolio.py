@@ -13,7 +13,6 @@ limit give the same plan on machines of any speed.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -124,19 +123,21 @@ class ArenaSolver:
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs greedy fit in the orders of the portfolio until `done`; the first one to its end, whatever the deadline."""
+        """Runs a sweep over time, which no deadline cuts short, then greedy fit in the portfolio's orders until `done`."""
         if self.impossible or self.optimal:
             return
+        if not self.offsets:
+            self.offer(self._engine.sweep(), "first fit by start")
         most = max(1, FIT_MEETINGS // max(1, self.instance.n_meetings))
         fits = ((name, order, best) for name, order in portfolio_orders(self.instance) for best in (False, True))
         for name, order, best in itertools.islice(fits, most):
-            offsets = self._engine.fit(order, best=best, deadline=deadline if self.offsets else math.inf)
+            if self.done(deadline=deadline, gap=gap):
+                return
+            offsets = self._engine.fit(order, best=best, deadline=deadline)
             if offsets is None:
                 return
             # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
             self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
-            if self.done(deadline=deadline, gap=gap):
-                return
 
     def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
         """Runs greedy fit in the order of a known placement, from the lowest buffer up.
@@ -190,7 +191,9 @@ class ArenaSolver:
         """Refills the incumbent below a smaller height."""
         share, weights = REFILLS[turn % len(REFILLS)]
         steps = REFILL_STEPS * luby(turn // len(REFILLS) + 1)
-        self._refill(self.offsets, self._below(share), weights, "local search", steps=steps, turn=turn, deadline=deadline)
+        self._refill(
+            self.offsets, self._below(share), weights, "local search", steps=steps, turn=turn, deadline=deadline
+        )
 
     def _refill(
         self,
@@ -206,9 +209,7 @@ class ArenaSolver:
         if self.upper is None or target >= self.upper:
             return
         seed = self._seed * 1_000_003 + turn & 0xFFFFFFFF
-        offsets = self._engine.refill(
-            start, target=target, steps=steps, seed=seed, weights=weights, deadline=deadline
-        )
+        offsets = self._engine.refill(start, target=target, steps=steps, seed=seed, weights=weights, deadline=deadline)
         if offsets is not None:
             self.offer(offsets, method)
 
