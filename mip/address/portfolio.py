@@ -36,9 +36,9 @@ the fraction NEAR of it, else one is; the others lie between the bound and the i
 TREE_MEETINGS = 5_000_000
 """Pairs of buffers in the largest instances for tree search: beyond, one descent takes seconds."""
 CORE_LOADS, CORE_MOST = (0.9, 0.97, 0.99), 0.5
-"""The core: buffers that live where the load is more than a fraction of the largest; no more than CORE_MOST of all. A core
-has a core of its own."""
-CORE_TURNS = 8
+"""The core: buffers that live where the load is more than a fraction of the largest, the first fraction for which they are
+no more than CORE_MOST of all. A core has a core of its own."""
+CORE_TURNS = 4
 REFILL_STEPS = 5000
 """Steps of the shortest refills."""
 REFILLS = (
@@ -172,14 +172,17 @@ class ArenaSolver:
 
     def _core(self, *, deadline: float, gap: float) -> None:
         """Places the buffers of the highest loads alone, and the others around them."""
-        if not self._core_loads or self.upper is None:
+        instance = self.instance
+        loads = self._core_loads
+        while loads:
+            share, *loads = loads
+            load = share * max(instance.loads)
+            core = [index for index, peak in enumerate(instance.peaks) if peak > load]
+            if len(core) <= CORE_MOST * instance.n:
+                break
+        else:
             return
-        instance, (share, *inner_loads) = self.instance, self._core_loads
-        most = share * max(instance.loads)
-        core = [index for index, peak in enumerate(instance.peaks) if peak > most]
-        if len(core) > CORE_MOST * instance.n:
-            return
-        inner = ArenaSolver(instance.part(core), capacity=self._capacity, seed=self._seed, core_loads=inner_loads)
+        inner = ArenaSolver(instance.part(core), capacity=self._capacity, seed=self._seed, core_loads=loads)
         inner.portfolio(deadline=deadline, gap=gap)
         inner.search(deadline=deadline, gap=gap, turns=CORE_TURNS)
         start = [-1] * instance.n
