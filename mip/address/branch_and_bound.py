@@ -1,5 +1,4 @@
-"""Canonical branch and bound, and greedy fit, in Python: the reference implementation of the C++ in native/,
-and its fallback.
+"""Canonical branch and bound, and greedy fits, in Python: the reference for the C++ in native/, and its fallback.
 
 Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
 can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at
@@ -20,12 +19,13 @@ A fixed buffer is a choice like others, at its own offset; buffers that would ru
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from memo.mip.address.instance import Instance
 
-__all__ = ["Tree", "fit"]
+__all__ = ["Tree", "fit", "sweep"]
 
 NEVER = 1 << 62
 IMPOSSIBLE, FOUND, STOPPED = 0, 1, 2
@@ -197,6 +197,26 @@ def fit(instance: Instance, order: Sequence[int], *, best: bool, expired: Callab
                 gaps.append((begin - at if best else 0, at))
             at = max(at, _align(end, alignments[index]))
         offsets[index] = min(gaps)[1] if gaps else at
+    return tuple(offsets)
+
+
+def sweep(instance: Instance) -> tuple[int, ...]:
+    """Places the buffers by first fit in the order of their first sections, above the fixed ones."""
+    sizes, alignments, offsets = instance.sizes, instance.alignments, list(instance.fixed)
+    ground = max((at + size for at, size in zip(offsets, sizes, strict=True) if at >= 0), default=0)
+    living: list[tuple[int, int, int]] = []  # (offset, end, last section), sorted
+    for index in sorted(range(instance.n), key=lambda i: instance.spans[i][0][0]):
+        if offsets[index] >= 0:
+            continue
+        spans = instance.spans[index]
+        living = [one for one in living if one[2] > spans[0][0]]
+        at = _align(ground, alignments[index])
+        for begin, end, _ in living:
+            if begin - at >= sizes[index]:
+                break
+            at = max(at, _align(end, alignments[index]))
+        offsets[index] = at
+        insort(living, (at, at + sizes[index], spans[-1][1]))
     return tuple(offsets)
 
 

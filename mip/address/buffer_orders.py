@@ -35,7 +35,6 @@ def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
         "size": lambda i: (-sizes[i], -width[i], i),
         "area": lambda i: (-width[i] * sizes[i], i),
         "peak load, start": lambda i: (-instance.peaks[i], start[i], -sizes[i], i),
-        "start": lambda i: (start[i], -width[i], i),
     }
     for name, key in keys.items():
         yield name, sorted(range(instance.n), key=key)
@@ -77,4 +76,3 @@ def search_orders(instance: Instance, *, seed: int, conflicts: Sequence[int]) ->
 def _widths(instance: Instance) -> list[int]:
     """Number of sections from each buffer's first to its last."""
     return [spans[-1][1] - spans[0][0] for spans in instance.spans]
-

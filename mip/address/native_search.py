@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import math
 import sys
 import threading
 import time
@@ -59,6 +60,9 @@ class Weights:
 
 class Engine(Protocol):
     """Greedy fit, local search and tree search on one instance."""
+
+    def sweep(self) -> tuple[int, ...]:
+        """Places the buffers by first fit in the order of time, above the fixed ones; it has no deadline and needs none."""
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """Places the buffers by greedy fit in this order.
@@ -115,6 +119,10 @@ class Pure:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
+    def sweep(self) -> tuple[int, ...]:
+        """As `Engine.sweep`."""
+        return branch_and_bound.sweep(self._instance)
+
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """As `Engine.fit`."""
         return branch_and_bound.fit(self._instance, order, best=best, expired=lambda: time.monotonic() > deadline)
@@ -157,6 +165,12 @@ class Compiled:
         columns = (instance.sizes, instance.alignments, instance.fixed)
         self._arrays = (rows, ranges, *(array("q", column) for column in columns))
         self._given = _Given(instance.n, instance.n_sections, *map(_at, self._arrays))
+
+    def sweep(self) -> tuple[int, ...]:
+        """As `Engine.sweep`."""
+        out = array("q", bytes(8 * self._n))
+        self._call("memo_sweep", math.inf, _at(out))
+        return tuple(out)
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """As `Engine.fit`."""

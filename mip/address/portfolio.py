@@ -13,7 +13,6 @@ limit give the same plan on machines of any speed.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from memo.mip.address.native_search import Answer, Engine, Weights, make_engine
 
 __all__ = ["ArenaSolver"]
 
-FIT_MEETINGS = 1_000_000_000
-"""Pairs of buffers that the greedy fits may look at together: two to three seconds, all orders up to some 15,000 buffers."""
+FIT_MEETINGS = 500_000_000
+"""Pairs of buffers that the greedy fits may look at together: about two seconds, all orders up to some 20,000 buffers."""
 NODE_LIMIT = 4000
 """Nodes of the shortest searches: some order solves each of MiniMalloc's instances A to F within about this many."""
 FIRST_NODE_LIMIT = 20_000
@@ -34,11 +33,12 @@ NAMED_ORDERS = 3
 CYCLE, NEAR = 4, 0.02
 """Targets of tree searches without a capacity: of every CYCLE, all but one are the lower bound when the incumbent is within
 the fraction NEAR of it, else one is; the others lie between the bound and the incumbent."""
-TREE_MOST = 10_000
-"""Buffers of the largest instances for tree search: its nodes take time in proportion, and it needs as many of them."""
-CORE_LOAD, CORE_MOST = 0.9, 0.5
-"""The core: buffers that live where the load is more than this fraction of the largest; if no more than this fraction."""
-CORE_TURNS = 8
+TREE_MEETINGS = 5_000_000
+"""Pairs of buffers in the largest instances for tree search: beyond, one descent takes seconds."""
+CORE_LOADS, CORE_MOST = (0.9, 0.97, 0.99), 0.5
+"""The core: buffers that live where the load is more than a fraction of the largest, the first fraction for which they are
+no more than CORE_MOST of all. A core has a core of its own."""
+CORE_TURNS = 4
 REFILL_STEPS = 5000
 """Steps of the shortest refills."""
 REFILLS = (
@@ -60,6 +60,7 @@ class ArenaSolver:
         seed: of the searches.
         report: called after each change of incumbent or bound.
         engine: the inner loops; compiled where possible by default.
+        core_loads: loads that make the core, and its cores, as fractions of the largest.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ArenaSolver:
         seed: int = 0,
         report: Callable[[ArenaSolver], None] | None = None,
         engine: Engine | None = None,
+        core_loads: Sequence[float] = CORE_LOADS,
     ) -> None:
         self.instance = instance
         self.lower = instance.lower_bound
@@ -77,7 +79,7 @@ class ArenaSolver:
         self.offsets: tuple[int, ...] = ()
         self.method = ""
         self.nodes = 0
-        self._capacity, self._seed = capacity, seed
+        self._capacity, self._seed, self._core_loads = capacity, seed, core_loads
         self._report = report or (lambda _: None)
         self._halvings = 1
         self._engine = engine or make_engine(instance)
@@ -121,19 +123,21 @@ class ArenaSolver:
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs greedy fit in the orders of the portfolio until `done`; the first one to its end, whatever the deadline."""
+        """Runs a sweep over time, which no deadline cuts short, then greedy fit in the portfolio's orders until `done`."""
         if self.impossible or self.optimal:
             return
+        if not self.offsets:
+            self.offer(self._engine.sweep(), "first fit by start")
         most = max(1, FIT_MEETINGS // max(1, self.instance.n_meetings))
         fits = ((name, order, best) for name, order in portfolio_orders(self.instance) for best in (False, True))
         for name, order, best in itertools.islice(fits, most):
-            offsets = self._engine.fit(order, best=best, deadline=deadline if self.offsets else math.inf)
+            if self.done(deadline=deadline, gap=gap):
+                return
+            offsets = self._engine.fit(order, best=best, deadline=deadline)
             if offsets is None:
                 return
             # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
             self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
-            if self.done(deadline=deadline, gap=gap):
-                return
 
     def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
         """Runs greedy fit in the order of a known placement, from the lowest buffer up.
@@ -156,7 +160,7 @@ class ArenaSolver:
             return
         self._core(deadline=deadline, gap=gap)
         conflicts = array("q", bytes(8 * self.instance.n_sections))
-        trees = self.instance.n <= TREE_MOST
+        trees = self.instance.n_meetings <= TREE_MEETINGS
         orders = search_orders(self.instance, seed=self._seed, conflicts=conflicts) if trees else itertools.repeat([])
         for turn, order in enumerate(itertools.islice(orders, turns)):
             if not self.done(deadline=deadline, gap=gap):
@@ -169,25 +173,30 @@ class ArenaSolver:
     def _core(self, *, deadline: float, gap: float) -> None:
         """Places the buffers of the highest loads alone, and the others around them."""
         instance = self.instance
-        most = CORE_LOAD * max(instance.loads)
-        core = [index for index, peak in enumerate(instance.peaks) if peak > most]
-        if not self.offsets or len(core) > CORE_MOST * instance.n:
+        loads = self._core_loads
+        while loads:
+            share, *loads = loads
+            load = share * max(instance.loads)
+            core = [index for index, peak in enumerate(instance.peaks) if peak > load]
+            if len(core) <= CORE_MOST * instance.n:
+                break
+        else:
             return
-        inner = ArenaSolver(instance.part(core), capacity=self._capacity, seed=self._seed)
+        inner = ArenaSolver(instance.part(core), capacity=self._capacity, seed=self._seed, core_loads=loads)
         inner.portfolio(deadline=deadline, gap=gap)
         inner.search(deadline=deadline, gap=gap, turns=CORE_TURNS)
-        if not inner.offsets:
-            return
         start = [-1] * instance.n
         for index, offset in zip(core, inner.offsets, strict=True):
             start[index] = offset
-        self._refill(start, max(self._below(0.0), inner.upper), REFILLS[0][1], "core first", deadline=deadline)
+        self._refill(start, max(self._below(0.0), inner.upper or 0), REFILLS[0][1], "core first", deadline=deadline)
 
     def _local(self, turn: int, *, deadline: float) -> None:
         """Refills the incumbent below a smaller height."""
         share, weights = REFILLS[turn % len(REFILLS)]
         steps = REFILL_STEPS * luby(turn // len(REFILLS) + 1)
-        self._refill(self.offsets, self._below(share), weights, "local search", steps=steps, turn=turn, deadline=deadline)
+        self._refill(
+            self.offsets, self._below(share), weights, "local search", steps=steps, turn=turn, deadline=deadline
+        )
 
     def _refill(
         self,
@@ -203,9 +212,7 @@ class ArenaSolver:
         if self.upper is None or target >= self.upper:
             return
         seed = self._seed * 1_000_003 + turn & 0xFFFFFFFF
-        offsets = self._engine.refill(
-            start, target=target, steps=steps, seed=seed, weights=weights, deadline=deadline
-        )
+        offsets = self._engine.refill(start, target=target, steps=steps, seed=seed, weights=weights, deadline=deadline)
         if offsets is not None:
             self.offer(offsets, method)
 

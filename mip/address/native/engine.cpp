@@ -49,6 +49,15 @@ int32_t memo_search(const Given* given, const Clock* clock, const int32_t* order
     return largest < Instance<int32_t>::kNever / 4 ? search(int32_t(capacity)) : search(capacity);
 }
 
+int32_t memo_sweep(const Given* given, const Clock* clock, int64_t* out) {
+    std::vector<int> sorted = by_first_section(*given);
+    Instance<int64_t> in(*given, sorted.data());
+    Layout layout(in, *clock);
+    layout.sweep();
+    by_index(sorted, layout.offsets(), out);
+    return 1;
+}
+
 int32_t memo_fit(const Given* given, const Clock* clock, const int32_t* order, int32_t best, int64_t* out) {
     std::vector<int> sorted = by_first_section(*given), rank(given->n), ranks;
     for (int i = 0; i < given->n; i++) rank[sorted[i]] = i;

@@ -10,9 +10,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
-#include <numeric>
+#include <queue>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "instance.h"
@@ -26,6 +28,32 @@ class Layout {
     // The ranks of `in` must ascend by first section.
     Layout(const Instance<int64_t>& in, const Clock& clock)
         : in(in), clock(clock), neighbours(in), offset(in.n, -1), begins(in.n), ends(in.n) {}
+
+    // First fit in the order of time, above the fixed buffers: seldom good, but it takes milliseconds where another order
+    // takes a second, since what is free at one moment is one list.
+    void sweep() {
+        int64_t ground = 0;
+        for (int i = 0; i < in.n; i++)
+            if (in.fixed[i] >= 0) ground = std::max(ground, (offset[i] = in.fixed[i]) + in.sizes[i]);
+        std::vector<Gap> free{{ground, kNoCeiling}};  // ascending; no two touch
+        using Death = std::pair<int, int>;            // its section, and the buffer
+        std::priority_queue<Death, std::vector<Death>, std::greater<>> living;
+        for (int i = 0; i < in.n; i++) {
+            if (in.fixed[i] >= 0) continue;
+            for (; !living.empty() && living.top().first <= in.lo[i]; living.pop()) {
+                int dead = living.top().second;
+                give_back(free, {offset[dead], top(dead)});
+            }
+            auto gap = free.begin();
+            while (in.align(i, gap->begin) + in.sizes[i] > gap->end) gap++;
+            offset[i] = in.align(i, gap->begin);
+            Gap below{gap->begin, offset[i]}, above{top(i), gap->end};
+            gap = free.erase(gap);
+            if (above.begin < above.end) gap = free.insert(gap, above);
+            if (below.begin < below.end) free.insert(gap, below);
+            living.emplace(in.hi[i], i);
+        }
+    }
 
     // One pass in the order given: each buffer goes into the first, or the tightest, gap. False: out of time.
     bool fit(const std::vector<int>& order, bool best) {
@@ -43,6 +71,7 @@ class Layout {
     // Puts the buffers of a placement, -1 for those it leaves out, below the target. True when all are, which takes at
     // most `steps` buffers put in by force.
     bool refill(const int64_t* start, int64_t target, int64_t steps, uint64_t seed, double by_size, double by_width) {
+        ejects = true;
         std::vector<int> out;
         for (int i = 0; i < in.n; i++) {
             if (start[i] >= 0 && start[i] + in.sizes[i] <= target)
@@ -94,16 +123,33 @@ class Layout {
     const Clock& clock;
     Neighbours neighbours;
     std::vector<int64_t> offset;
-    Shelf begins, ends;
+    Shelf begins, ends;  // placed buffers by offset and, where some may have to make way, by top
+    bool ejects = false;
     std::vector<double> base, weight;  // whole numbers, so that sums are exact
     std::vector<int> in_the_way;       // the placed buffers that the one in hand meets, by offset
+
+    struct Gap {
+        int64_t begin, end;
+    };
+
+    static void give_back(std::vector<Gap>& free, Gap gap) {
+        auto next = std::find_if(free.begin(), free.end(), [&](const Gap& g) { return g.begin >= gap.end; });
+        if (next != free.end() && next->begin == gap.end) {
+            gap.end = next->end;
+            next = free.erase(next);
+        }
+        if (next != free.begin() && std::prev(next)->end == gap.begin)
+            std::prev(next)->end = gap.end;
+        else
+            free.insert(next, gap);
+    }
 
     int64_t top(int i) const { return offset[i] + in.sizes[i]; }
 
     void place(int i, int64_t at) {
         offset[i] = at;
         begins.insert(i, at);
-        ends.insert(i, top(i));
+        if (ejects) ends.insert(i, top(i));
     }
 
     void take(int i) {
