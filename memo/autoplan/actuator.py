@@ -183,9 +183,9 @@ class Actuator:
         total = self._budget.total_bytes
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
-    def grown_bytes(self) -> int:
-        """Bytes in use now beyond those at the last `take_peak`; what planning itself has loaded, on a CPU."""
-        return max(0, self._budget.used_bytes() - self._idle_bytes)
+    def unmeasured_bytes(self) -> int:
+        """Bytes that the steps before a first plan did not show: in use since, as by planning itself, or still to come."""
+        return max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""

@@ -22,6 +22,9 @@ USABLE = 0.94
 """Usable share of a GPU's memory; the CUDA context, library workspaces and fragmentation take the rest."""
 USABLE_RSS = 0.8
 """Usable share of the free host memory on a CPU, which other processes share."""
+UNSEEN_RSS_BYTES = 16 << 20
+"""What a CPU process may still come to hold after it has been measured: staging blocks of a disk's I/O threads, four of
+4 MiB that become resident as they are first used, and code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class DeviceBudget:
     """Returns the bytes in use now."""
     frees_at_once: bool = True
     """True: freed memory leaves the count at once, so that each part of a step has a peak of its own."""
+    unseen_bytes: int = 0
+    """Bytes that a first plan leaves free for what the steps before it may not have used yet."""
 
 
 def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
@@ -62,6 +67,7 @@ def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
         used_bytes=_resident_bytes,
         # Where the peak cannot be restarted it is that of the whole run, and plans use less memory than they might.
         frees_at_once=restart_peak_rss() and freed_memory_returns(),
+        unseen_bytes=UNSEEN_RSS_BYTES,
     )
 
 
