@@ -36,17 +36,22 @@ large = libc.malloc(30 << 20)
 libc.free(large)  # glibc takes smaller blocks from its heap from now on
 kept = keeps(1 << 20, 64)
 returned = return_freed_memory()
-print(kept, int(returned), rss_bytes(), keeps(1 << 20, 64), int(freed_memory_returns()))
+resident = rss_bytes()
+in_the_hole = keeps(1 << 20, 64)
+trim_heap()
+print(kept, int(returned), resident, in_the_hole, rss_bytes(), keeps(1 << 20, 128), int(freed_memory_returns()))
 """
 
 
 def test_freed_blocks_stay_in_glibcs_heap_until_they_are_told_to_leave() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    kept, returned, resident, kept_later, measured = map(int, done.stdout.split())
+    kept, returned, resident, in_the_hole, trimmed, beside_the_hole, measured = map(int, done.stdout.split())
     assert kept > 60 << 20, "else nothing was tested"
     assert returned
     assert resident < 64 << 20, "what was free before has left, too"
-    assert kept_later < 4 << 20
+    assert in_the_hole > 60 << 20, "its addresses are used first, and their pages stay"
+    assert trimmed < 64 << 20
+    assert beside_the_hole < 68 << 20, "of 128 blocks 64 have mappings of their own"
     assert measured
 
 
