@@ -6,8 +6,8 @@ Nine runs by default: three lengths by three device budgets. For each length a r
 1/8 ... 1 show what they are resident with; a budget of share 0 is the least of these, one of share 1 what the run without
 memo takes. An alpha holds a budget if no step after its first two went above it. The automatic run has the budget, and its
 plan lasts if it is in use at the end and no step since it was settled went above. Each run is a process of its own, since
-what one leaves in the heap is the next one's; resident memory is counted from where the model has been made. Of the automatic run's some 15 MiB are the
-solver's and the staging blocks of the disk that measuring has used.
+what one leaves in the heap is the next one's; resident memory is counted from where the model has been made. Of the
+automatic run's, some 15 MiB are the solver's and the staging blocks of the disk that measuring has used.
 """
 
 from __future__ import annotations
