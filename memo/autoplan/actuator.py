@@ -183,9 +183,9 @@ class Actuator:
         total = self._budget.total_bytes
         return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
 
-    def grown_bytes(self) -> int:
-        """Bytes in use now beyond those at the last `take_peak`; what planning itself has loaded, on a CPU."""
-        return max(0, self._budget.used_bytes() - self._idle_bytes)
+    def unmeasured_bytes(self) -> int:
+        """Bytes that the steps before a first plan did not show: in use since, as by planning itself, or still to come."""
+        return max(0, self._budget.used_bytes() - self._idle_bytes) + self._budget.unseen_bytes
 
     def forget_peaks(self) -> None:
         """Forgets the peaks so far, without restarting the device's counter."""
@@ -211,14 +211,26 @@ class Actuator:
     def watch(self, *, closely: bool) -> None:
         """Measures device memory layer by layer, where the device frees memory at once, or over whole steps."""
         self._peaks.by_layer = closely and self._budget.frees_at_once
-        self._engine.at_layer_boundaries(self._peaks.cross_boundary if self._peaks.by_layer else None)
+        boundaries = self._peaks.by_layer or self._budget.trim is not None
+        self._engine.at_layer_boundaries(self._cross_boundary if boundaries else None)
+
+    def _cross_boundary(self, begins: str | None) -> None:
+        if self._budget.trim is not None:
+            self._budget.trim()
+        if self._peaks.by_layer:
+            self._peaks.cross_boundary(begins)
 
     def _when_idle(self) -> None:
         """Ends the peaks of backward, since a program may restart the device's before the next forward."""
         try:
-            Variable._execution_engine.queue_callback(self._peaks.end_backward)  # at the end of this backward
+            Variable._execution_engine.queue_callback(self._end_backward)  # at the end of this backward
         except RuntimeError:  # not in a backward: the graph was freed
-            self._peaks.end_backward()
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._peaks.end_backward()
+        if self._budget.trim is not None:
+            self._budget.trim()
 
 
 def settings_of(

@@ -97,8 +97,8 @@ class ActuatorProtocol(Protocol):
         all the time, an optimizer's step included.
         """
 
-    def grown_bytes(self) -> int:
-        """Bytes of device memory in use now beyond those at the last `take_peak`."""
+    def unmeasured_bytes(self) -> int:
+        """Bytes of device memory that a first plan leaves free: in use since the last `take_peak`, or still to come."""
 
     def forget_peaks(self) -> None:
         """Ends a step that was only compared with the budget; the device's counters are left to the program."""

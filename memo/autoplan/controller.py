@@ -367,10 +367,10 @@ class AutoPlan:
         answer = self._all_gather(self._solve(problem))[0]
         if not self._has_solved:
             self._has_solved = True
-            loaded_bytes = max(self._all_gather(self._actuator.grown_bytes()))  # a solver is loaded by its first use
-            if loaded_bytes:
-                cached.spare_bytes -= loaded_bytes
-                problem, others_bytes = self._problem(cached, loaded_bytes=loaded_bytes)
+            unmeasured = max(self._all_gather(self._actuator.unmeasured_bytes()))  # a solver is loaded by its first use
+            if unmeasured:
+                cached.spare_bytes -= unmeasured
+                problem, others_bytes = self._problem(cached, unmeasured_bytes=unmeasured)
                 answer = self._all_gather(self._solve(problem))[0]
         self._planning_s += time.perf_counter() - begin
         if isinstance(answer, MemoError):
@@ -399,7 +399,9 @@ class AutoPlan:
         alpha, plan = answer
         self._take(cached, plan, alpha=alpha)
 
-    def _problem(self, cached: CachedPlan, *, excess: int = 0, loaded_bytes: int = 0) -> tuple[ActivationProblem, int]:
+    def _problem(
+        self, cached: CachedPlan, *, excess: int = 0, unmeasured_bytes: int = 0
+    ) -> tuple[ActivationProblem, int]:
         """Returns the problem of an entry, and the most device memory that it leaves for all but saved tensors."""
         assert cached.profile is not None
         assert self._hardware is not None
@@ -412,7 +414,7 @@ class AutoPlan:
             profile=profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, room - cached.margin_bytes - loaded_bytes),
+                device_bytes=max(0, room - cached.margin_bytes - unmeasured_bytes),
                 host_bytes=limits.host_bytes,
                 disk_bytes=limits.disk_bytes,
             ),

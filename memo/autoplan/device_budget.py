@@ -2,7 +2,8 @@
 
 On a GPU these are the counters of the allocator in use, torch's or the planned one. On a CPU, where host memory is the
 device, they are the process's resident set without the host tier's slab, which has a budget of its own. So that it counts
-what is in use, free() returns blocks to the system from the first budget on (memo.machine.process_memory).
+what is in use, free() returns large blocks to the system from the first budget on, and the heap is trimmed between two
+layers for the others (memo.machine.process_memory).
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from memo.allocator import allocated_bytes, peak_allocated_bytes, restart_peaks
-from memo.machine import freed_memory_returns, peak_rss_bytes, restart_peak_rss, return_freed_memory, rss_bytes
+from memo.machine import (
+    freed_memory_returns,
+    peak_rss_bytes,
+    restart_peak_rss,
+    return_freed_memory,
+    rss_bytes,
+    trim_heap,
+)
 from memo.swap import available_host_bytes, local_part, touched_slab_bytes
 
 __all__ = ["DeviceBudget", "device_budget_of", "missing_gradient_bytes"]
@@ -22,6 +30,9 @@ USABLE = 0.94
 """Usable share of a GPU's memory; the CUDA context, library workspaces and fragmentation take the rest."""
 USABLE_RSS = 0.8
 """Usable share of the free host memory on a CPU, which other processes share."""
+UNSEEN_RSS_BYTES = 16 << 20
+"""What a CPU process may still come to hold after it has been measured: staging blocks of a disk's I/O threads, four of
+4 MiB that become resident as they are first used, and code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,10 @@ class DeviceBudget:
     """Returns the bytes in use now."""
     frees_at_once: bool = True
     """True: freed memory leaves the count at once, so that each part of a step has a peak of its own."""
+    trim: Callable[[], object] | None = None
+    """Makes freed memory leave the count, between two layers; None where it does by itself."""
+    unseen_bytes: int = 0
+    """Bytes that a first plan leaves free for what the steps before it may not have used yet."""
 
 
 def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
@@ -62,6 +77,8 @@ def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
         used_bytes=_resident_bytes,
         # Where the peak cannot be restarted it is that of the whole run, and plans use less memory than they might.
         frees_at_once=restart_peak_rss() and freed_memory_returns(),
+        trim=trim_heap,
+        unseen_bytes=UNSEEN_RSS_BYTES,
     )
 
 

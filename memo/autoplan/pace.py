@@ -5,8 +5,8 @@ shares it, or its clock has changed. A settled step is not timed layer by layer;
 next is, and a lasting change of it asks for a closer look. Noise does not: one step, or a few, count for nothing, and each
 look makes the next one rarer.
 
-    seconds     0.30 0.31 0.30 0.45 0.30 0.30 0.46 0.44 0.45 0.47 0.45
-    compared    `-- reference --'    `-- 1 --'`------- 2 ------------'   the third in a row asks for a look
+    seconds     0.30 0.31 0.30 0.45 0.30 0.31 0.30 0.44 0.45 0.47 0.45 0.46 ...
+    median      `------ of a window: 0.30 ------'                  0.45: the third in a row asks for a look
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 
 __all__ = ["Pace"]
 
-WINDOW = 5
+WINDOW = 9
 """Steps whose median is compared: a minority of odd ones does not move it."""
 CHANGE = 0.15
 """Relative change of the median that counts."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.errors import Infeasible
+from memo.errors import Infeasible, PlanError
 from memo.mip.activation import ActivationPlan, LayerPlan, check_plan, predict_stages
 from memo.mip.inputs import ALL, ATTENTION
 
@@ -42,7 +42,7 @@ def fastest_uniform_plan(
         most: the largest alpha to try. Alpha 0 is always tried.
 
     Raises:
-        Infeasible: the lower tiers and the device have no room for what alpha 0 saves.
+        Infeasible: no division among the tiers that was tried fits them at alpha 0.
     """
     taken = max(layer.full_bytes - _lean_bytes(layer) for layer in problem.profile.layer_profiles())
     found: list[tuple[float, ActivationPlan]] = []
@@ -70,14 +70,18 @@ def uniform_plan(problem: ActivationProblem, alpha: float) -> ActivationPlan:
     message = ""
     for kept, host, disk in _divisions(problem):
         layers = [LayerPlan(points=each, kept=kept, host=host, disk=disk) for each in points]
-        layers[-1] = LayerPlan(points=points[-1])  # needed next, and never moved
-        stages = predict_stages(problem, layers)
+        layers[-1] = LayerPlan()  # needed next: never moved, and never gone
+        try:
+            stages = predict_stages(problem, layers)
+        except PlanError as error:  # a lane without a rate: the measured step did not use it
+            message = message or str(error)
+            continue
         budgets = dataclasses.replace(problem.budgets, device_bytes=stages[0].peak_device_bytes)
         plan = ActivationPlan(
             problem=dataclasses.replace(problem, budgets=budgets),
             layers=tuple(layers),
             stages=stages,
-            binding=(f"device memory: every layer is alike, at alpha {alpha:g}, which measured steps have room for",),
+            binding=(f"device memory: all layers are alike, at alpha {alpha:g}, which measured steps have room for",),
         )
         violation = check_plan(plan)
         if violation is None:

@@ -217,7 +217,7 @@ def test_a_slower_program_around_the_layers_is_looked_at_once_and_keeps_its_plan
 
 def test_steps_that_take_long_now_and_then_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, _, steps = settled_at_a_pace(monkeypatch)
-    steps(10, 1.0)
+    steps(20, 1.0)
     looks = machine.listened
     for _ in range(20):
         steps(2, 3.0)

@@ -88,7 +88,7 @@ class Machine:
         spare = self.device_bytes - self.peak - self.transient_bytes - self.unexplained_bytes
         return spare, spare - self.after_bytes
 
-    def grown_bytes(self) -> int:
+    def unmeasured_bytes(self) -> int:
         return self.loaded_bytes
 
     def forget_peaks(self) -> None: ...
