@@ -102,8 +102,6 @@ def load_step(name: str, *, needs_loss: bool = False) -> Callable[..., Step]:
     def build(*, batch: int, tokens: int) -> Step:
         made = function(batch=batch, tokens=tokens)
         model, step, optimizers = _parts(made, name)
-        if not optimizers and needs_loss:
-            optimizers = ()
         loss = _RunsForward(name, model, step) if needs_loss else functools.partial(_loss_of_step, name, step)
         return Step(model=model, loss=loss, optimizers=optimizers, whole=False if needs_loss else None)
 
