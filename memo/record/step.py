@@ -31,8 +31,8 @@ class Step:
     """A model and its forward: all that a training step needs."""
 
     model: nn.Module
-    loss: Callable[[], torch.Tensor | None]
-    """Runs one forward and returns the scalar loss; or runs the whole step."""
+    loss: Callable[[], Any]
+    """Runs one forward and returns the scalar loss; or runs the whole step, and returns whatever it likes."""
     inputs: tuple[torch.Tensor, ...] = ()
     """Tensors that the forward reads beside the model's; they count as static memory."""
     layers: Sequence[nn.Module] | None = None
