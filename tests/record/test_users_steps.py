@@ -126,16 +126,16 @@ def test_a_step_that_does_all_itself_is_that_of_its_parts(kind: str, monkeypatch
         return trainer.model, lambda: trainer.model(trainer.x).mean(), trainer.optimizer
 
     whole, apart = (record_step(loaded(monkeypatch, make), exact=True) for make in (KINDS[kind], parts))
-    assert [(a.size, a.phase) for a in whole.trace.allocations] == [(a.size, a.phase) for a in apart.trace.allocations]
+    assert [a.size for a in whole.trace.allocations] == [a.size for a in apart.trace.allocations]
     assert whole.trace.peak_nbytes == apart.trace.peak_nbytes
     assert whole.static_nbytes == apart.static_nbytes == 3 * 2 * (64 + 8) * 4 + 4 * 4
 
 
 def test_gradients_of_the_step_before_are_freed_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = record_step(loaded(monkeypatch, lambda: Trainer().late), exact=True)
-    older = [a for a in recording.trace.allocations if a.lower < 4]
+    older, new = recording.trace.allocations[:4], recording.trace.allocations[4:]
     assert sorted(a.size for a in older) == [32, 32, 256, 256]
-    assert all(a.upper < 10 for a in older)
+    assert max(a.upper for a in older) < min(a.lower for a in new)
     assert recording.static_nbytes == 3 * 2 * (64 + 8) * 4 + 4 * 4
 
 
