@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from memo.allocator.contents import MAKES_ZEROS, Blank, assumption, fits, reader, written
+from memo.allocator.contents import MAKES_ZEROS, Blank, assumption, fits, is_called_by, reader, written
 from memo.allocator.local_mode import LocalTensorMode
 from memo.errors import RecordError
 
@@ -153,7 +154,10 @@ class BytelessMode(LocalTensorMode):
         self.forget(written(func, args, kwargs))
         if kind is _Kind.CHANGES_FIRST:
             return args[0]
-        return self._realise(outcome, tensors, known=assumption(func, args))
+        results = self._realise(outcome, tensors, known=assumption(func, args))
+        if func is _ATEN.topk.default:
+            self._balance(results[1], among=args[0].shape[args[2] if len(args) > 2 else -1])
+        return results
 
     def _run_with_contents(
         self,
@@ -190,6 +194,12 @@ class BytelessMode(LocalTensorMode):
         filled = tree_map_only(torch.Tensor, lambda tensor: self._readable(tensor, func), (args, kwargs))
         return func(*filled[0], **filled[1])
 
+    def _balance(self, chosen: torch.Tensor, *, among: int) -> None:
+        """Gives the indices that `topk` chose contents: each is chosen as often as the others, as by a balanced router."""
+        if fits(_ATEN.fill_.Scalar, [(chosen.dtype, chosen.nbytes)]):
+            chosen.copy_(torch.arange(chosen.numel()).remainder(among).view_as(chosen))
+            self._blank.discard(chosen.untyped_storage())
+
     def _readable(self, tensor: torch.Tensor, func: torch._ops.OpOverload | str) -> torch.Tensor:
         """The tensor, if it has contents; else one that has the assumed ones.
 
@@ -198,12 +208,13 @@ class BytelessMode(LocalTensorMode):
         """
         if not self._blank.has(tensor):
             return tensor
-        if self._assume is None:
+        assumed = 0 if is_called_by(nn.init) else self._assume  # no number that was drawn is out of bounds
+        if assumed is None:
             raise RecordError(
-                f"{func} at {reader()} needs the contents of a tensor, and while recording those computed from weights or "
-                "random numbers have none; give the number to assume there (--assume 1), or record with real tensors (--real)"
+                f"{_named(func)} at {reader()} needs the contents of a tensor, and while recording those computed from "
+                "weights or random numbers have none; name a number to assume (--assume 1), or record real tensors (--real)"
             )
-        return torch.full((), self._assume).to(tensor.dtype).expand(tensor.shape)
+        return torch.full((), assumed).to(tensor.dtype).expand(tensor.shape)
 
     def _outcome(
         self,
@@ -233,7 +244,9 @@ class BytelessMode(LocalTensorMode):
                 out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise _NeedsContents(str(func)) from None
-        except UnsupportedOperatorException:
+        except (UnsupportedOperatorException, RuntimeError) as error:
+            if not isinstance(error, UnsupportedOperatorException) and "no fake impl" not in str(error):
+                raise
             raise RecordError(
                 f"{func} at {reader()} has no shape function: register one (torch.library.register_fake), or record with "
                 "real tensors (--real)"
@@ -254,6 +267,11 @@ class BytelessMode(LocalTensorMode):
                 if known or storage.nbytes() < mmap.PAGESIZE:  # a mapping is zeros
                     storage.fill_(known)
         return _tensors_of(outcome.results, storages, tensors)
+
+
+def _named(func: torch._ops.OpOverload | str) -> str:
+    """Name of an operator with what a program calls it, where that is not the same."""
+    return f"{func} (item(), int(), float() or bool())" if func is _ATEN._local_scalar_dense.default else str(func)
 
 
 class _NeedsContents(RecordError):

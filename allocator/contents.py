@@ -19,14 +19,14 @@ import sysconfig
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 
 from memo import errors
 
-__all__ = ["MAKES_ZEROS", "Blank", "assumption", "fits", "is_users", "place", "reader", "written"]
+__all__ = ["MAKES_ZEROS", "Blank", "assumption", "fits", "is_called_by", "is_users", "place", "reader", "written"]
 
 _ATEN = torch.ops.aten
 
@@ -158,6 +158,16 @@ def reader() -> str:
             return place(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return "an unknown place"
+
+
+def is_called_by(module: ModuleType) -> bool:
+    """True if a function of a module runs now, below torch's and memo's frames."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code):
+        if frame.f_code.co_filename == module.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_users(code: CodeType) -> bool:

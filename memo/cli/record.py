@@ -35,8 +35,8 @@ examples:
   memo record --model mymodel:build --seq 32k --optimizer adam,foreach=False -o trace.csv
   memo record --model 7b --seq 1m --tp 8 --alpha 1 | memo pack
 
-{OWN_MODEL}Here the function may also return (model, step, optimizer), or a step alone that runs backward and its optimizer itself and returns
-None.
+{OWN_MODEL}Here it may also return (model, step, optimizer), or a step alone, which may run backward and the optimizer itself
+and return None.
 """
 
 
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const="adamw",
         metavar="NAME",
         help="include the optimizer's update and the release of the gradients: a name of torch.optim or module:Class, with "
-        "arguments, such as sgd,momentum=0.9 (default of the name: adamw, fused); a step that brings its own needs no option",
+        "arguments, such as sgd,momentum=0.9 (without a name: adamw); a step that brings its own needs no option",
     )
     parser.add_argument(
         "--exact", action="store_true", help="record requested sizes instead of CUDA's multiples of 512 bytes"

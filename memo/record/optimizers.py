@@ -54,7 +54,8 @@ def make_optimizer(spec: str, model: nn.Module) -> torch.optim.Optimizer:
     kind = _class_of(name)
     arguments = _arguments(given, spec)
     takes = inspect.signature(kind).parameters
-    if "foreach" in takes and not arguments.keys() & {"foreach", "fused"}:
+    kinds = {hasattr(parameter, "_local_tensor") for parameter in parameters}  # one call takes no mixture with DTensors
+    if "foreach" in takes and len(kinds) == 1 and not arguments.keys() & {"foreach", "fused"}:
         arguments["foreach"] = True
     try:
         optimizer = kind(parameters, **arguments)

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,9 +113,15 @@ def record_step(
             layers = _layers_of(step, needed=checkpointed or alpha is not None)
             if checkpointed:
                 _checkpoint(layers)
-            run = _Run(step, layers, optimizer=optimizer, alpha=alpha)
-            run.warm_up()
-            return run.record(exact=exact)
+            with _uncompiled():
+                run = _Run(step, layers, optimizer=optimizer, alpha=alpha)
+                run.warm_up()
+                return run.record(exact=exact)
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Runs what torch.compile made as it was written: a compiler would see the recorder, not the step."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

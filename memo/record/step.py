@@ -31,8 +31,8 @@ class Step:
     """A model and its forward: all that a training step needs."""
 
     model: nn.Module
-    loss: Callable[[], torch.Tensor | None]
-    """Runs one forward and returns the scalar loss; or runs the whole step."""
+    loss: Callable[[], Any]
+    """Runs one forward and returns the scalar loss; or runs the whole step, and returns whatever it likes."""
     inputs: tuple[torch.Tensor, ...] = ()
     """Tensors that the forward reads beside the model's; they count as static memory."""
     layers: Sequence[nn.Module] | None = None
@@ -102,8 +102,6 @@ def load_step(name: str, *, needs_loss: bool = False) -> Callable[..., Step]:
     def build(*, batch: int, tokens: int) -> Step:
         made = function(batch=batch, tokens=tokens)
         model, step, optimizers = _parts(made, name)
-        if not optimizers and needs_loss:
-            optimizers = ()
         loss = _RunsForward(name, model, step) if needs_loss else functools.partial(_loss_of_step, name, step)
         return Step(model=model, loss=loss, optimizers=optimizers, whole=False if needs_loss else None)
 

@@ -12,6 +12,7 @@ from memo.errors import MemoError, RecordError
 __all__ = ["users_errors"]
 
 _LONGEST = 300
+_RESIZES = "resize storage that is not resizable"
 
 
 @contextlib.contextmanager
@@ -25,6 +26,11 @@ def users_errors() -> Iterator[None]:
         frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         theirs = [place(code, line) for code, line in frames if is_users(code)]
         at = f" at {theirs[-1]}" if theirs else ""
+        if _RESIZES in str(error):
+            raise RecordError(
+                f"the step resizes a tensor's storage{at}, as fully_shard does: record the model without fully_shard, or "
+                "with real tensors (--real)"
+            ) from error
         text = " ".join(str(error).split())
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
         raise RecordError(f"the step raised {type(error).__name__}{at}: {text}") from error
