@@ -109,13 +109,12 @@ def by_plan(asked: Namespace, description: str | None, file: str) -> list[str]:
     host = int(0.8 * machine.host_bytes) if asked.host_budget is None else parse_bytes(asked.host_budget)
     together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budgets = Budgets(device_bytes=device, host_bytes=host, ranks_per_node=together)
-    neighbours = max(together * asked.pp // asked.layout.gpus, 1)  # stages whose ranks share a node
     turns = {"microbatches": asked.accumulate, "schedule": asked.schedule}
-    pipeline = Pipeline(stages=asked.pp, stages_per_node=neighbours, **turns)
+    pipeline = Pipeline(stages=asked.pp, stage_ranks=asked.layout.gpus // asked.pp, **turns)
 
     def problem(tiles: int) -> ActivationProblem:
         config = dataclasses.replace(asked.config, mlp_tiles=tiles)
-        profile = derive_profile(config, machine, asked.layout, precision=asked.precision)
+        profile = derive_profile(config, machine, asked.layout, precision=asked.precision, accumulate=asked.accumulate)
         return ActivationProblem(profile=profile, hardware=machine, budgets=budgets, pipeline=pipeline)
 
     plan = solve_mlp_tiles(problem, MLP_TILE_COUNTS if asked.mlp_tiles is None else [asked.mlp_tiles])

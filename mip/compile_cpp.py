@@ -28,13 +28,15 @@ COMPILE_LIMIT_S = 120
 
 
 @functools.cache
-def load(source: Path, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
+def load(source: Path, *, includes: tuple[Path, ...] = (), flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
     """Compiles and loads a C++ file; None, after one warning with the reason, where that is not possible.
+
+    Args: as `build`.
 
     The compiler is `$CXX`, else the system's `c++`, `g++` or `clang++`.
     """
     try:
-        return ctypes.CDLL(str(build(source, flags=flags)))
+        return ctypes.CDLL(str(build(source, includes=includes, flags=flags)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else str(error)
         warnings.warn(

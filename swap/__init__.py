@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memo.swap.memory.numa import node_of_pci_device as node_of_pci_device
     from memo.swap.memory.page_aligned import aligned_empty as aligned_empty
     from memo.swap.memory.pinned import page_locked as page_locked
+    from memo.swap.memory.slab import touched_slab_bytes as touched_slab_bytes
     from memo.swap.placement import Placement as Placement
     from memo.swap.recompute.axis.attention import is_attention as is_attention
     from memo.swap.recompute.axis.token_axis import Axis as Axis
@@ -62,6 +63,7 @@ else:
             "memory.numa": "node_of_pci_device",
             "memory.page_aligned": "aligned_empty",
             "memory.pinned": "page_locked",
+            "memory.slab": "touched_slab_bytes",
             "placement": "Placement",
             "recompute.axis.attention": "is_attention",
             "recompute.axis.token_axis": "Axis",

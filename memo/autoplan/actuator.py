@@ -178,9 +178,18 @@ class Actuator:
         self._peaks.restart()  # the measurement's own memory belongs to no step
         return rates
 
-    def excess_bytes(self) -> int:
-        """Bytes by which the device was above its budget since the last `take_peak`; 0 if it was not."""
-        return max(0, self._peaks.peak_bytes - self._budget.total_bytes)
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes by which the device stayed below its budget, up to the end of backward and in all."""
+        total = self._budget.total_bytes
+        return total - self._peaks.planned_peak_bytes, total - self._peaks.peak_bytes
+
+    def grown_bytes(self) -> int:
+        """Bytes in use now beyond those at the last `take_peak`; what planning itself has loaded, on a CPU."""
+        return max(0, self._budget.used_bytes() - self._idle_bytes)
+
+    def forget_peaks(self) -> None:
+        """Forgets the peaks so far, without restarting the device's counter."""
+        self._peaks.forget()
 
     def take_trials(self) -> int:
         """Number of trial recomputes of all layers since the last call."""

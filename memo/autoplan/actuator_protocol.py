@@ -90,8 +90,18 @@ class ActuatorProtocol(Protocol):
     def link(self) -> LinkRates | None:
         """Rates of the device's link, measured alone; None where they cannot be."""
 
-    def excess_bytes(self) -> int:
-        """Bytes by which the device was above its budget since the last `take_peak`; 0 if it was not."""
+    def spare_bytes(self) -> tuple[int, int]:
+        """Bytes by which the device stayed below its budget since the last `take_peak` or `forget_peaks`.
+
+        Negative above the budget. The first number is up to the end of backward, which a plan decides on; the second of
+        all the time, an optimizer's step included.
+        """
+
+    def grown_bytes(self) -> int:
+        """Bytes of device memory in use now beyond those at the last `take_peak`."""
+
+    def forget_peaks(self) -> None:
+        """Ends a step that was only compared with the budget; the device's counters are left to the program."""
 
     def take_peak(self, *, growth: float | None = None) -> int:
         """Ends a measurement; returns the most bytes of saved tensors on the device at one time since the last call.

@@ -2,7 +2,7 @@
 
 Owns when plans are made and changed; memo.autoplan.plan_cache owns which batch shape has which plan. It moves no bytes:
 an actuator applies plans to the engine. Invariants: a plan changes only between two steps, and one that did not pass
-the checker and the simulator is never applied.
+the checker is never applied; those of the solver have passed the simulator, too.
 
     step       1         2        3          4       5                6 ...
     setting    safest    mixed    mixed      plan    plan             plan
@@ -16,13 +16,22 @@ tokens at each level of recompute, to time them: as many as the safest step left
 measured, since kernels are chosen and each layer's recompute is tried in it.
 
 A shape that comes later is planned before its first step, from the profile of the nearest shape: layer bytes, and
-device memory above what is in use between steps, are scaled with the tokens. If a step exceeds the device's budget all
-the same, a warning says so, and the next plan leaves that much free.
+device memory above what is in use between steps, are scaled with the tokens.
+
+Every step is compared with the device's budget, as long as the run lasts. One that exceeds it is told, again whenever it
+gets worse, and the next plan leaves that much free. Where no plan fits by the solver's count, or plans exceed the budget
+one after the other, all layers are treated alike (memo.autoplan.uniform_plans), down to what the first steps measured.
+
+What a step's time is off by has two causes. If plain compute, without waits and recompute, takes another time than in
+the profile, the machine's speed has changed: a second step confirms it, and recompute is scaled with it. If not, the
+prediction was wrong, and is corrected. Steps of a settled plan are timed as wholes; if their pace changes for good, steps
+are measured again to tell a change of speed, which is planned for, from one outside the layers, which is not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -41,6 +50,7 @@ from memo.autoplan.profile_from_step import (
 )
 from memo.autoplan.step_evidence import StepEvidence, least, single_rank, worst
 from memo.autoplan.step_timeline import StepTimeline
+from memo.autoplan.uniform_plans import fastest_uniform_plan
 from memo.errors import Infeasible, MemoError, PlanError
 from memo.lru import LRU
 from memo.mip.activation import ActivationProblem, Budgets, Pipeline, predict_stages
@@ -56,7 +66,7 @@ if TYPE_CHECKING:
     from memo.autoplan.step_timeline import StepTimes
     from memo.events import Tracer
     from memo.mip.activation import ActivationPlan, StagePrediction, StageTurns
-    from memo.mip.inputs import Hardware, Profile
+    from memo.mip.inputs import Hardware, LayerProfile, Profile
 
 __all__ = ["AutoPlan"]
 
@@ -64,6 +74,10 @@ TOLERANCE = 0.05
 """Accepted relative difference between a measurement and its prediction."""
 MAX_CORRECTIONS = 3
 """Times that one signature's plan is made again."""
+SPEED_CHANGE = 0.1
+"""Relative change of plain compute that makes a settled plan be made again."""
+WORSE = 1.1
+"""An excess over the device's budget is told again once it is so many times the worst one that was told."""
 MOST_WARNED = 64
 """Causes of warnings that are remembered, to warn once for each."""
 
@@ -112,6 +126,9 @@ class AutoPlan:
         self._hardware: Hardware | None = None
         self._why_not: str | None = None
         self._warned: LRU[str, bool] = LRU(MOST_WARNED)
+        self._has_solved = False
+        self._worst_excess = 0
+        self._begun_s: float | None = None  # when the step under way began; None if it cannot be timed
         actuator.apply(MEASURING)
 
     @property
@@ -144,15 +161,26 @@ class AutoPlan:
         """
         idle = self._actuator.idle
         ended = idle and may_end
-        excess = self._actuator.excess_bytes() if ended and self._observes else 0
-        states = self._all_gather((idle, ended, excess))
-        if not all(rank_idle for rank_idle, _, _ in states):
+        spare, spare_in_all = self._actuator.spare_bytes() if ended else (0, 0)
+        asks = ended and self._trained and self._has_changed_pace()
+        states = self._all_gather((idle, ended, spare, spare_in_all, asks))
+        if not all(state[0] for state in states):
             self._forwards += 1
             return
         cached = self._cache.current
-        if cached is not None and self._trained and all(rank_ended for _, rank_ended, _ in states):
-            self._end_step(cached, excess=max(rank_excess for _, _, rank_excess in states))
+        has_ended = all(state[1] for state in states)
+        if cached is not None and self._trained and has_ended:
+            self._end_step(
+                cached,
+                spare=min(state[2] for state in states),
+                spare_in_all=min(state[3] for state in states),
+                changed_pace=any(state[4] for state in states),
+            )
         self._forwards, self._trained = 1, False
+        if not self._observes:
+            self._actuator.forget_peaks()
+        if has_ended:
+            self._begun_s = time.perf_counter()
         if self._listening:
             self._actuator.finish()  # or the spans of the microbatch before, which come late, were counted with this one's
             self._timeline.restart()
@@ -181,16 +209,39 @@ class AutoPlan:
         self._actuator.restart_peaks()
         self._apply(cached)
 
+    def _has_changed_pace(self) -> bool:
+        """Adds the time of the step that has ended to its entry's pace; True if that asks for a closer look."""
+        cached, begun_s = self._cache.current, self._begun_s
+        if cached is None or begun_s is None or cached.phase is not Phase.SETTLED or self._checks_budget:
+            return False
+        if cached.plan is None or cached.plan.declined is not None or self._shape is None:
+            return False
+        return cached.pace.add((time.perf_counter() - begun_s) / (self._shape.batch * self._shape.tokens))
+
     # End of a step.
 
     @property
     def _observes(self) -> bool:
-        """True if the step under way is evaluated when it ends; else torch's statistics are left alone."""
+        """True if the step under way is evaluated when it ends; else it is compared with the budget alone."""
         cached = self._cache.current
         return self._checks_budget or cached is None or cached.phase is not Phase.SETTLED
 
-    def _end_step(self, cached: CachedPlan, *, excess: int) -> None:
-        if not self._observes:
+    def _end_step(self, cached: CachedPlan, *, spare: int, spare_in_all: int, changed_pace: bool) -> None:
+        """Evaluates the step that has ended.
+
+        Args:
+            cached: its entry.
+            spare: bytes of the device's budget that it did not use up to the end of backward, on the rank with the
+                fewest; negative if it went above.
+            spare_in_all: the same until now.
+            changed_pace: on some rank, settled steps have come to take another time.
+        """
+        if spare_in_all < 0:
+            self._warn_excess(-spare_in_all, after_backward=spare >= 0)
+        if not self._observes and spare >= 0:
+            if changed_pace:
+                cached.phase = Phase.CHECKING
+                self._apply(cached)
             return
         grown = self._growth(self._shape)
         peak = self._actuator.take_peak(growth=None if cached.plan is None else grown)
@@ -198,10 +249,10 @@ class AutoPlan:
         if cached.plan is None or grown > 1.0:
             self._measured = self._shape
         self._checks_budget = False
-        if excess:
-            self._warn_excess(excess)
-        if excess and cached.plan is not None:
-            self._plan_smaller(cached, max(self._all_gather(peak)))
+        if spare < 0 and cached.plan is not None:
+            self._plan_smaller(cached, max(self._all_gather(peak)), excess=-spare)
+        elif spare < 0 and isinstance(cached.setting, Setting) and cached.setting.matmuls:
+            cached.phase, cached.setting = Phase.MIXED, MEASURING  # products had less room than it seemed
         elif cached.phase is Phase.WARM_UP:
             share = min(self._all_gather(self._actuator.spare_share(peak, max(self._forwards, self._held or 1))))
             cached.phase, cached.setting = Phase.MIXED, dataclasses.replace(MEASURING, matmuls=share)
@@ -213,9 +264,12 @@ class AutoPlan:
             looks_at_links = cached.phase is Phase.PROFILING
             found = worst(self._all_gather(self._evidence(peak, trials=trials, looks_at_links=looks_at_links)))
             if cached.phase is Phase.PROFILING:
+                cached.spare_bytes = spare
                 self._profile(cached, found)
-            else:
+            elif cached.phase is Phase.COMPARING:
                 self._compare(cached, found)
+            else:
+                self._check(cached, found)
         self._apply(cached)
 
     def _evidence(self, peak: int, *, trials: int, looks_at_links: bool) -> StepEvidence:
@@ -268,12 +322,10 @@ class AutoPlan:
                 raise PlanError(str(found.problem))
             self._hardware = found.hardware
             cached.profile, cached.calls = found.profile, found.calls
-            self._plan(cached)
+            self._plan_or_uniform(cached)
             self._why_not = None
         except MemoError as error:
-            others = self._others_bytes if isinstance(error, Infeasible) else 0
-            beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
-            self._give_up(cached, f"{error}{beside}")
+            self._give_up(cached, str(error))
 
     def _give_up(self, cached: CachedPlan, why: str) -> None:
         """Ends planning of an entry at the safest setting: the device's budget comes before speed."""
@@ -281,36 +333,99 @@ class AutoPlan:
         self._why_not = why
         self._warn("no-plan", f"no plan: {why}; every layer stays at the safest setting")
 
-    def _plan(self, cached: CachedPlan) -> None:
+    def _plan_or_uniform(self, cached: CachedPlan, *, excess: int = 0) -> None:
+        """Makes a plan, or where none fits by the solver's count one that treats all layers alike.
+
+        Raises:
+            MemoError: neither can be made. The entry's setting is as before.
+        """
+        try:
+            self._plan(cached, excess=excess)
+        except Infeasible as error:
+            others = self._others_bytes
+            beside = f", beside {format_bytes(others)} for everything but saved tensors" if others else ""
+            cached.infeasible = f"{error}{beside}"
+            try:
+                self._plan_uniformly(cached)
+            except MemoError:
+                raise PlanError(cached.infeasible) from None
+
+    def _plan(self, cached: CachedPlan, *, excess: int = 0) -> None:
         """Makes a plan from the entry's profile, and sets it to be tried in the next step.
+
+        Args:
+            cached: the entry.
+            excess: bytes above the device's budget in a step by the plan before; this one leaves them free, whether
+                or not what was measured explains them.
 
         Raises:
             MemoError: no plan fits, or it cannot be made. The entry's setting is as before.
         """
+        begin = time.perf_counter()
+        problem, others_bytes = self._problem(cached, excess=excess)
+        # All ranks solve the same problem, and all use the first rank's answer: rounding may differ between machines.
+        answer = self._all_gather(self._solve(problem))[0]
+        if not self._has_solved:
+            self._has_solved = True
+            loaded_bytes = max(self._all_gather(self._actuator.grown_bytes()))  # a solver is loaded by its first use
+            if loaded_bytes:
+                cached.spare_bytes -= loaded_bytes
+                problem, others_bytes = self._problem(cached, loaded_bytes=loaded_bytes)
+                answer = self._all_gather(self._solve(problem))[0]
+        self._planning_s += time.perf_counter() - begin
+        if isinstance(answer, MemoError):
+            raise answer
+        cached.others_bytes = others_bytes
+        self._take(cached, answer)
+
+    def _plan_uniformly(self, cached: CachedPlan, *, most: float = 1.0) -> None:
+        """Sets a plan that treats all layers alike to be tried in the next step, with an alpha of at most `most`.
+
+        Raises:
+            MemoError: the lower tiers have no room for it. The entry's setting is as before.
+        """
+        begin = time.perf_counter()
+        problem, _ = self._problem(cached)
+        try:
+            answer: tuple[float, ActivationPlan] | MemoError = fastest_uniform_plan(
+                problem, spare_bytes=cached.spare_bytes, most=most
+            )
+        except MemoError as error:
+            answer = error
+        answer = self._all_gather(answer)[0]
+        self._planning_s += time.perf_counter() - begin
+        if isinstance(answer, MemoError):
+            raise answer
+        alpha, plan = answer
+        self._take(cached, plan, alpha=alpha)
+
+    def _problem(self, cached: CachedPlan, *, excess: int = 0, loaded_bytes: int = 0) -> tuple[ActivationProblem, int]:
+        """Returns the problem of an entry, and the most device memory that it leaves for all but saved tensors."""
         assert cached.profile is not None
         assert self._hardware is not None
-        begin = time.perf_counter()
         limits = least(self._all_gather(self._actuator.limits(self._growth(cached.profile.signature))))
+        if excess:
+            cached.margin_bytes += max(0, excess - max(0, limits.others_bytes - cached.others_bytes))
         profile, self._others_bytes = beside_layers(cached.profile, limits)
         room = limits.device_bytes + limits.others_bytes - self._others_bytes
         problem = ActivationProblem(
             profile=profile,
             hardware=self._hardware,
             budgets=Budgets(
-                device_bytes=max(0, room - cached.margin_bytes),
+                device_bytes=max(0, room - cached.margin_bytes - loaded_bytes),
                 host_bytes=limits.host_bytes,
                 disk_bytes=limits.disk_bytes,
             ),
             pipeline=self._pipeline(cached.calls),
         )
-        # All ranks solve the same problem, and all use the first rank's answer: rounding may differ between machines.
-        answer = self._all_gather(self._solve(problem))[0]
-        self._planning_s += time.perf_counter() - begin
-        if isinstance(answer, MemoError):
-            raise answer
-        cached.planned(answer)
-        saved_alone = dataclasses.replace(answer.problem, profile=cached.profile)
-        cached.predicted_peak_bytes = predict_stages(saved_alone, answer.layers)[0].peak_device_bytes
+        return problem, limits.others_bytes
+
+    def _take(self, cached: CachedPlan, plan: ActivationPlan, *, alpha: float | None = None) -> None:
+        """Sets a plan to be tried in the next step."""
+        assert cached.profile is not None
+        cached.planned(plan, alpha=alpha)
+        saved_alone = dataclasses.replace(plan.problem, profile=cached.profile)
+        cached.predicted_peak_bytes = predict_stages(saved_alone, plan.layers)[0].peak_device_bytes
         self._checks_budget = True  # also for a plan that moves nothing: its profile may be incomplete
 
     def _pipeline(self, calls: int) -> Pipeline:
@@ -345,7 +460,7 @@ class AutoPlan:
         assert cached.plan is not None
         assert cached.profile is not None
         if found.profile is None:
-            cached.phase = Phase.SETTLED
+            self._settle(cached)
             return
         predicted, profile = cached.plan.stages[0], scaled_profile(found.profile, cached.profile.signature)
         fewer = seconds_of(found.profile) / seconds_of(profile)  # the plan may be for more tokens than the step had
@@ -357,29 +472,73 @@ class AutoPlan:
         cached.measured_peak_bytes = peak = found.peak_bytes
         cached.peak_off = peak / cached.predicted_peak_bytes - 1 if cached.predicted_peak_bytes else 0.0
         if abs(cached.step_off or 0.0) <= TOLERANCE and cached.peak_off <= TOLERANCE:
-            cached.phase = Phase.SETTLED
+            self._settle(cached)
         elif cached.corrections == MAX_CORRECTIONS:
             self._warn_off(predicted, cached)
-            cached.phase = Phase.SETTLED
+            self._settle(cached)
+        elif is_timed:
+            self._correct_speed(cached, profile)
         else:
-            self._correct(cached, _corrected(cached.profile, profile) if is_timed else cached.profile)
+            self._correct(cached, cached.profile)
 
-    def _plan_smaller(self, cached: CachedPlan, peak: int) -> None:
+    def _correct_speed(self, cached: CachedPlan, profile: Profile) -> None:
+        """Plans again after a step that took another time; the next one confirms it where the machine's speed changed."""
+        assert cached.profile is not None
+        speed = _speed(cached.profile, profile)
+        if abs(speed - 1) > TOLERANCE:
+            cached.samples.append(profile)
+            if len(cached.samples) == 1:
+                return  # compared once more
+            profile, agree = _steadier(cached.profile, cached.samples)
+            if not agree:
+                self._settle(cached)
+                return
+        self._correct(cached, _corrected(cached.profile, profile))
+
+    def _check(self, cached: CachedPlan, found: StepEvidence) -> None:
+        """Evaluates a settled plan's step that was measured again: two that agree make the machine's speed another one."""
+        assert cached.profile is not None
+        profile = None if found.profile is None else scaled_profile(found.profile, cached.profile.signature)
+        if profile is None or found.trials or abs(_speed(cached.profile, profile) - 1) <= SPEED_CHANGE:
+            self._settle(cached)
+            return
+        cached.samples.append(profile)
+        if len(cached.samples) == 1:
+            return  # checked once more
+        profile, agree = _steadier(cached.profile, cached.samples)
+        if not agree:
+            self._settle(cached)
+            return
+        cached.corrections = 0
+        self._correct(cached, _corrected(cached.profile, profile))
+
+    def _settle(self, cached: CachedPlan) -> None:
+        """Ends the measuring of a plan that has kept the budget."""
+        cached.phase, cached.overruns, cached.samples = Phase.SETTLED, 0, []
+        cached.pace.restart()
+
+    def _plan_smaller(self, cached: CachedPlan, peak: int, *, excess: int) -> None:
         """Plans again after a step that exceeded the device's budget.
 
         Args:
             cached: the entry whose plan was in use.
             peak: the step's peak of saved tensors in bytes, the largest of all ranks. Its other memory is in `limits`.
+            excess: bytes above the budget.
         """
         assert cached.plan is not None
-        assert cached.profile is not None
-        cached.margin_bytes = max(cached.margin_bytes, peak - cached.predicted_peak_bytes)
-        if cached.corrections == MAX_CORRECTIONS:
-            self._give_up(cached, f"{MAX_CORRECTIONS + 1} plans took more device memory than the budget")
-            return
-        cached.corrections += 1
+        cached.overruns += 1
         try:
-            self._plan(cached)
+            if cached.alpha == 0:
+                why = f"{cached.overruns} plans took more device memory than the budget"
+                raise PlanError(why if cached.infeasible is None else cached.infeasible)
+            if cached.alpha is not None:
+                self._plan_uniformly(cached, most=cached.alpha / 2)
+            elif cached.overruns > MAX_CORRECTIONS:
+                self._plan_uniformly(cached)
+            else:
+                known = max(0, peak - cached.predicted_peak_bytes - cached.margin_bytes)
+                cached.margin_bytes += known
+                self._plan_or_uniform(cached, excess=max(0, excess - known))
         except MemoError as error:
             self._give_up(cached, str(error))
 
@@ -388,9 +547,12 @@ class AutoPlan:
         cached.corrections += 1
         try:
             cached.profile = profile
-            self._plan(cached)
+            if cached.alpha is None:
+                self._plan_or_uniform(cached)
+            else:
+                self._plan_uniformly(cached, most=cached.alpha)
         except MemoError as error:
-            cached.phase = Phase.SETTLED
+            self._settle(cached)
             self._warn("no-plan", f"the plan stays as it is: {error}")
 
     def _warn_off(self, predicted: StagePrediction, cached: CachedPlan) -> None:
@@ -404,13 +566,18 @@ class AutoPlan:
             f"measured {measured}{format_bytes(cached.measured_peak_bytes or 0)}",
         )
 
-    def _warn_excess(self, excess: int) -> None:
+    def _warn_excess(self, excess: int, *, after_backward: bool) -> None:
+        """Warns of the first excess, and of each that is worse than all before."""
         assert self._shape is not None
-        self._warn(
-            "excess",
+        if excess < WORSE * self._worst_excess:
+            return
+        self._worst_excess = excess
+        when = ", after its backward" if after_backward else ""
+        message = (
             f"a step of {self._shape.batch} x {self._shape.tokens} tokens took {format_bytes(excess)} more device memory "
-            f"than its budget",
+            f"than its budget{when}"
         )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:
@@ -418,23 +585,44 @@ class AutoPlan:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+def _speed(profile: Profile, measured: Profile) -> float:
+    """Plain compute of a measured step, without waits and recompute, as a multiple of the profile's."""
+    return seconds_of(measured) / seconds_of(profile)
+
+
+def _steadier(profile: Profile, samples: Sequence[Profile]) -> tuple[Profile, bool]:
+    """The sample whose speed is nearest to the profile's, and whether all are slower, or all faster, than that."""
+    speeds = [_speed(profile, sample) for sample in samples]
+    nearest = min(range(len(samples)), key=lambda number: abs(speeds[number] - 1))
+    return samples[nearest], len({speed > 1 for speed in speeds}) == 1
+
+
 def _corrected(profile: Profile, measured: Profile) -> Profile:
-    """Returns the profile with the times of a later step and its own bytes: a layer that is kept shows no levels."""
+    """Returns the profile with the times of a later step and its own bytes: a layer that is kept shows no levels.
+
+    Recompute was timed at the speed of the step that was profiled, and is scaled to that of this one.
+    """
     fresh = measured.layer_profiles()
     by_class: dict[str, list[tuple[float, float]]] = {}
     for name, layer in zip(profile.layers, fresh, strict=True):
         by_class.setdefault(name, []).append((layer.forward_s, layer.backward_s))
 
-    def mean(name: str, which: int) -> float:
-        return sum(pair[which] for pair in by_class[name]) / len(by_class[name])
+    def scaled(known: LayerProfile) -> LayerProfile:
+        forward_s, backward_s = (statistics.fmean(seconds) for seconds in zip(*by_class[known.name], strict=True))
+        before_s = known.forward_s + known.backward_s
+        speed = (forward_s + backward_s) / before_s if before_s else 1.0
+        return dataclasses.replace(
+            known,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            piece_s=known.piece_s * speed,
+            points=tuple(dataclasses.replace(point, recompute_s=point.recompute_s * speed) for point in known.points),
+        )
 
     return dataclasses.replace(
         profile,
         role=measured.role,
-        classes=tuple(
-            dataclasses.replace(known, forward_s=mean(known.name, 0), backward_s=mean(known.name, 1))
-            for known in profile.classes
-        ),
+        classes=tuple(scaled(known) for known in profile.classes),
         embedding=measured.embedding,
         head=measured.head,
     )

@@ -1,7 +1,8 @@
 """Device memory of a training process: its budget, its use and its peak.
 
 On a GPU these are the counters of the allocator in use, torch's or the planned one. On a CPU, where host memory is the
-device, they are the process's resident set.
+device, they are the process's resident set without the host tier's slab, which has a budget of its own. So that it counts
+what is in use, free() returns blocks to the system from the first budget on (memo.machine.process_memory).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from memo.allocator import allocated_bytes, peak_allocated_bytes, restart_peaks
-from memo.machine import peak_rss_bytes, rss_bytes
-from memo.swap import available_host_bytes, local_part
+from memo.machine import freed_memory_returns, peak_rss_bytes, restart_peak_rss, return_freed_memory, rss_bytes
+from memo.swap import available_host_bytes, local_part, touched_slab_bytes
 
 __all__ = ["DeviceBudget", "device_budget_of", "missing_gradient_bytes"]
 
@@ -31,7 +32,7 @@ class DeviceBudget:
     """Bytes that training may use in all."""
     peak_bytes: Callable[[], int]
     """Returns the most bytes in use since the last `restart`."""
-    restart: Callable[[], None]
+    restart: Callable[[], object]
     """Restarts the peak."""
     used_bytes: Callable[[], int] = lambda: 0
     """Returns the bytes in use now."""
@@ -40,7 +41,10 @@ class DeviceBudget:
 
 
 def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
-    """Returns a device's budget: `budget` bytes, or its usable memory for None. A GPU's is capped at that."""
+    """Returns a device's budget: `budget` bytes, or its usable memory for None. A GPU's is capped at that.
+
+    On a CPU this process returns freed memory to the system from now on.
+    """
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory * USABLE)
         return DeviceBudget(
@@ -50,24 +54,22 @@ def device_budget_of(device: torch.device, budget: int | None) -> DeviceBudget:
             restart=lambda: restart_peaks(device),
             used_bytes=lambda: allocated_bytes(device),
         )
+    return_freed_memory()
     return DeviceBudget(
-        total_bytes=int(peak_rss_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
-        peak_bytes=peak_rss_bytes,
-        restart=_restart_peak_rss,
-        used_bytes=rss_bytes,
-        frees_at_once=False,  # the C library keeps freed memory
+        total_bytes=int(_resident_bytes() + available_host_bytes() * USABLE_RSS) if budget is None else budget,
+        peak_bytes=lambda: max(0, peak_rss_bytes() - touched_slab_bytes()),
+        restart=restart_peak_rss,
+        used_bytes=_resident_bytes,
+        # Where the peak cannot be restarted it is that of the whole run, and plans use less memory than they might.
+        frees_at_once=restart_peak_rss() and freed_memory_returns(),
     )
+
+
+def _resident_bytes() -> int:
+    return max(0, rss_bytes() - touched_slab_bytes())
 
 
 def missing_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Bytes of the gradients that backward has still to allocate."""
     missing = (parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None)
     return sum(local_part(parameter.detach()).nbytes for parameter in missing)
-
-
-def _restart_peak_rss() -> None:
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
-            control.write("5")  # proc(5): resets the peak resident set to the current one
-    except OSError:
-        pass  # the peak then stays that of the whole run, and plans use less memory than they might

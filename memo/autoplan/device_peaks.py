@@ -8,7 +8,9 @@ there the difference is the memory that must be left free.
     boundaries begin | end | begin | end  ...  backward reaches the last | the one before | ...  backward's end
     between    layer 0     | layer 1     head                            | layer 1        | layer 0           the optimizer
 
-Owns the peaks of one step, and keeps them where the program restarts the device's own counter.
+Owns the peaks of one step, and keeps them where the program restarts the device's own counter. A settled step is looked at
+without restarting that counter, which is then the program's: `forget` remembers what it showed, and a reading that is no
+other tells of no step since.
 """
 
 from __future__ import annotations
@@ -60,17 +62,32 @@ class DevicePeaks:
         self._where: str | Outside = Outside.LAYERS
         self._others: dict[str | Outside, int] = {}
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
+        self._after_bytes = 0  # after backward
+        self._backward_has_ended = False
+        self._seen_device_bytes = self._seen_saved_bytes = -1  # readings that tell of no step since `forget`
         self.restart()
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use since the step began; saved tensors only where the device has no counter."""
-        device = max(self._peak_bytes, self._noted_bytes, self._budget.peak_bytes())
-        return max(device, self._saved_bytes, self._stats.recent_peak_bytes)
+        return max(self.planned_peak_bytes, self._after_bytes, self._read_device())
+
+    @property
+    def planned_peak_bytes(self) -> int:
+        """The same up to the end of the last backward: what a plan can make less."""
+        saved = self._stats.recent_peak_bytes
+        if saved == self._seen_saved_bytes:
+            saved = 0
+        now = 0 if self._backward_has_ended else max(self._noted_bytes, self._read_device())
+        return max(self._peak_bytes, now, self._saved_bytes, saved)
 
     def note(self) -> None:
         """Reads the device's peak, which may be restarted after this call."""
-        self._noted_bytes = max(self._noted_bytes, self._budget.peak_bytes())
+        self._noted_bytes = max(self._noted_bytes, self._read_device())
+
+    def _read_device(self) -> int:
+        now = self._budget.peak_bytes()
+        return 0 if now == self._seen_device_bytes else now
 
     def cross_boundary(self, begins: str | None) -> None:
         """Begins the interval of the named layer, or for None that around the layers."""
@@ -82,6 +99,8 @@ class DevicePeaks:
             self._begin(Outside.BACKWARD)
         else:
             self.note()
+            self._peak_bytes = max(self._peak_bytes, self._noted_bytes)
+        self._backward_has_ended = True
 
     def end_step(self) -> StepPeaks:
         """Returns the peaks of the step that has ended, and begins the next one."""
@@ -96,8 +115,16 @@ class DevicePeaks:
         self._peak_bytes = self._noted_bytes = self._saved_bytes = 0
         self._where = Outside.LAYERS
         self._others = {}
+        self._after_bytes, self._backward_has_ended = 0, False
+        self._seen_device_bytes = self._seen_saved_bytes = -1
         self._stats.restart_peak()
         self._budget.restart()
+
+    def forget(self) -> None:
+        """Forgets the peaks so far, and leaves the counters as they are: lower peaks than theirs are not seen."""
+        self._peak_bytes = self._noted_bytes = self._saved_bytes = self._after_bytes = 0
+        self._backward_has_ended = False
+        self._seen_device_bytes, self._seen_saved_bytes = self._budget.peak_bytes(), self._stats.recent_peak_bytes
 
     def _begin(self, where: str | Outside) -> None:
         self.note()
@@ -105,6 +132,10 @@ class DevicePeaks:
         self._budget.restart()
         self._others[self._where] = max(self._others.get(self._where, 0), self._noted_bytes - saved)
         self._saved_bytes = max(self._saved_bytes, saved)
-        self._peak_bytes = max(self._peak_bytes, self._noted_bytes)
+        if self._where is Outside.BACKWARD:
+            self._after_bytes = max(self._after_bytes, self._noted_bytes)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._noted_bytes)
         self._noted_bytes = 0
         self._where = where
+        self._backward_has_ended = False

@@ -19,6 +19,7 @@ import math
 from typing import TYPE_CHECKING
 
 from memo.autoplan.actuator_protocol import MEASURING, Setting
+from memo.autoplan.pace import Pace
 from memo.mip.inputs import Role, Signature
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ LENGTHS_PER_OCTAVE = 8
 
 
 class Phase(enum.Enum):
-    """State of planning for one signature; each phase but the last one lasts one step."""
+    """State of planning for one signature; a phase lasts one step, comparing two if the first one was off, settled any."""
 
     WARM_UP = enum.auto()
     """First step, at the safest setting."""
@@ -49,12 +50,14 @@ class Phase(enum.Enum):
     COMPARING = enum.auto()
     """The plan's second step, compared with its prediction."""
     SETTLED = enum.auto()
-    """The plan holds, or there is none."""
+    """The plan holds, or there is none; from now on a step is compared with the budget alone, and its pace is watched."""
+    CHECKING = enum.auto()
+    """A settled plan's step, measured because the pace has changed: has the machine, or something outside the layers?"""
 
     @property
     def measures(self) -> bool:
         """True in phases whose step is timed."""
-        return self in (Phase.PROFILING, Phase.COMPARING)
+        return self in (Phase.PROFILING, Phase.COMPARING, Phase.CHECKING)
 
     @property
     def precedes_plan(self) -> bool:
@@ -74,6 +77,19 @@ class CachedPlan:
     """Calls of each layer in a step: its microbatches."""
     margin_bytes: int = 0
     """Bytes by which a measured peak was above its prediction; the next plan leaves them free."""
+    others_bytes: int = 0
+    """Most device memory in use for anything but saved tensors, as the plan assumed."""
+    spare_bytes: int = 0
+    """Bytes of the device's budget that the profiled step did not use; negative if it went above."""
+    overruns: int = 0
+    """Plans in a row whose steps went above the device's budget; 0 once one has held."""
+    alpha: float | None = None
+    """Of a plan that treats all layers alike (memo.autoplan.uniform_plans); None of a solver's."""
+    infeasible: str | None = None
+    """Why the solver found no plan, where it found none."""
+    samples: list[Profile] = dataclasses.field(default_factory=list)
+    """Profiles of steps in which plain compute took another time than in `profile`; a second one confirms the first."""
+    pace: Pace = dataclasses.field(default_factory=Pace)
     predicted_peak_bytes: int = 0
     """Predicted peak of saved tensors on the device."""
     step_off: float | None = None
@@ -88,9 +104,9 @@ class CachedPlan:
         """The plan; None while a setting is used instead."""
         return None if isinstance(self.setting, Setting) else self.setting
 
-    def planned(self, plan: ActivationPlan) -> None:
+    def planned(self, plan: ActivationPlan, *, alpha: float | None = None) -> None:
         """Takes a new plan, to be tried in the next step; one that moves and recomputes nothing is settled at once."""
-        self.setting = plan
+        self.setting, self.alpha, self.samples = plan, alpha, []
         self.phase = Phase.PLANNED if plan.declined is None else Phase.SETTLED
 
 

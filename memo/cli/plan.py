@@ -222,18 +222,24 @@ class Request:
         if profile is None:
             assert self.config is not None
             config = dataclasses.replace(self.config, mlp_tiles=tiles)
-            profile = derive_profile(config, self.machine, self.layout, precision=self.precision, name=self.model)
+            profile = derive_profile(
+                config,
+                self.machine,
+                self.layout,
+                precision=self.precision,
+                accumulate=self.accumulate,
+                name=self.model,
+            )
         return ActivationProblem(
             profile=profile, hardware=self.machine, budgets=self.budgets, pipeline=self._pipeline()
         )
 
     def _pipeline(self) -> Pipeline:
-        """Pipeline of the layout. A node holds several stages only where it has more ranks than a stage."""
-        together = max(self.budgets.ranks_per_node * self.layout.pp // self.layout.gpus, 1)
+        """Pipeline of the layout."""
         return Pipeline(
             stages=self.layout.pp,
             microbatches=self.accumulate,
-            stages_per_node=together,
+            stage_ranks=self.layout.gpus // self.layout.pp,
             schedule=self.schedule,
             chunks=self.chunks or 0,
         )

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         require_within_norm_limit as require_within_norm_limit,
     )
     from memo.machine.process_memory import (
+        freed_memory_returns as freed_memory_returns,
         peak_rss_bytes as peak_rss_bytes,
+        restart_peak_rss as restart_peak_rss,
         return_freed_memory as return_freed_memory,
         rss_bytes as rss_bytes,
     )
@@ -33,6 +35,6 @@ else:
             "link_bandwidth": "DiskRates HostFacts LinkRates measure_lanes measure_link",
             "node_share": "share_of_node",
             "norm_limit": "require_layer_within_norm_limit require_within_norm_limit",
-            "process_memory": "peak_rss_bytes return_freed_memory rss_bytes",
+            "process_memory": "freed_memory_returns peak_rss_bytes restart_peak_rss return_freed_memory rss_bytes",
         },
     )

@@ -128,7 +128,9 @@ class _Episode:
 
 def _episodes(evidence: Evidence) -> list[_Episode]:
     modules = {life.id: life.module for life in evidence.lifetimes}
-    stalls = [event for event in evidence.events if isinstance(event, Stall)]
+    stalls = [
+        event for event in evidence.events if isinstance(event, Stall) and event.cause is not StallCause.COLLECTIVE
+    ]
 
     def place(stall: Stall) -> tuple[StallCause, str]:
         named = stall.module or modules.get(-1 if stall.id is None else stall.id, "")

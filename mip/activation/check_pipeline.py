@@ -171,14 +171,11 @@ class _Walker:
                 copy_s = self._read_ahead(at, latest)
             layer = self._known[index]
             gather_s = 0.0 if following is None or second_half else self._known[following].gather_s
-            seconds = self._walk.runs(
-                work_s,
-                exchange_s=share * layer.backward_exchange_s,
-                network_s=reduce_s + gather_s,
-                copy_s=copy_s,
-            )
+            network_s = reduce_s + gather_s
+            exchange_s = share * layer.backward_exchange_s
+            seconds = self._walk.runs(work_s, exchange_s=exchange_s, network_s=network_s, copy_s=copy_s)
             reduce_s = 0.0 if turn.kind is Kind.INPUT else layer.reduce_s
-            self._last_pass.append((seconds, layer.sync_s))
+            self._last_pass.append((seconds - network_s, layer.sync_s))
             if turn.kind is Kind.INPUT:
                 self._gradients += self._known[index].between_bytes
             recomputing = 0.0 if second_half else backward_transient_bytes(self._known[index], self._plan.layers[index])
@@ -190,13 +187,14 @@ class _Walker:
                 del self._holds[key]
             elif index != order[-1] or not self._goes_on(at):
                 self._holds[key] = _State.STILL
-        self._last_pass.append((self._walk.runs(0.0, network_s=reduce_s), 0.0))
+        self._walk.runs(0.0, network_s=reduce_s)
         if second_half and has_head:
             self._stands(self._profile.head.transient_bytes, None)
             self._head_backward(share)
             self._heads -= 1
         if chunk[0] == 0:
             embedding = self._profile.embedding
+            self._stands(embedding.transient_bytes, None)
             self._walk.runs(share * embedding.backward_s, exchange_s=share * embedding.backward_exchange_s)
             self._last_pass.append((share * embedding.backward_s, embedding.sync_s))
             self._embeddings -= turn.kind is not Kind.INPUT

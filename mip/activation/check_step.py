@@ -126,9 +126,9 @@ def walk_microbatch(plan: ActivationPlan, first: int, last: int, *, flight: int)
         network_s = (known[index - 1].gather_s if index > first else 0.0) + reduce_s
         exchange_s, reduce_s = known[index].backward_exchange_s, known[index].reduce_s
         seconds = walk.runs(known[index].backward_s + again_s, exchange_s=exchange_s, network_s=network_s, copy_s=in_s)
-        last_pass.append((seconds, known[index].sync_s))
+        last_pass.append((seconds - network_s, known[index].sync_s))
         walk.recompute_s += again_s
-    last_pass.append((walk.runs(0.0, network_s=reduce_s), 0.0))
+    walk.runs(0.0, network_s=reduce_s)
     if starts:
         last_pass.append((profile.embedding.backward_s, profile.embedding.sync_s))
     walk.sync_s = sync_s(last_pass)
@@ -145,7 +145,7 @@ def _passes(end: EndProfile) -> tuple[tuple[float, float], tuple[float, float]]:
 
 
 def sync_s(steps: Sequence[tuple[float, float]]) -> float:
-    """Seconds that reductions last beyond the work of a pass; `steps` are of work and its gradients' reduction."""
+    """Seconds that reductions last beyond a pass; `steps` are of time on a free network and the reduction after it."""
     after = list(itertools.accumulate((work for work, _ in reversed(steps)), initial=0.0))[-2::-1]
     to_do = list(itertools.accumulate(seconds for _, seconds in reversed(steps)))[::-1]
     return max((reducing - working for reducing, working in zip(to_do, after, strict=True)), default=0.0)

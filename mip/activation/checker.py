@@ -150,27 +150,34 @@ def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
 def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     """Checks host, disk and wear, which the ranks of each node share."""
     budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
-    together = pipeline.stages_per_node
     step_s = pipeline.microbatches * max(walk.clock_s for walk in walks)  # no step is shorter
-    ranks = budgets.ranks_per_node / together
-    for first in range(0, len(walks), together):
-        node = walks[first : first + together]
+    for node in _nodes(plan):
+        here = [walks[stage] for stage in node]
         for rule, moved, budget in (
-            (Rule.HOST, [walk.host for walk in node], budgets.host_bytes),
-            (Rule.DISK, [walk.disk for walk in node], budgets.disk_bytes),
+            (Rule.HOST, [walk.host for walk in here], budgets.host_bytes),
+            (Rule.DISK, [walk.disk for walk in here], budgets.disk_bytes),
         ):
-            used = ranks * sum(nbytes + walk.rounding for nbytes, walk in zip(moved, node, strict=True) if nbytes)
+            used = sum(nbytes + walk.rounding for nbytes, walk in zip(moved, here, strict=True) if nbytes)
             if used > budget + 0.5:
                 message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
-                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in node) else ""
+                rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in here) else ""
                 return Violation(rule=rule, message=f"{message} ({format_bytes(budget)}){rounded}")
         wear = budgets.disk_wear_bytes_per_day
-        a_day = ranks * pipeline.microbatches * sum(walk.written for walk in node)
+        a_day = pipeline.microbatches * sum(walk.written for walk in here)
         a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
             message = f"{a_day:.4g} bytes a day are written to a node's disks, above the {wear:.4g} allowed"
             return Violation(rule=Rule.WEAR, message=message)
     return None
+
+
+def _nodes(plan: ActivationPlan) -> list[list[int]]:
+    """The stage of each rank on a node, once for all nodes that are alike."""
+    pipeline, size = plan.problem.pipeline, plan.problem.budgets.ranks_per_node
+    each = pipeline.stage_ranks or size
+    stage_of = [rank // each for rank in range(pipeline.stages * each)]
+    nodes = {tuple(stage_of[first : first + size]) for first in range(0, len(stage_of), size)}
+    return [list(node) for node in sorted(nodes)]
 
 
 def _prediction(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:

@@ -125,11 +125,13 @@ def _decode_root(root: dict[str, Any], kind: type[T], name: str) -> T:
 
 def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
     """A plan or profile of an earlier version as one of the latest; what is not in the format stays, to be refused."""
-    if root["version"] in (2, 3):  # in one piece and without collectives, which are the defaults
-        return {**root, "version": VERSIONS[name]}
-    if root["version"] != 1:
+    if root["version"] not in (1, 2, 3):
         return root
     problem = root.get("problem")
+    if isinstance(problem, dict):
+        _name_stage_ranks(problem)
+    if root["version"] != 1:  # in one piece and without collectives, which are the defaults
+        return {**root, "version": VERSIONS[name]}
     profile = problem.get("profile") if isinstance(problem, dict) else root
     classes = profile.get("classes") if isinstance(profile, dict) else None
     for layer in _objects(classes):
@@ -143,6 +145,16 @@ def _upgraded(root: dict[str, Any], name: str) -> dict[str, Any]:
             defaults = {ALL: 1.0, MATMULS: 0.0, ATTENTION: 0.0}
             plan["points"] = {name: plan.pop(key, defaults[name]) for key, name in _LEVELS.items()}
     return {**root, "version": VERSIONS[name]}
+
+
+def _name_stage_ranks(problem: dict[str, Any]) -> None:
+    """Says the ranks of a stage where a plan before version 4 says the stages of a node."""
+    pipeline, budgets = problem.get("pipeline"), problem.get("budgets")
+    if isinstance(pipeline, dict) and isinstance(budgets, dict) and "stage_ranks" not in pipeline:
+        together, ranks = pipeline.get("stages_per_node"), budgets.get("ranks_per_node", 1)
+        if type(together) is int and type(ranks) is int and together > 0 and ranks % together == 0:
+            del pipeline["stages_per_node"]
+            pipeline["stage_ranks"] = ranks // together
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _at_least(these: Iterable[int], those: Iterable[int]) -> bool:
 def _read_ahead(turns: Sequence[Turn]) -> list[Turn | None]:
     """For each turn the backward whose first layer is read ahead in it or waits through it, if that layer had left.
 
-    The first layer of a second half that follows its first half directly never leaves.
+    Between the halves of a backward it has, but for a second half that follows its first half directly.
     """
     leaves_at = _leaves_at(turns)
     found: list[Turn | None] = [None] * len(turns)
@@ -122,7 +122,7 @@ def _read_ahead(turns: Sequence[Turn]) -> list[Turn | None]:
             continue
         if latest is not None:
             stays = turn.kind is Kind.WEIGHT and turn.call == turns[latest].call
-            if stays or leaves_at[turn.call] < latest:
+            if turn.kind is Kind.WEIGHT or leaves_at[turn.call] < latest:
                 found[latest + stays : at] = [turn] * (at - latest - stays)
         latest = at
     return found

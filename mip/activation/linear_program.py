@@ -26,8 +26,8 @@ Bytes are in units of the largest layer's, times in units of the mean layer's, t
     (8)  sum over a node of M (sum d) <= wear a day / 86400 s * M (C + sum R) of each of its stages
     (9)  h = d = 0 for a stage's last layer
    (10)  h = d = 0 for the last few and K = 0 for all others: only where no layer is to be divided
-   (11)  D_k >= D_(k-1) - W'_k - in_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass; the step
-         takes the last D longer: gradients that are reduced once a step, and are not behind that pass
+   (11)  D_k >= D_(k-1) - W'_k - in_k + load'_k + sync_k,  D_k >= sync_k for the steps k of the first stage's last pass;
+         the step takes the last D longer: gradients that are reduced once a step, and are not behind that pass
 
 Of these, MEMO (SIGMOD 2025, section 4.1) has two inequalities: (4) with out_i = 0, and (7), with x_all its alpha. The
 numbers are of this list, not of the paper's equations. Fractions of tokens are rounded to tiles afterwards, downwards,
@@ -176,14 +176,15 @@ class Model:
         self._stalls = 0
         self._stall_within: dict[tuple[int, int, Kind], pulp.LpVariable] = {}
         self._unmoved_bytes: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._most_held: dict[tuple[Resource, int], pulp.LpVariable] = {}
         self._exposed_s: dict[tuple[int, int, Kind, float], pulp.LpVariable | float] = {}
         self._stages = [self._groups(stage) for stage in stages]
         for stage in stages:
             self._time_rows(stage)
             self._device_rows(stage)
         self._sync_rows()
-        for first in range(0, problem.pipeline.stages, problem.pipeline.stages_per_node):
-            self._node_rows(range(first, first + problem.pipeline.stages_per_node))
+        for node in problem.nodes:
+            self._node_rows(node)
         step = self._total + (problem.pipeline.microbatches - 1) * self._slowest_stage
         self._program += step + self._prices if self._excess is None else self._excess
 
@@ -398,7 +399,7 @@ class Model:
         loads, _ = self._loads(0)
         late: pulp.LpVariable | float = 0.0
         for number, step in enumerate(load.steps):
-            work = pulp.lpSum([step.end_s / self._second])
+            work = pulp.lpSum([(step.end_s - step.network_s) / self._second])
             if step.layer is not None:
                 group, at = group_of[step.layer], (step.layer, load.kind)
                 work += self._work(group, load.kind) + self._exposed(group, load.kind, loads[at])
@@ -523,22 +524,25 @@ class Model:
         ]
         if len(sums) == 1:
             return sums[0]
-        most = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
-        for one in sums:
-            self._program += most >= one
-        return pulp.LpAffineExpression(most)
+        if (tier, stage) not in self._most_held:
+            most = self._most_held[tier, stage] = self._program.add_variable(f"held_{tier}_{stage}", 0, None)
+            for one in sums:
+                self._program += most >= one
+        return pulp.LpAffineExpression(self._most_held[tier, stage])
 
-    def _node_rows(self, stages: range) -> None:
+    def _node_rows(self, stages: Mapping[int, int]) -> None:
+        """Rows of the budgets that a node's ranks share; `stages` is the number of ranks by stage."""
         problem, budgets = self.problem, self.problem.budgets
-        ranks = budgets.ranks_per_node // len(stages)
-        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage in stages)
-        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage in stages)
+        host = pulp.lpSum(ranks * self._held(stage, Resource.HOST) for stage, ranks in stages.items())
+        disk = pulp.lpSum(ranks * self._held(stage, Resource.DISK) for stage, ranks in stages.items())
         written = pulp.lpSum(
             ranks * len(group.members) * problem.pipeline.microbatches * group.disk
-            for stage in stages
+            for stage, ranks in stages.items()
             for group in self._stages[stage]
         )
-        rounding = ranks * sum(rounding_bytes(problem, stage, divided=self.staying is None) for stage in stages)
+        rounding = sum(
+            ranks * rounding_bytes(problem, stage, divided=self.staying is None) for stage, ranks in stages.items()
+        )
         for used, budget, tier in (
             (host, budgets.host_bytes, Resource.HOST),
             (disk, budgets.disk_bytes, Resource.DISK),

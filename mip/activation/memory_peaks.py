@@ -161,7 +161,7 @@ class _MomentPeaks:
         kind, own = self._moment.kind, self._own
         second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
         if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
-            yield self._at("the embedding", self._embedding.transient_bytes, {})
+            yield self._at("the embedding", self._embedding.transient_bytes, {}, ends_turn=True)
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
         for number in own:
@@ -179,7 +179,7 @@ class _MomentPeaks:
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))
             resident = self._head.saved_bytes + self._head.transient_bytes
-            yield self._at("the head", resident, running, latest_left=forward)
+            yield self._at("the head", resident, running, ends_turn=second_half, latest_left=forward)
 
     def _running(self, whole: range) -> Mapping[int, _Residence]:
         """Form of each of the running call's layers while `whole` are its rounding buffers."""

@@ -91,6 +91,8 @@ class SyncStep:
     """Number within the stage; None for what is beside the layers."""
     end_s: float = 0.0
     """Seconds of an end's work, or of the exposed reduction after the layers."""
+    network_s: float = 0.0
+    """Seconds meanwhile in which other collectives, which go first, have the network."""
     sync_s: float
 
 
@@ -113,10 +115,14 @@ def sync_load(problem: ActivationProblem, stage: int) -> SyncLoad | None:
         chunk, kind = last.chunk, last.kind
     own, first = chunks[chunk], sum(len(before) for before in chunks[:chunk])
     share = 1.0 if kind is Kind.BACKWARD else 0.5
-    steps = [SyncStep(layer=first + place, sync_s=known[index].sync_s) for place, index in enumerate(own)]
+    load = pass_load([known[index] for index in own], kind)
+    steps = [
+        SyncStep(layer=first + place, network_s=load.while_running[place], sync_s=known[index].sync_s)
+        for place, index in enumerate(own)
+    ]
     if kind is not Kind.WEIGHT:
         steps.reverse()
-    steps.append(SyncStep(layer=None, end_s=pass_load([known[index] for index in own], kind).after_s, sync_s=0.0))
+    steps.append(SyncStep(layer=None, end_s=load.after_s, network_s=load.after_s, sync_s=0.0))
     head, embedding = profile.head, profile.embedding
     if own[-1] == len(known) - 1:
         at = len(steps) if kind is Kind.WEIGHT else 0
@@ -181,11 +187,11 @@ def exposed_sync_s(
     load = sync_load(problem, stage)
     if load is None:
         return 0.0
-    clock_s = reduced_s = 0.0
+    late_s = 0.0
     for step in load.steps:
-        clock_s += step.end_s
+        free_s = step.end_s - step.network_s
         if step.layer is not None:
-            clock_s += work_s(layers[step.layer], plans[step.layer], load.kind)
-            clock_s += sum(of_layers.get((step.layer, load.kind), 0.0) for of_layers in waits)
-        reduced_s = max(reduced_s, clock_s) + step.sync_s
-    return max(reduced_s - clock_s, 0.0)
+            free_s += work_s(layers[step.layer], plans[step.layer], load.kind)
+            free_s += sum(of_layers.get((step.layer, load.kind), 0.0) for of_layers in waits)
+        late_s = max(late_s - free_s, 0.0) + step.sync_s
+    return late_s

@@ -38,8 +38,9 @@ runtime alike. One rank, one microbatch, layers 0 to n-1; F, B, R are a layer's 
                takes longer than that layer's work, or has no layer beside it (the gather before a forward, the reduction
                after a backward), is exposed. A chunk's last layer stays gathered between forward and backward. A copy's
                window is as long as what runs in it, exposed collectives included. Gradients that are reduced once a step
-               follow one another on the network as the stage's last pass has them ready, behind its work and recompute;
-               those of another chunk are done by then. A message to the next stage arrives after the time of a send
+               follow one another on the network as the stage's last pass has them ready, behind its work and recompute
+               and after its gathers; those of another chunk are done by then. A message to the next stage arrives after
+               the time of a send
     halves     where backward is split, each half takes half of B, the first one R too. Between them a call holds on the
                device what has not moved, recomputed or not, and the gradients of its results; what has moved leaves
                again, and returns again for the second half, which runs from the first layer on
@@ -82,6 +83,9 @@ PAGE = 4096
 
 MAX_TURNS = 1 << 17
 """Largest product of stages, chunks and microbatches for schedules that are followed turn by turn."""
+
+MAX_RANKS = 1 << 20
+"""Largest number of ranks of all stages."""
 
 TOLERANCE = 1e-6
 """Deviation from 1 that a sum of fractions may have."""
@@ -150,8 +154,8 @@ class Pipeline:
 
     stages: int = 1
     microbatches: int = 1
-    stages_per_node: int = 1
-    """Number of consecutive stages that share a node, each with the same number of its ranks."""
+    stage_ranks: int = 0
+    """Ranks of each stage, which fill the nodes one stage after another; 0: as many as a node has."""
     held: int | None = None
     """Microbatches in flight of a single stage that is part of a pipeline planned stage by stage; None is the number
     under 1F1B."""
@@ -168,8 +172,8 @@ class Pipeline:
             raise PlanError(
                 f"pipeline: {self.stages} stages of {self.microbatches} microbatches do not hold {self.held}"
             )
-        if not 1 <= self.stages_per_node <= self.stages or self.stages % self.stages_per_node:
-            raise PlanError(f"pipeline: {self.stages} stages cannot be {self.stages_per_node} to a node")
+        if not 0 <= self.stages * self.stage_ranks <= MAX_RANKS:
+            raise PlanError(f"pipeline: {self.stages} stages of {self.stage_ranks} ranks are out of range")
         if not (1 <= self.stages <= 4096 and 1 <= self.microbatches <= 1 << 20):
             raise PlanError(f"pipeline: {self.stages} stages with {self.microbatches} microbatches are out of range")
         if self.own is None:
@@ -265,10 +269,22 @@ class ActivationProblem:
             raise PlanError(f"{layers} layers make no {pipeline.stages} stages{chunks}")
         if pipeline.own is not None and sum(pipeline.own.layers) != layers:
             raise PlanError(f"chunks of {sum(pipeline.own.layers)} layers are not {layers} layers")
-        if self.budgets.ranks_per_node % self.pipeline.stages_per_node:
-            raise PlanError(
-                f"{self.pipeline.stages_per_node} stages cannot share {self.budgets.ranks_per_node} ranks evenly"
-            )
+
+    @property
+    def nodes(self) -> tuple[Mapping[int, int], ...]:
+        """Number of each stage's ranks on a node, once for all nodes that are alike.
+
+        At most three kinds of nodes have ranks of a stage: its first, its last, and those between.
+        """
+        size, stages = self.budgets.ranks_per_node, self.pipeline.stages
+        each = self.pipeline.stage_ranks or size
+        bounds = [(stage * each // size, ((stage + 1) * each - 1) // size) for stage in range(stages)]
+        found: dict[tuple[tuple[int, int], ...], None] = {}
+        for node in sorted({node for first, last in bounds for node in (first, min(first + 1, last), last)}):
+            begin, end = node * size, min((node + 1) * size, stages * each)
+            own = range(begin // each, (end - 1) // each + 1)
+            found[tuple((of, min(end, (of + 1) * each) - max(begin, of * each)) for of in own)] = None
+        return tuple(dict(node) for node in found)
 
 
 def chunk_layers(problem: ActivationProblem, stage: int) -> tuple[range, ...]:

@@ -1,4 +1,5 @@
-"""Canonical branch and bound, and greedy fit, in Python: the reference implementation of search.cpp, and its fallback.
+"""Canonical branch and bound, and greedy fit, in Python: the reference implementation of the C++ in native/,
+and its fallback.
 
 Any placement can be pushed down until every buffer rests on the ground, on another, or on a fixed one, and its buffers
 can be listed in ascending order of (offset, rank). So it is enough to build placements in that order, each buffer at

@@ -25,15 +25,17 @@ Key = Callable[[int], tuple[int, ...]]
 
 
 def portfolio_orders(instance: Instance) -> Iterator[tuple[str, list[int]]]:
-    """Yields (name, buffer indices) of the orders for greedy fit; by peak load comes first."""
-    width, peak, sizes = _widths(instance), _peaks(instance), instance.sizes
+    """Yields (name, buffer indices) of the orders for greedy fit, the best one for large instances first."""
+    width, sizes = _widths(instance), instance.sizes
+    start = [spans[0][0] for spans in instance.spans]
     keys: dict[str, Key] = {
-        "peak load": lambda i: (-peak[i], -width[i] * sizes[i], i),
-        "area": lambda i: (-width[i] * sizes[i], i),
+        "size, start": lambda i: (-sizes[i], start[i], i),
         "width": lambda i: (-width[i], -sizes[i], i),
-        "peak load, start": lambda i: (-peak[i], instance.spans[i][0][0], -sizes[i], i),
+        "peak load": lambda i: (-instance.peaks[i], -width[i] * sizes[i], i),
         "size": lambda i: (-sizes[i], -width[i], i),
-        "start": lambda i: (instance.spans[i][0][0], -width[i], i),
+        "area": lambda i: (-width[i] * sizes[i], i),
+        "peak load, start": lambda i: (-instance.peaks[i], start[i], -sizes[i], i),
+        "start": lambda i: (start[i], -width[i], i),
     }
     for name, key in keys.items():
         yield name, sorted(range(instance.n), key=key)
@@ -47,7 +49,7 @@ def search_orders(instance: Instance, *, seed: int, conflicts: Sequence[int]) ->
         seed: of the random weights.
         conflicts: number of failures by section; read again for each order.
     """
-    width, peak, sizes = _widths(instance), _peaks(instance), instance.sizes
+    width, peak, sizes = _widths(instance), instance.peaks, instance.sizes
     named: tuple[Key, ...] = (
         lambda i: (-width[i], -width[i] * sizes[i], -peak[i], i),
         lambda i: (-peak[i], -width[i] * sizes[i], -width[i], i),
@@ -76,8 +78,3 @@ def _widths(instance: Instance) -> list[int]:
     """Number of sections from each buffer's first to its last."""
     return [spans[-1][1] - spans[0][0] for spans in instance.spans]
 
-
-def _peaks(instance: Instance) -> list[int]:
-    """Largest load among each buffer's sections."""
-    loads = instance.loads
-    return [max(max(loads[a:b]) for a, b in spans) for spans in instance.spans]

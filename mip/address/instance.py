@@ -12,10 +12,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from memo.mip.address.problem import Buffer
 
 __all__ = ["Instance", "make_instance"]
+
+Spans = tuple[tuple[int, int], ...]
+"""Half-open ranges, in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,8 @@ class Instance:
     alignments: tuple[int, ...]
     fixed: tuple[int, ...]
     """Given offset of each buffer, or -1."""
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    """Half-open ranges of sections in which each buffer is in use, in order."""
+    spans: tuple[Spans, ...]
+    """Sections in which each buffer is in use."""
     n_sections: int
 
     @property
@@ -57,9 +61,51 @@ class Instance:
         ends = [at + size for at, size in zip(self.fixed, self.sizes, strict=True) if at >= 0]
         return max([*self.loads, *ends], default=0)
 
+    @cached_property
+    def n_meetings(self) -> int:
+        """Sum over the buffers of how many others live at some time between their starts and their ends."""
+        begun = [0] * (self.n_sections + 1)
+        ended = [0] * (self.n_sections + 1)
+        for spans in self.spans:
+            begun[spans[0][0] + 1] += 1
+            ended[spans[-1][1]] += 1
+        begun, ended = list(accumulate(begun)), list(accumulate(ended))
+        return sum(begun[spans[-1][1]] - ended[spans[0][0]] - 1 for spans in self.spans)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Largest load among each buffer's sections."""
+        most = RangeMaximum(self.loads)
+        return tuple(max(most.within(first, last) for first, last in spans) for spans in self.spans)
+
+    def part(self, indices: Sequence[int]) -> Instance:
+        """The instance of some of the buffers, in the same units, with no more sections than they need."""
+        spans, n_sections = _sections([self.spans[i] for i in indices])
+        columns = (self.sizes, self.alignments, self.fixed)
+        sizes, alignments, fixed = (tuple(column[i] for i in indices) for column in columns)
+        return Instance(
+            unit=self.unit, sizes=sizes, alignments=alignments, fixed=fixed, spans=spans, n_sections=n_sections
+        )
+
     def height(self, offsets: Sequence[int]) -> int:
         """Size of the arena that these offsets need."""
         return max((offset + size for offset, size in zip(offsets, self.sizes, strict=True)), default=0)
+
+
+class RangeMaximum:
+    """Largest value in any range of a sequence: a table of the largest of every 1, 2, 4, 8, ... neighbours."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._rows = [list(values)]
+        while 2 << len(self._rows) - 1 <= len(values):
+            row, width = self._rows[-1], 1 << len(self._rows) - 1
+            self._rows.append(list(map(max, row, row[width:])))
+
+    def within(self, first: int, last: int) -> int:
+        """The largest value in [first, last), which is not empty."""
+        level = (last - first).bit_length() - 1
+        row = self._rows[level]
+        return max(row[first], row[last - (1 << level)])
 
 
 def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
@@ -71,7 +117,7 @@ def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
     alignments = [math.lcm(alignment, buffer.alignment) for buffer in buffers]
     fixed = [-1 if buffer.fixed_offset is None else buffer.fixed_offset for buffer in buffers]
     unit = math.gcd(*sizes, *(a for a in alignments if a > 1), *(at for at in fixed if at >= 0)) or 1
-    spans, n_sections = _sections(buffers)
+    spans, n_sections = _sections([tuple(buffer.spans()) for buffer in buffers])
     return Instance(
         unit=unit,
         sizes=tuple(size // unit for size in sizes),
@@ -82,14 +128,14 @@ def make_instance(buffers: Sequence[Buffer], *, alignment: int) -> Instance:
     )
 
 
-def _sections(buffers: Sequence[Buffer]) -> tuple[tuple[tuple[tuple[int, int], ...], ...], int]:
-    """Each buffer's section ranges, and the number of sections. An end that follows a start closes a section."""
+def _sections(times: Sequence[Spans]) -> tuple[tuple[Spans, ...], int]:
+    """Ranges of sections for ranges of instants, and the number of sections. An end after a start closes a section."""
     events = []
-    for index, buffer in enumerate(buffers):
-        for start, end in buffer.spans():
+    for index, spans in enumerate(times):
+        for start, end in spans:
             events += [(start, 1, index), (end, 0, index)]
-    opened = [0] * len(buffers)
-    spans: list[list[tuple[int, int]]] = [[] for _ in buffers]
+    opened = [0] * len(times)
+    ranges: list[list[tuple[int, int]]] = [[] for _ in times]
     section, grown = 0, False
     for _, begins, index in sorted(events):
         if begins:
@@ -97,5 +143,5 @@ def _sections(buffers: Sequence[Buffer]) -> tuple[tuple[tuple[tuple[int, int], .
             continue
         if grown:
             section, grown = section + 1, False
-        spans[index].append((opened[index], section))
-    return tuple(map(tuple, spans)), section
+        ranges[index].append((opened[index], section))
+    return tuple(map(tuple, ranges)), section

@@ -1,8 +1,8 @@
-"""Greedy fit and tree search as engines: compiled C++ where possible, Python otherwise.
+"""Greedy fit, local search and tree search as engines: compiled C++ where possible, Python otherwise.
 
-Owns the interface to C: arrays, stop flag, thread. A call runs in a thread with a stack for deep recursion while the
-caller waits, so that Ctrl-C and the deadline take effect at once: both set the stop flag, and the call returns what it
-has.
+Owns the interface to C: arrays, clock, thread. The loops in C ask the clock themselves, so a deadline holds however busy
+the machine is. A call runs in a thread with a stack for deep recursion while the caller waits, so that Ctrl-C takes effect
+at once: it sets the clock's flag, and the call returns what it has.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import functools
 import sys
 import threading
 import time
@@ -22,15 +23,16 @@ from memo.mip.address import branch_and_bound
 from memo.mip.address.instance import Instance
 from memo.mip.compile_cpp import load
 
-__all__ = ["Answer", "Compiled", "Engine", "Outcome", "Pure", "make_engine"]
+__all__ = ["Answer", "Compiled", "Engine", "Outcome", "Pure", "Weights", "make_engine"]
 
 STACK_NBYTES_PER_BUFFER = 2048
 SMALL_PART = 1024
-"""Buffers up to which search.cpp treats a part as small; measured on instances of 150 to 24,000 buffers."""
+"""Buffers up to which tree.h treats a part as small; measured on instances of 150 to 24,000 buffers."""
+NATIVE = Path(__file__).with_name("native")
 
 
 class Answer(enum.IntEnum):
-    """Outcome of a search; the numbers are those of search.cpp."""
+    """Outcome of a search; the numbers are those of tree.h."""
 
     IMPOSSIBLE = 0
     FOUND = 1
@@ -47,8 +49,16 @@ class Outcome:
     nodes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What it costs the local search to take a buffer out: its size and width in sections, to these powers."""
+
+    by_size: float
+    by_width: float
+
+
 class Engine(Protocol):
-    """Greedy fit and tree search on one instance."""
+    """Greedy fit, local search and tree search on one instance."""
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """Places the buffers by greedy fit in this order.
@@ -60,6 +70,23 @@ class Engine(Protocol):
 
         Returns:
             Offsets by buffer index, or None when the deadline came first.
+        """
+
+    def refill(
+        self, start: Sequence[int], *, target: int, steps: int, seed: int, weights: Weights, deadline: float
+    ) -> tuple[int, ...] | None:
+        """Changes a placement until it is no higher than the target.
+
+        Args:
+            start: offsets by buffer index; -1 for buffers that are not placed yet.
+            target: in units.
+            steps: most buffers that are put in by force.
+            seed: of the choices among equals.
+            weights: of the buffers that have to make way.
+            deadline: in seconds of `time.monotonic`.
+
+        Returns:
+            Offsets by buffer index, or None when the steps or the time did not suffice.
         """
 
     def search(
@@ -78,12 +105,12 @@ class Engine(Protocol):
 
 def make_engine(instance: Instance) -> Engine:
     """Returns the compiled engine, or the one in Python where there is no compiler."""
-    library = load(Path(__file__).with_name("search.cpp"))
+    library = load(NATIVE / "engine.cpp", includes=tuple(sorted(NATIVE.glob("*.h"))))
     return Pure(instance) if library is None else Compiled(instance, library)
 
 
 class Pure:
-    """Engine in Python, two orders of magnitude slower than the compiled one."""
+    """Engine in Python, two orders of magnitude slower than the compiled one, and without the local search."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
@@ -91,6 +118,9 @@ class Pure:
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """As `Engine.fit`."""
         return branch_and_bound.fit(self._instance, order, best=best, expired=lambda: time.monotonic() > deadline)
+
+    def refill(self, start: Sequence[int], **_: object) -> None:
+        """Gives up: see the class."""
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
@@ -107,7 +137,7 @@ class Pure:
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(max(limit, 4 * self._instance.n + 1000))
         try:
-            found = _in_thread(search.run, self._instance.n * 16, time.monotonic() + 1e9, lambda: search.halt())
+            found = _in_thread(search.run, self._instance.n * 16, search.halt)
         finally:
             sys.setrecursionlimit(limit)
         offsets = tuple(search.offsets) if found == Answer.FOUND else ()
@@ -118,72 +148,72 @@ class Compiled:
     """Engine in C++."""
 
     def __init__(self, instance: Instance, library: ctypes.CDLL, *, small_part: int = SMALL_PART) -> None:
-        self._instance, self._small_part = instance, small_part
-        self._library = library
-        library.memo_fit.restype = ctypes.c_int64
+        self._n, self._small_part, self._library = instance.n, small_part, library
+        rows, ranges = array("i", [0]), array("i")
+        for spans in instance.spans:
+            for span in spans:
+                ranges.extend(span)
+            rows.append(len(ranges) // 2)
+        columns = (instance.sizes, instance.alignments, instance.fixed)
+        self._arrays = (rows, ranges, *(array("q", column) for column in columns))
+        self._given = _Given(instance.n, instance.n_sections, *map(_at, self._arrays))
 
     def fit(self, order: Sequence[int], *, best: bool, deadline: float) -> tuple[int, ...] | None:
         """As `Engine.fit`."""
-        stop, out = array("i", [0]), array("q", bytes(8 * len(order)))
-        problem = _Arrays(self._instance, order)
+        ranks, out = array("i", order), array("q", bytes(8 * self._n))
+        done = self._call("memo_fit", deadline, _at(ranks), ctypes.c_int32(best), _at(out))
+        return tuple(out) if done else None
 
-        def call() -> int:
-            return int(self._library.memo_fit(*problem.arguments(), ctypes.c_int32(best), _at(stop), _at(out)))
-
-        if _in_thread(call, len(order), deadline, lambda: stop.__setitem__(0, 1)) < 0:
-            return None
-        return _by_index(order, out)
+    def refill(
+        self, start: Sequence[int], *, target: int, steps: int, seed: int, weights: Weights, deadline: float
+    ) -> tuple[int, ...] | None:
+        """As `Engine.refill`."""
+        offsets = array("q", start)
+        limits = (ctypes.c_int64(target), ctypes.c_int64(steps), ctypes.c_uint64(seed))
+        powers = (ctypes.c_double(weights.by_size), ctypes.c_double(weights.by_width))
+        done = self._call("memo_refill", deadline, *limits, *powers, _at(offsets))
+        return tuple(offsets) if done else None
 
     def search(
         self, order: Sequence[int], *, capacity: int, node_limit: int, deadline: float, conflicts: array[int]
     ) -> Outcome:
         """As `Engine.search`."""
-        stop, nodes, out = array("i", [0]), array("q", [0]), array("q", bytes(8 * len(order)))
-        problem = _Arrays(self._instance, order)
+        ranks, nodes, out = array("i", order), array("q", [0]), array("q", bytes(8 * self._n))
+        limits = (ctypes.c_int64(capacity), ctypes.c_int64(node_limit), ctypes.c_int32(self._small_part))
+        arrays = (_at(conflicts), _at(nodes), _at(out))
+        answer = Answer(self._call("memo_search", deadline, _at(ranks), *limits, *arrays))
+        return Outcome(answer=answer, offsets=tuple(out) if answer is Answer.FOUND else (), nodes=nodes[0])
 
-        def call() -> int:
-            limits = (ctypes.c_int64(capacity), ctypes.c_int64(node_limit), ctypes.c_int32(self._small_part))
-            return int(
-                self._library.memo_search(
-                    *problem.arguments(), *limits, _at(stop), _at(conflicts), _at(nodes), _at(out)
-                )
-            )
-
-        answer = Answer(_in_thread(call, len(order), deadline, lambda: stop.__setitem__(0, 1)))
-        offsets = _by_index(order, out) if answer is Answer.FOUND else ()
-        return Outcome(answer=answer, offsets=offsets, nodes=nodes[0])
+    def _call(self, name: str, deadline: float, *arguments: object) -> int:
+        stop = array("i", [0])
+        clock = _Clock(_at(stop), deadline)
+        function = getattr(self._library, name)
+        call = functools.partial(function, ctypes.byref(self._given), ctypes.byref(clock), *arguments)
+        return _in_thread(call, self._n, lambda: stop.__setitem__(0, 1))
 
 
-class _Arrays:
-    """Arrays of an instance in branching order, as C reads them; must outlive the call."""
+class _Given(ctypes.Structure):
+    """As in instance.h; the arrays must outlive it."""
 
-    def __init__(self, instance: Instance, order: Sequence[int]) -> None:
-        rows, ranges = array("i", [0]), array("i")
-        for index in order:
-            for span in instance.spans[index]:
-                ranges.extend(span)
-            rows.append(len(ranges) // 2)
-        columns = (instance.sizes, instance.alignments, instance.fixed)
-        self._counts = (len(order), instance.n_sections)
-        self._arrays = (rows, ranges, *(array("q", [column[index] for index in order]) for column in columns))
+    _fields_ = (
+        ("n", ctypes.c_int32),
+        ("sections", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("row", "ranges", "sizes", "alignments", "fixed")),
+    )
 
-    def arguments(self) -> list[object]:
-        return [*map(ctypes.c_int32, self._counts), *map(_at, self._arrays)]
+
+class _Clock(ctypes.Structure):
+    """As in instance.h."""
+
+    _fields_ = (("stop", ctypes.c_void_p), ("deadline", ctypes.c_double))
 
 
 def _at(numbers: array[int]) -> ctypes.c_void_p:
     return ctypes.c_void_p(numbers.buffer_info()[0])
 
 
-def _by_index(order: Sequence[int], by_rank: Sequence[int]) -> tuple[int, ...]:
-    offsets = [0] * len(order)
-    for index, offset in zip(order, by_rank, strict=True):
-        offsets[index] = offset
-    return tuple(offsets)
-
-
-def _in_thread(call: Callable[[], int], n: int, deadline: float, halt: Callable[[], None]) -> int:
-    """Runs the call in a thread with a deep stack, and halts it at the deadline or on Ctrl-C."""
+def _in_thread(call: Callable[[], int], n: int, halt: Callable[[], None]) -> int:
+    """Runs the call in a thread with a deep stack, and halts it on Ctrl-C."""
     results: list[int] = []
     errors: list[BaseException] = []
 
@@ -200,7 +230,7 @@ def _in_thread(call: Callable[[], int], n: int, deadline: float, halt: Callable[
     finally:
         threading.stack_size(before)
     try:
-        thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        thread.join()
     finally:
         if thread.is_alive():
             halt()

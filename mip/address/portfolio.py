@@ -1,33 +1,54 @@
-"""Solver of one arena: a portfolio of greedy fits, then restarted tree searches, until the bound is met or time is up.
+"""Solver of one arena: greedy fits, then local and tree searches in turn, until the bound is met or time is up.
 
 Owns the incumbent and the lower bound. Invariant: `lower` is proven, and `offsets` fit in `upper` units; the two only
-approach each other. Work is limited by nodes, not by seconds, so that two runs which both end before the time limit
-give the same plan on machines of any speed.
+approach each other. Work is limited by steps and nodes, not by seconds, so that two runs which both end before the time
+limit give the same plan on machines of any speed.
 
-    greedy fits ─▶ upper ── tree search at a capacity in [lower, upper) ─▶ found: upper = its height
-                                                                       └▶ impossible: lower = that capacity + 1
+    greedy fits ─▶ upper ─┬▶ core: the buffers of the highest loads alone, the others refilled around them
+                          ├▶ refill: local search from the incumbent to a height below it
+                          └▶ tree search at a capacity in [lower, upper) ─▶ found: upper = its height
+                                                                         └▶ impossible: lower = that capacity + 1
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
 
 from memo.mip.address.buffer_orders import portfolio_orders, search_orders
 from memo.mip.address.instance import Instance
-from memo.mip.address.native_search import Answer, Engine, make_engine
+from memo.mip.address.native_search import Answer, Engine, Weights, make_engine
 
 __all__ = ["ArenaSolver"]
 
+FIT_MEETINGS = 1_000_000_000
+"""Pairs of buffers that the greedy fits may look at together: two to three seconds, all orders up to some 15,000 buffers."""
 NODE_LIMIT = 4000
 """Nodes of the shortest searches: some order solves each of MiniMalloc's instances A to F within about this many."""
 FIRST_NODE_LIMIT = 20_000
 """Nodes of the searches by named orders, which succeed at once more often than others."""
 NAMED_ORDERS = 3
 CYCLE, NEAR = 4, 0.02
-"""Targets of searches without a capacity: of every CYCLE, all but one are the lower bound when the incumbent is within
+"""Targets of tree searches without a capacity: of every CYCLE, all but one are the lower bound when the incumbent is within
 the fraction NEAR of it, else one is; the others lie between the bound and the incumbent."""
+TREE_MOST = 10_000
+"""Buffers of the largest instances for tree search: its nodes take time in proportion, and it needs as many of them."""
+CORE_LOAD, CORE_MOST = 0.9, 0.5
+"""The core: buffers that live where the load is more than this fraction of the largest; if no more than this fraction."""
+CORE_TURNS = 8
+REFILL_STEPS = 5000
+"""Steps of the shortest refills."""
+REFILLS = (
+    (0.66, Weights(by_size=0.5, by_width=0.5)),
+    (0.9, Weights(by_size=0.0, by_width=0.2)),
+    (0.0, Weights(by_size=0.5, by_width=0.5)),
+    (0.66, Weights(by_size=0.0, by_width=0.2)),
+)
+"""Refills in turn: the part of the gap that is left at their target, and their weights. Which weights succeed differs from
+instance to instance: sizes matter where they are few and large, widths nearly everywhere."""
 
 
 class ArenaSolver:
@@ -36,7 +57,7 @@ class ArenaSolver:
     Args:
         instance: the arena's buffers.
         capacity: a size in units that is good enough; None asks for the smallest.
-        seed: of the search's orders.
+        seed: of the searches.
         report: called after each change of incumbent or bound.
         engine: the inner loops; compiled where possible by default.
     """
@@ -58,6 +79,7 @@ class ArenaSolver:
         self.nodes = 0
         self._capacity, self._seed = capacity, seed
         self._report = report or (lambda _: None)
+        self._halvings = 1
         self._engine = engine or make_engine(instance)
 
     @property
@@ -83,7 +105,7 @@ class ArenaSolver:
         self._report(self)
 
     def run(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs portfolio and search until `done`."""
+        """Runs portfolio and searches until `done`."""
         self.portfolio(deadline=deadline, gap=gap)
         self.search(deadline=deadline, gap=gap)
 
@@ -99,18 +121,19 @@ class ArenaSolver:
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs greedy fit in every order of the portfolio until `done`."""
+        """Runs greedy fit in the orders of the portfolio until `done`; the first one to its end, whatever the deadline."""
         if self.impossible or self.optimal:
             return
-        for name, order in portfolio_orders(self.instance):
-            for best in (False, True):
-                offsets = self._engine.fit(order, best=best, deadline=deadline)
-                if offsets is None:
-                    return
-                # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
-                self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
-                if self.done(deadline=deadline, gap=gap):
-                    return
+        most = max(1, FIT_MEETINGS // max(1, self.instance.n_meetings))
+        fits = ((name, order, best) for name, order in portfolio_orders(self.instance) for best in (False, True))
+        for name, order, best in itertools.islice(fits, most):
+            offsets = self._engine.fit(order, best=best, deadline=deadline if self.offsets else math.inf)
+            if offsets is None:
+                return
+            # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
+            self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
+            if self.done(deadline=deadline, gap=gap):
+                return
 
     def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
         """Runs greedy fit in the order of a known placement, from the lowest buffer up.
@@ -121,37 +144,101 @@ class ArenaSolver:
         if offsets is not None:
             self.offer(offsets, method)
 
-    def search(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs tree searches, one order after the other, until `done`."""
+    def search(self, *, deadline: float, gap: float = 0.0, turns: int | None = None) -> None:
+        """Runs local and tree searches in turn until `done`.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
+            gap: as for `done`.
+            turns: most searches of each kind.
+        """
         if self.done(deadline=deadline, gap=gap):
             return
+        self._core(deadline=deadline, gap=gap)
         conflicts = array("q", bytes(8 * self.instance.n_sections))
-        shortest = max(NODE_LIMIT, self.instance.n * 3 // 2)
-        first = max(FIRST_NODE_LIMIT, shortest)
-        halvings = 1
-        for turn, order in enumerate(search_orders(self.instance, seed=self._seed, conflicts=conflicts)):
-            target = self._target(turn, halvings)
-            outcome = self._engine.search(
-                order,
-                capacity=target,
-                node_limit=first if turn < NAMED_ORDERS else shortest * luby(turn - NAMED_ORDERS + 1),
-                deadline=deadline,
-                conflicts=conflicts,
-            )
-            self.nodes += outcome.nodes
-            if outcome.answer is Answer.FOUND:
-                self.offer(outcome.offsets, "tree search")
-                halvings = 1
-            elif outcome.answer is Answer.IMPOSSIBLE:
-                self.lower = max(self.lower, target + 1)
-                self._report(self)
-            elif target > self.lower:
-                halvings += 1
+        trees = self.instance.n <= TREE_MOST
+        orders = search_orders(self.instance, seed=self._seed, conflicts=conflicts) if trees else itertools.repeat([])
+        for turn, order in enumerate(itertools.islice(orders, turns)):
+            if not self.done(deadline=deadline, gap=gap):
+                self._local(turn, deadline=deadline)
+            if trees and not self.done(deadline=deadline, gap=gap):
+                self._tree(turn, order, conflicts, deadline=deadline)
             if self.done(deadline=deadline, gap=gap):
                 return
 
-    def _target(self, turn: int, halvings: int) -> int:
-        """Capacity of the next search: the user's, the lower bound, or at times a point nearer to the incumbent."""
+    def _core(self, *, deadline: float, gap: float) -> None:
+        """Places the buffers of the highest loads alone, and the others around them."""
+        instance = self.instance
+        most = CORE_LOAD * max(instance.loads)
+        core = [index for index, peak in enumerate(instance.peaks) if peak > most]
+        if not self.offsets or len(core) > CORE_MOST * instance.n:
+            return
+        inner = ArenaSolver(instance.part(core), capacity=self._capacity, seed=self._seed)
+        inner.portfolio(deadline=deadline, gap=gap)
+        inner.search(deadline=deadline, gap=gap, turns=CORE_TURNS)
+        if not inner.offsets:
+            return
+        start = [-1] * instance.n
+        for index, offset in zip(core, inner.offsets, strict=True):
+            start[index] = offset
+        self._refill(start, max(self._below(0.0), inner.upper), REFILLS[0][1], "core first", deadline=deadline)
+
+    def _local(self, turn: int, *, deadline: float) -> None:
+        """Refills the incumbent below a smaller height."""
+        share, weights = REFILLS[turn % len(REFILLS)]
+        steps = REFILL_STEPS * luby(turn // len(REFILLS) + 1)
+        self._refill(self.offsets, self._below(share), weights, "local search", steps=steps, turn=turn, deadline=deadline)
+
+    def _refill(
+        self,
+        start: Sequence[int],
+        target: int,
+        weights: Weights,
+        method: str,
+        *,
+        steps: int = REFILL_STEPS,
+        turn: int = 0,
+        deadline: float,
+    ) -> None:
+        if self.upper is None or target >= self.upper:
+            return
+        seed = self._seed * 1_000_003 + turn & 0xFFFFFFFF
+        offsets = self._engine.refill(
+            start, target=target, steps=steps, seed=seed, weights=weights, deadline=deadline
+        )
+        if offsets is not None:
+            self.offer(offsets, method)
+
+    def _below(self, share: float) -> int:
+        """A height below the incumbent's: the user's, or one that leaves this part of the gap."""
+        if self._capacity is not None or self.upper is None:
+            return self._capacity or 0
+        return min(self.upper - 1, self.lower + int((self.upper - self.lower) * share))
+
+    def _tree(self, turn: int, order: Sequence[int], conflicts: array[int], *, deadline: float) -> None:
+        """Runs one tree search."""
+        shortest = max(NODE_LIMIT, self.instance.n * 3 // 2)
+        named = turn < NAMED_ORDERS
+        target = self._target(turn)
+        outcome = self._engine.search(
+            order,
+            capacity=target,
+            node_limit=max(FIRST_NODE_LIMIT, shortest) if named else shortest * luby(turn - NAMED_ORDERS + 1),
+            deadline=deadline,
+            conflicts=conflicts,
+        )
+        self.nodes += outcome.nodes
+        if outcome.answer is Answer.FOUND:
+            self.offer(outcome.offsets, "tree search")
+            self._halvings = 1
+        elif outcome.answer is Answer.IMPOSSIBLE:
+            self.lower = max(self.lower, target + 1)
+            self._report(self)
+        elif target > self.lower:
+            self._halvings += 1
+
+    def _target(self, turn: int) -> int:
+        """Capacity of the next tree search: the user's, the lower bound, or at times a point nearer to the incumbent."""
         if self._capacity is not None:
             return self._capacity
         if self.upper is None or turn < NAMED_ORDERS:
@@ -159,7 +246,7 @@ class ArenaSolver:
         near = self.upper <= self.lower * (1 + NEAR)
         if turn % CYCLE < (CYCLE - 1 if near else 1):
             return self.lower
-        step = (self.upper - self.lower) >> halvings
+        step = (self.upper - self.lower) >> self._halvings
         return max(self.lower, self.upper - max(1, step))
 
 

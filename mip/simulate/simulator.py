@@ -133,16 +133,18 @@ def _stage(plans: Sequence[LayerPlan], problem: ActivationProblem, number: int) 
 
 def _with_node_budgets(stages: Sequence[StageSimulation], problem: ActivationProblem, number: int) -> StageSimulation:
     """Sets the budgets of a stage's lower tiers: what the node's other stages leave, divided among its ranks."""
-    budgets, together = problem.budgets, problem.pipeline.stages_per_node
-    ranks = budgets.ranks_per_node // together
-    first = number // together * together
-    neighbours = [stages[other] for other in range(first, first + together) if other != number]
-    peaks = []
+    budgets, peaks = problem.budgets, []
     for peak in stages[number].peaks:
         if peak.tier is not Tier.DEVICE:
             node_bytes = budgets.host_bytes if peak.tier is Tier.HOST else budgets.disk_bytes
-            left = node_bytes - ranks * sum(neighbour.peak(peak.tier).nbytes for neighbour in neighbours)
-            peak = dataclasses.replace(peak, budget_nbytes=max(0, left) // ranks)
+            left = []
+            for node in problem.nodes:
+                if number in node:
+                    others = sum(
+                        ranks * stages[other].peak(peak.tier).nbytes for other, ranks in node.items() if other != number
+                    )
+                    left.append(max(0, node_bytes - others) // node[number])
+            peak = dataclasses.replace(peak, budget_nbytes=min(left))
         peaks.append(peak)
     return dataclasses.replace(stages[number], peaks=tuple(peaks))
 

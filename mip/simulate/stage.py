@@ -345,7 +345,7 @@ class Stage:
         self._sync(end, last=last)
         self._hold(Tier.DEVICE, -end.transient_nbytes - (0 if kind is Kind.INPUT else end.saved_nbytes))
 
-    # Collectives, one after another; those of a step's end are in a queue of their own.
+    # Collectives, one after another; those of a step's end are in a queue of their own, which waits for the others.
 
     def _exchange_beside(self, before: _Call | None, following: _Call | None, kind: Kind) -> None:
         """Issues what runs beside a layer's backward: the following layer's gather, the reduction of the one before."""
@@ -358,6 +358,8 @@ class Stage:
         """Issues a collective; returns when all that are issued have ended."""
         start_s = max(self.now_s, self._network_free_s)
         self._network_free_s = self._on_network(module, phase, start_s, seconds)
+        if self._sync_free_s > self.now_s:
+            self._sync_free_s += seconds
         return self._network_free_s
 
     def _sync(self, work: LayerWork | EndWork, *, last: bool) -> None:

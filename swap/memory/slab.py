@@ -1,14 +1,19 @@
-"""Pageable host slab, for devices that need no page-locking: pages are taken from the system as they are touched."""
+"""Pageable host slab, for devices that need no page-locking: pages are taken from the system as they are touched.
+
+Where host memory is the device, a slab's pages are part of the process's resident memory and count against the budget of
+the host tier: `touched_slab_bytes` is what the device's count leaves out.
+"""
 
 from __future__ import annotations
 
 import mmap
+import weakref
 
 import torch
 
 from memo.swap.memory.page_aligned import private_pages
 
-__all__ = ["PageableSlab"]
+__all__ = ["PageableSlab", "touched_slab_bytes"]
 
 
 class PageableSlab:
@@ -22,19 +27,33 @@ class PageableSlab:
         self._mapping = private_pages(nbytes)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.nbytes = 0
+        self.touched_bytes = 0
+        """End of the range that has been claimed since the slab was last shrunk; its pages are resident."""
+        _slabs.add(self)
 
     def grow(self, nbytes: int) -> None:
         """Counts the first `nbytes` as taken."""
         self.nbytes = max(self.nbytes, nbytes)
 
     def wait(self, nbytes: int) -> None:
-        """Does nothing: every byte is usable at once."""
+        """Counts the first `nbytes` as touched; every byte is usable at once."""
+        self.touched_bytes = max(self.touched_bytes, nbytes)
 
     def shrink(self, nbytes: int) -> None:
         """Gives the pages beyond the first `nbytes` back to the system."""
         if nbytes < self.nbytes:
             self._mapping.madvise(mmap.MADV_DONTNEED, nbytes, self.nbytes - nbytes)
             self.nbytes = nbytes
+            self.touched_bytes = min(self.touched_bytes, nbytes)
 
     def close(self) -> None:
-        """Does nothing: the mapping goes with its last view."""
+        """Ends the count of its bytes; the mapping goes with its last view."""
+        _slabs.discard(self)
+
+
+_slabs: weakref.WeakSet[PageableSlab] = weakref.WeakSet()
+
+
+def touched_slab_bytes() -> int:
+    """Bytes of this process's resident memory that pageable slabs take."""
+    return sum(slab.touched_bytes for slab in _slabs)

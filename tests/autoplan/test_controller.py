@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from planning_machine import (
 )
 
 from memo.autoplan.actuator_protocol import MEASURING
-from memo.autoplan.controller import MAX_CORRECTIONS
+from memo.autoplan.controller import MAX_CORRECTIONS, AutoPlan
 from memo.mip.activation.plan import ActivationPlan
 
 
@@ -128,13 +130,99 @@ def test_a_step_that_takes_longer_than_predicted_is_planned_anew() -> None:
         step(auto, machine)
     before = auto.plan
     machine.slowness = 1.5
-    for _ in range(4):
+    for _ in range(6):
         step(auto, machine)
     after = auto.plan
     assert before is not None
     assert after is not None
     assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
     assert auto.outcome().phase == "settled"
+
+
+def test_recompute_is_taken_to_be_as_much_slower_as_the_machine() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.plan
+    machine.slowness = 1.5
+    for _ in range(4):
+        step(auto, machine)
+    after = auto.plan
+    assert before is not None
+    assert after is not None
+    was, now = (plan.problem.profile.classes[0].points for plan in (before, after))
+    assert [point.recompute_s for point in now] == pytest.approx([1.5 * point.recompute_s for point in was])
+
+
+def test_one_slow_step_changes_no_plan() -> None:
+    machine = tight()
+    auto = make(machine)
+    for _ in range(4):
+        step(auto, machine)
+    before = auto.plan
+    machine.slowness = 1.5
+    step(auto, machine)  # the plan's second step, which is compared
+    machine.slowness = 1.0
+    for _ in range(3):
+        step(auto, machine)
+    assert auto.plan is before
+    assert auto.outcome().phase == "settled"
+
+
+def settled_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, AutoPlan, Callable[[int, float], None]]:
+    """A settled plan, and steps that are told how long they take as wholes."""
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    monkeypatch.setattr("memo.autoplan.controller.time", clock)
+    machine = tight()
+    auto = make(machine)
+
+    def steps(count: int, seconds: float) -> None:
+        for _ in range(count):
+            step(auto, machine)
+            clock.now += seconds
+
+    steps(6, 1.0)
+    assert auto.outcome().phase == "settled"
+    return machine, auto, steps
+
+
+def test_a_machine_that_has_become_slower_is_measured_again_though_all_was_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, auto, steps = settled_at_a_pace(monkeypatch)
+    steps(30, 1.0)
+    before = auto.plan
+    assert machine.heard_by is None
+    machine.slowness = 1.5
+    steps(30, 1.5)
+    after = auto.plan
+    assert before is not None
+    assert after is not None
+    assert after.stages[0].compute_s == pytest.approx(1.5 * before.stages[0].compute_s, rel=1e-3)
+    assert auto.outcome().phase == "settled"
+    assert machine.heard_by is None
+
+
+def test_a_slower_program_around_the_layers_is_looked_at_once_and_keeps_its_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, auto, steps = settled_at_a_pace(monkeypatch)
+    steps(30, 1.0)
+    before, looks = auto.plan, machine.listened
+    steps(60, 1.5)  # its data comes more slowly, say
+    assert auto.plan is before
+    assert machine.listened == looks + 1
+
+
+def test_steps_that_take_long_now_and_then_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, _, steps = settled_at_a_pace(monkeypatch)
+    steps(10, 1.0)
+    looks = machine.listened
+    for _ in range(20):
+        steps(2, 3.0)
+        steps(3, 1.0)
+    assert machine.listened == looks
 
 
 def test_a_prediction_that_never_holds_is_said_once_and_the_plan_stays() -> None:

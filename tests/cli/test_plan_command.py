@@ -75,7 +75,9 @@ def test_figures_have_their_names_and_units(capsys: pytest.CaptureFixture[str]) 
 def test_one_line_names_the_layers_with_full_device_memory_and_what_a_gib_more_saves(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tight, roomy = (of_json(capsys, [*PAPER, "--device", size]) for size in ("76GiB", "77GiB"))
+    # With room on the host, so that nothing else is short.
+    roomy_host = [*PAPER, "--host", "2.2TiB"]
+    tight, roomy = (of_json(capsys, [*roomy_host, "--device", size]) for size in ("69GiB", "70GiB"))
     (reason,) = tight["binding"]
     found = re.fullmatch(r"device memory at layers 1, 3, 5, .* is full: a GiB more saves (\d+) ms a step", reason)
     assert found
@@ -308,9 +310,47 @@ def test_a_plan_is_of_the_schedule_that_is_asked_for(tmp_path: Path, capsys: pyt
     assert len(steps) == 4
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "interleaved-zero-bubble"])
+def test_a_plan_has_as_many_chunks_as_are_asked_for(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--pp", "4"]
+    asked += ["--accumulate", "8", "--schedule", schedule]
+    waits = []
+    for chunks in (2, 4):
+        path = tmp_path / f"{chunks}.json"
+        report = of_json(capsys, [*asked, "--chunks", str(chunks), "-o", str(path)])
+        plan = read_activation_plan(path)
+        assert plan.problem.pipeline.chunks == chunks
+        waits.append(report["step_s"] / max(stage.microbatch_s for stage in plan.stages))
+        assert main(["show", str(path)]) == ExitCode.OK
+        assert (f"({schedule} of 4 chunks)" in capsys.readouterr().out) is (chunks == 4)
+        assert main(["simulate", str(path)]) == ExitCode.OK
+        capsys.readouterr()
+    assert waits[1] < waits[0], "more chunks make the bubble shorter"
+
+
+@pytest.mark.parametrize(("gpus", "tp", "pp"), [("12", "4", "3"), ("20", "4", "5"), ("24", "4", "2"), ("12", "1", "4")])
+def test_stages_may_fill_a_part_of_a_node_and_straddle_nodes(
+    gpus: str, tp: str, pp: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "7b", "--seq", "64k", "--gpu", "h100", "--gpus", gpus, "--tp", tp, "--pp", pp]
+    report = of_json(capsys, [*asked, "--accumulate", "6", "--host", "200GiB"])
+    assert len(report["stages"]) == int(pp)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--pp", "4", "--chunks", "2"], "--chunks 2 is not possible with 1f1b, which gives a rank 1"),
+        (
+            ["--pp", "4", "--accumulate", "8", "--schedule", "zbv", "--chunks", "3"],
+            "--chunks 3 is not possible with zbv, which gives a rank 2",
+        ),
+        (
+            ["--pp", "4", "--accumulate", "8", "--schedule", "interleaved-1f1b", "--chunks", "1"],
+            "--chunks 1 is too few for interleaved-1f1b; at least 2",
+        ),
         (["--schedule", "zbv"], "--schedule zbv has no meaning without --pp"),
         (["--pp", "4", "--accumulate", "6", "--schedule", "zbv"], "--accumulate 6 is too few for zbv on --pp 4"),
         (["--pp", "4", "--accumulate", "9", "--schedule", "interleaved-1f1b"], "does not divide into rounds"),
@@ -351,3 +391,27 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     shares = [point["fit"]["shares"] for point in swept["points"] if point["fit"]]
     assert all(share["alpha"] + sum(share["points"].values()) == pytest.approx(1.0) for share in shares)
     assert any(share["points"] for share in shares)
+
+
+def test_the_step_is_told_apart_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "a800", "--pp", "2", "--accumulate", "8"]
+    one, many = (of_json(capsys, [*cluster, "--gpus", gpus]) for gpus in ("2", "256"))
+    assert one["stages"][0]["communication_s"] == 0
+    assert many["stages"][0]["sync_s"] > 0  # gradients, once a step
+    assert many["step_s"] > one["step_s"]
+    assert main([*cluster, "--gpus", "256", "-o", str(tmp_path / "plan.json")]) == ExitCode.OK
+    table = capsys.readouterr().out
+    for cause in ("compute", "recompute", "exposed reduction of gradients", "gather of updated weights", "bubble"):
+        assert re.search(rf"^{cause}", table, re.MULTILINE), cause
+    assert main(["simulate", str(tmp_path / "plan.json"), "-o", str(tmp_path)]) == ExitCode.OK
+    assert re.search(r"^exposed communication +\S+ \S+ +\S+ \S+", capsys.readouterr().out, re.MULTILINE)
+    (first, _) = sorted(tmp_path.glob("*.jsonl"))
+    assert main(["trace", "stats", str(first)]) == ExitCode.OK
+    assert re.search(r"collectives\s+\S+ m?s", capsys.readouterr().out)
+
+
+def test_tensor_parallelism_beyond_a_node_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ["plan", "--model", "65b", "--seq", "128k", "--gpu", "a800", "--gpus", "64"]
+    assert of_json(capsys, [*wide, "--tp", "8"])["warnings"] == []
+    (words,) = of_json(capsys, [*wide, "--tp", "64"])["warnings"]
+    assert words.startswith("tp 64 leaves the node of 8 GPUs: its collectives take ")

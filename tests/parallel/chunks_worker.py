@@ -87,7 +87,7 @@ def of_all_ranks(plan: ActivationPlan, schedule: PipelineSchedule) -> Activation
     profile = plan.problem.profile
     profile = dataclasses.replace(profile, layers=profile.layers[:1] * LAYERS)
     budgets = Budgets(device_bytes=BUDGET, host_bytes=9 * LAYER, ranks_per_node=2)
-    pipeline = Pipeline(stages=2, microbatches=MICROBATCHES, stages_per_node=2, schedule=schedule)
+    pipeline = Pipeline(stages=2, microbatches=MICROBATCHES, stage_ranks=1, schedule=schedule)
     hardware = plan.problem.hardware
     return solve_problem(ActivationProblem(profile=profile, hardware=hardware, budgets=budgets, pipeline=pipeline))
 

@@ -31,6 +31,7 @@ class Machine:
     def __init__(self, *, device_bytes: int, host_bytes: int = 1 << 40) -> None:
         self.used: list[ActivationPlan | Setting] = []
         self.heard_by: Tracer | None = None
+        self.listened = 0
         self.idle = True
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
         self.others_bytes = 0
@@ -42,10 +43,14 @@ class Machine:
         self.spare = 0.5
         self.growths: list[float] = []  # that each of `used` was for
         self.transient_bytes = 0  # of the last step
+        self.after_bytes = 0  # more than in backward, after it
+        self.loaded_bytes = 0  # by planning
+        self.unexplained_bytes = 0  # above the peak of saved tensors, and not in `limits`
         self.trials = 0  # in each step
         self.watched: list[bool] = []
 
     def listen(self, tracer: Tracer | None) -> None:
+        self.listened += tracer is not None
         self.heard_by = tracer
 
     def finish(self) -> None: ...
@@ -79,8 +84,14 @@ class Machine:
             disk_bytes=0,
         )
 
-    def excess_bytes(self) -> int:
-        return max(0, self.peak + self.transient_bytes - self.device_bytes)
+    def spare_bytes(self) -> tuple[int, int]:
+        spare = self.device_bytes - self.peak - self.transient_bytes - self.unexplained_bytes
+        return spare, spare - self.after_bytes
+
+    def grown_bytes(self) -> int:
+        return self.loaded_bytes
+
+    def forget_peaks(self) -> None: ...
 
     def take_trials(self) -> int:
         return self.trials

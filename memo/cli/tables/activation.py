@@ -15,6 +15,8 @@ from memo.units import format_bytes, format_duration, format_tokens
 __all__ = ["activation_summary", "activation_table", "utilisation"]
 
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
+MUCH = 0.2
+"""Fraction of the layers' time in collectives from which parallelism across nodes is warned about."""
 _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 
 
@@ -45,6 +47,7 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "binding": list(plan.binding),
+        "warnings": _beyond_nodes(plan),
         "layer_plans": [
             {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan)
         ],
@@ -92,13 +95,11 @@ def _headline(plan: ActivationPlan) -> str:
 
 
 def _tiers(plan: ActivationPlan) -> str:
-    budgets, pipeline = plan.problem.budgets, plan.problem.pipeline
-    ranks, together = budgets.ranks_per_node // pipeline.stages_per_node, pipeline.stages_per_node
+    budgets = plan.problem.budgets
 
     def of_node(figure: Callable[[StagePrediction], int]) -> int:
-        per_rank = [figure(stage) for stage in plan.stages]
-        nodes = [per_rank[first : first + together] for first in range(0, len(per_rank), together)]
-        return ranks * max(sum(node) for node in nodes)
+        nodes = plan.problem.nodes
+        return max(sum(ranks * figure(plan.stages[stage]) for stage, ranks in node.items()) for node in nodes)
 
     rows = [("device, a GPU", budgets.device_bytes, max(stage.peak_device_bytes for stage in plan.stages))]
     rows.append(("host, a node", budgets.host_bytes, of_node(lambda stage: stage.peak_host_bytes)))
@@ -188,10 +189,27 @@ def _points(plan: ActivationPlan) -> list[str]:
 def _reasons(plan: ActivationPlan) -> str:
     problem = plan.problem
     lines = [f"why not faster: {reason}" for reason in plan.binding]
+    lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
     length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
     if length is not None:
-        lines.append(f"full swap hides behind compute from {length:,} tokens")
+        lines.append(f"full swap hides behind compute {f'from {length:,} tokens' if length else 'at any length'}")
     return "\n".join(lines)
+
+
+def _beyond_nodes(plan: ActivationPlan) -> list[str]:
+    """Sentences on tensor and context parallelism whose ranks are on several nodes, where that costs much of the step."""
+    problem = plan.problem
+    signature, per_node = problem.profile.signature, problem.hardware.gpus_per_node
+    ranks = signature.tp * signature.cp
+    exchanged = sum(layer.forward_exchange_s + layer.backward_exchange_s for layer in problem.profile.layer_profiles())
+    worked = sum(layer.forward_s + layer.backward_s for layer in problem.profile.layer_profiles())
+    if ranks <= per_node or exchanged < MUCH * worked:
+        return []
+    named = " and ".join(f"{name} {size}" for name, size in (("tp", signature.tp), ("cp", signature.cp)) if size > 1)
+    return [
+        f"{named} {'leave' if min(signature.tp, signature.cp) > 1 else 'leaves'} the node of {per_node} GPUs: its "
+        f"collectives take {exchanged / worked:.0%} of the layers' time; use --pp or data parallelism between nodes"
+    ]
 
 
 def _runs(plan: ActivationPlan) -> list[tuple[int, int, LayerPlan]]:

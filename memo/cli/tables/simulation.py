@@ -45,8 +45,7 @@ def simulation_summary(plan: ActivationPlan, problem: ActivationProblem, simulat
         "fits": not simulation.overflows,
         "slowest_stage": simulation.slowest,
         "stages": [
-            _stage_summary(problem, simulation, stage, prediction)
-            for stage, prediction in zip(simulation.stages, plan.stages, strict=True)
+            _stage_summary(problem, simulation, number, prediction) for number, prediction in enumerate(plan.stages)
         ],
     }
 
@@ -180,11 +179,12 @@ def _share(part: float, whole: float | None) -> float | None:
 
 
 def _stage_summary(
-    problem: ActivationProblem, simulation: Simulation, stage: StageSimulation, prediction: StagePrediction
+    problem: ActivationProblem, simulation: Simulation, number: int, prediction: StagePrediction
 ) -> dict[str, Any]:
+    stage = simulation.stages[number]
     predicted = _predicted_peaks(prediction)
     written = stage.moved_nbytes(Lane.DISK_WRITE)
-    ranks = problem.budgets.ranks_per_node // problem.pipeline.stages_per_node
+    ranks = max(node.get(number, 0) for node in problem.nodes)
     return {
         "compute_s": stage.compute_s,
         "communication_s": stage.communication_s,

@@ -18,7 +18,8 @@ from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, pa
 from memo.gpt.arithmetic.framework_profile import profile_of_training
 from memo.gpt.arithmetic.kernel_times import KernelRates
 from memo.gpt.arithmetic.layout import Layout
-from memo.gpt.arithmetic.training import Training
+from memo.gpt.arithmetic.training import ADAM_FP32, ADAM_PURE, Training
+from memo.gpt.arithmetic.weight_exchange import WeightExchange
 from memo.gpt.config import GPTConfig
 from memo.gpt.train_config import Precision
 from memo.mip.inputs import (
@@ -27,7 +28,6 @@ from memo.mip.inputs import (
     MATMULS,
     Collectives,
     EndProfile,
-    Group,
     Hardware,
     LayerProfile,
     PointProfile,
@@ -39,14 +39,15 @@ from memo.swap import comparing_nbytes
 
 __all__ = ["Layout", "derive_profile"]
 
-STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments of Adam
+# memo train stores weights and Adam's state in this precision, sharded by torch's FSDP; autocast is not FSDP's affair.
+STATES = {Precision.FP32: ADAM_FP32, Precision.BF16_AUTOCAST: ADAM_FP32, Precision.BF16: ADAM_PURE}
 LOGITS = 1 << 25  # in one chunk of the loss: memo.loss.chunked_cross_entropy.CHUNK_LOGITS
 LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 # Attention's backward makes five products of the scores' size where forward makes two (Dao et al. 2022).
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
 REPLAYED = 33  # kernels of a recompute of all but attention, at most
-MOST_OF_LINK = 0.9  # of the link to the host that collectives may take before copies share what is left
+MOST_LINK_SHARE = 0.9  # of a link that collectives take, so that copies are slow, not impossible
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -56,6 +57,7 @@ def derive_profile(
     layout: Layout,
     *,
     precision: Precision = Precision.BF16,
+    accumulate: int = 1,
     training: Training | None = None,
     rates: KernelRates | None = None,
     name: str = "gpt",
@@ -67,6 +69,7 @@ def derive_profile(
         machine: rates and memories of the machine.
         layout: size of the step and its parallelism.
         precision: number format of weights and arithmetic, of memo's own engine.
+        accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         training: choices of another framework, which computes in 16 bits; None is memo's own engine.
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         name: name of the model in the profile.
@@ -90,8 +93,9 @@ def derive_profile(
         pp=layout.pp,
     )
     sizes = ElementSizes.of(precision)
-    layer = _layer(config, machine, layout, sizes)
-    ends = _Ends(config, machine, layout, sizes)
+    weights = _Weights.of(machine, layout, precision, accumulate)
+    ends = _Ends(config, machine, layout, sizes, weights)
+    layer = _layer(config, machine, layout, sizes, weights)
     stage_parameters = -(-parameter_count(config) // layout.pp)
     return Profile(
         signature=signature,
@@ -101,24 +105,26 @@ def derive_profile(
         mlp_tiles=config.mlp_tiles,
         embedding=ends.embedding(),
         head=ends.head(),
-        # Adam reads weight, gradient and two moments, and writes all but the gradient: 7 float32 per parameter.
-        optimizer_s=7 * 4 * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
+        optimizer_s=STATES[precision].passes * stage_parameters / _shards(layout) / machine.hbm_bytes_per_s,
+        optimizer_exchange_s=weights.exchange.update_s(stage_parameters / layout.tp),
         send_s=_send_s(config, machine, layout, sizes),
-        link_share=_link_share(machine, layout, layer),
+        link_share=_link_share(layer, machine, layout),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
     )
 
 
-def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> LayerProfile:
+def _layer(
+    config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes, weights: _Weights
+) -> LayerProfile:
     tokens = layout.rank_tokens
     block = Block.of(config, layout.tokens, sizes, batch=layout.batch, tp=layout.tp, cp=layout.cp)
     products_s = tokens / (machine.peak_flops * machine.matmul_efficiency)
     attention_s = block.attention * tokens / (machine.peak_flops * machine.attention_efficiency)
     memory_s = tokens / machine.hbm_bytes_per_s
     tensor_s, context_s = _tensor_s(config, machine, layout, sizes), _context_s(config, machine, layout, sizes)
-    parameters, weights = layer_parameter_count(config), _Weights(machine, layout, sizes)
-    gathered_weights = sizes.product * parameters / layout.tp if _shards(layout) > layout.tp else 0.0
+    parameters = layer_parameter_count(config)
+    gathered_weights = weights.gathered_bytes(parameters)
     # Autocast's copies of the weights live from their first use until backward has used them.
     copied_weights = sizes.product * parameters / layout.tp if sizes.casts else 0.0
     return LayerProfile(
@@ -163,23 +169,59 @@ def _layer(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementS
         + 1.5 * tensor_s  # the two gathers again, for the weights' gradients
         + context_s
         + 2 * _tiling_s(config, block, machine),
-        forward_exchange_s=tensor_s + context_s,
-        backward_exchange_s=1.5 * tensor_s + context_s,
-        gather_s=weights.gather_s(parameters),
-        sync_s=weights.sync_s(parameters),
         forward_flops=(block.projections + block.attention) * tokens,
         backward_flops=(2 * block.projections + block.retiled + 2 * block.attention) * tokens,
         attention_flops=block.attention * tokens,
         attention_s=attention_s,
-        forward_transient_bytes=round(gathered_weights + block.forward_transient * tokens)
+        forward_exchange_s=tensor_s + context_s,
+        backward_exchange_s=1.5 * tensor_s + context_s,
+        gather_s=weights.exchange.gather_s(parameters / layout.tp),
+        sync_s=weights.exchange.sync_s(parameters / layout.tp),
+        # The layer that runs and the next one, which is gathered meanwhile.
+        forward_transient_bytes=round(2 * gathered_weights + block.forward_transient * tokens)
         + comparing_nbytes(round(block.largest * tokens)),
-        # With the gradient of the layer's weights, in the dtype of the products.
-        backward_transient_bytes=round(2 * gathered_weights + copied_weights + block.backward_transient * tokens),
+        # With the gradients of the layer's weights and of the one before, until they are reduced.
+        backward_transient_bytes=round(4 * gathered_weights + copied_weights + block.backward_transient * tokens),
         between_bytes=round(block.between * tokens),
-        static_bytes=round(STATE_BYTES * parameters / _shards(layout) + copied_weights),
+        static_bytes=round(weights.static_bytes(parameters) + copied_weights),
         storages=block.storages,
         largest_storage_bytes=round(block.largest * tokens),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weights:
+    """Parameters of memo train on one rank: their bytes and their collectives."""
+
+    layout: Layout
+    exchange: WeightExchange
+    adds_up: bool
+    """Whether gradients of several microbatches are added up before they are reduced."""
+
+    @classmethod
+    def of(cls, machine: Hardware, layout: Layout, precision: Precision, accumulate: int) -> _Weights:
+        """Weights under a precision and so many microbatches."""
+        states = STATES[precision]
+        # In a pipeline, weights stay gathered through a step.
+        piped = layout.pp > 1
+        training = Training(states=states, zero=3, gathered_bytes=states.weight, reduces_once=True, whole_in_step=piped)
+        return cls(layout, WeightExchange(machine, layout, training), accumulate > 1 or piped)
+
+    @property
+    def _sharded(self) -> bool:
+        return self.exchange.shards > 1
+
+    def gathered_bytes(self, parameters: float) -> float:
+        """Bytes of a layer's gathered weights, where they are not on the device all the time."""
+        states = self.exchange.training.states
+        return states.weight * parameters / self.layout.tp if self._sharded else 0.0
+
+    def static_bytes(self, parameters: float) -> float:
+        """Bytes that are on the device all the time."""
+        states, layout = self.exchange.training.states, self.layout
+        sharded = (states.weight + states.gradient + states.optimizer) * parameters / _shards(layout)
+        whole = states.weight * self.exchange.training.whole_in_step + states.gradient * self.adds_up
+        return sharded + (whole * parameters / layout.tp if self._sharded else 0.0)
 
 
 def _tiling_s(config: GPTConfig, block: Block, machine: Hardware) -> float:
@@ -197,7 +239,7 @@ def _shards(layout: Layout) -> int:
 
 def _tensor_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
     """Seconds of tensor parallelism's two gathers and two sums in one forward."""
-    nbytes = config.hidden * sizes.product * layout.tokens * layout.batch / layout.cp
+    nbytes = layout.tp * layout.rank_tokens * config.hidden * sizes.product
     return 4 * Collectives(machine).all_gather_s(nbytes, layout.tensor_group(machine.gpus_per_node))
 
 
@@ -209,53 +251,24 @@ def _context_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Elem
     return there + collectives.all_to_all_s(config.hidden * rank_bytes, group)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Weights:
-    """Collectives over weights and gradients, as torch's FSDP runs them for memo: docs/parallel.md.
-
-    Layers are gathered before each pass. In a pipeline they stay between a microbatch's forward and its backward, which is
-    half of a gather for each pass. Gradients are reduced once a step.
-    """
-
-    machine: Hardware
-    layout: Layout
-    sizes: ElementSizes
-
-    @property
-    def _group(self) -> Group:
-        return self.layout.data_group(self.machine.gpus_per_node)
-
-    def gather_s(self, parameters: float) -> float:
-        """Seconds to gather the weights of so many parameters of all tensor ranks, once a pass."""
-        whole = Collectives(self.machine).all_gather_s(self._nbytes(parameters), self._group)
-        return whole if self.layout.pp == 1 else whole / 2
-
-    def sync_s(self, parameters: float) -> float:
-        """Seconds to reduce their gradients."""
-        return Collectives(self.machine).reduce_scatter_s(self._nbytes(parameters), self._group)
-
-    def _nbytes(self, parameters: float) -> float:
-        return self.sizes.stream * parameters / self.layout.tp
-
-
 def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: ElementSizes) -> float:
-    """Seconds to send a microbatch's residual stream to the next stage; tensor ranks send a part each."""
+    """Seconds to send a rank's part of the hidden states to the next pipeline stage."""
     if layout.pp == 1:
         return 0.0
-    nbytes = config.hidden * sizes.stream * layout.rank_tokens
+    nbytes = layout.rank_tokens * config.hidden * sizes.stream
     return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
 
 
-def _link_share(machine: Hardware, layout: Layout, layer: LayerProfile) -> float:
-    """Fraction of a GPU's link to the host that collectives take: by their time, and the link's part in that time."""
-    collectives, busy = Collectives(machine), 0.0
-    exchanged_s = layer.forward_exchange_s + layer.backward_exchange_s
-    inner = layout.tensor_group(machine.gpus_per_node) if layout.tp > 1 else layout.context_group(machine.gpus_per_node)
-    busy += exchanged_s * collectives.host_link_bytes_per_s(inner)
-    busy += 2 * layer.gather_s * collectives.host_link_bytes_per_s(layout.data_group(machine.gpus_per_node))
-    pass_s = max(layer.forward_s + layer.backward_s, 2 * layer.gather_s)
+def _link_share(layer: LayerProfile, machine: Hardware, layout: Layout) -> float:
+    """Fraction of a GPU's link to the host that collectives of a layer's two passes take, in one direction."""
+    collectives, nodes = Collectives(machine), machine.gpus_per_node
+    exchanged = layer.forward_exchange_s + layer.backward_exchange_s
+    inner = layout.tensor_group(nodes) if layout.tp > 1 else layout.context_group(nodes)
+    nbytes = exchanged * collectives.host_link_bytes_per_s(inner)
+    nbytes += (2 * layer.gather_s + layer.reduce_s) * collectives.host_link_bytes_per_s(layout.data_group(nodes))
+    seconds = max(layer.forward_s + layer.backward_s, 2 * layer.gather_s + layer.reduce_s)
     link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
-    return min(busy / pass_s / link, MOST_OF_LINK) if pass_s and link else 0.0
+    return min(nbytes / seconds / link, MOST_LINK_SHARE) if link else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,6 +279,7 @@ class _Ends:
     machine: Hardware
     layout: Layout
     sizes: ElementSizes
+    weights: _Weights
 
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
@@ -275,17 +289,17 @@ class _Ends:
         """
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         row = config.hidden * self.sizes.stream
-        parameters = config.vocab_size * config.hidden
-        weights = _Weights(machine, self.layout, self.sizes)
+        exchange, parameters = self.weights.exchange, config.vocab_size * config.hidden
+        waits_s = exchange.gather_s(parameters / self.layout.tp)  # once: they stay until backward
         rotary = 4 * config.hidden // config.heads * self.layout.tokens / self.layout.cp
         return EndProfile(
-            forward_s=2 * row * tokens / machine.hbm_bytes_per_s + weights.gather_s(parameters),
-            forward_exchange_s=weights.gather_s(parameters),
-            sync_s=weights.sync_s(parameters),
+            forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
+            forward_exchange_s=waits_s,
+            sync_s=exchange.sync_s(parameters / self.layout.tp),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
-            static_bytes=round(STATE_BYTES * parameters / _shards(self.layout)),
+            static_bytes=round(self.weights.static_bytes(parameters)),
         )
 
     def head(self) -> EndProfile:
@@ -294,19 +308,20 @@ class _Ends:
         flops = 2.0 * config.vocab_size * config.hidden * tokens
         row = config.hidden * self.sizes.stream * tokens
         weights = 0 if config.tie_embeddings else config.vocab_size * config.hidden
-        exchange = _Weights(machine, self.layout, self.sizes)
+        exchange = self.weights.exchange
+        waits_s = exchange.gather_s(weights / self.layout.tp)
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
         # Gradient of the projection's weight in float32, and its copy in the dtype of products.
         matrix = (4 + self.sizes.product) * config.vocab_size * config.hidden / self.layout.tp
         return EndProfile(
             forward_s=3 * flops / (machine.peak_flops * machine.matmul_efficiency)
             + 4 * row / machine.hbm_bytes_per_s
-            + exchange.gather_s(weights),
-            forward_exchange_s=exchange.gather_s(weights),
-            sync_s=exchange.sync_s(weights),
+            + waits_s,
             backward_s=6 * row / machine.hbm_bytes_per_s,
+            forward_exchange_s=waits_s,
+            sync_s=exchange.sync_s(weights / self.layout.tp),
             forward_flops=3 * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
             transient_bytes=round(logits + row + matrix),
-            static_bytes=round(STATE_BYTES * weights / _shards(self.layout)),
+            static_bytes=round(self.weights.static_bytes(weights)),
         )

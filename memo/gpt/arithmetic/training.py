@@ -144,6 +144,10 @@ class Training:
     sequence_parallel: bool = True
     """Tensor-parallel ranks also divide the tokens, between the matrices."""
     context: ContextExchange = ContextExchange.HEADS
+    gathered_bytes: int = GATHERED
+    """Bytes per parameter of a gathered weight."""
+    reduces_once: bool = False
+    """Under `zero` 2 and 3: gradients are added up whole and reduced with a step's last microbatch."""
     whole_in_step: bool = False
     """Under `zero` 2 and 3: weights are gathered once a step and stay until its end, and gradients are added up whole:
     torch's FSDP under pipeline schedules."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from memo.gpt.arithmetic.training import GATHERED
 from memo.mip.inputs import Collectives, Group
 
 if TYPE_CHECKING:
@@ -52,15 +51,20 @@ class WeightExchange:
         return Group.of(count, stride=stride, gpus_per_node=self.machine.gpus_per_node)
 
     @property
-    def reduces_each_pass(self) -> bool:
-        """Whether weights are gathered and gradients reduced in each microbatch."""
+    def gathers_each_pass(self) -> bool:
+        """Whether weights are gathered in each microbatch."""
         return self.training.zero >= 2 and not self.training.whole_in_step
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether gradients are reduced in each microbatch."""
+        return self.gathers_each_pass and not self.training.reduces_once
 
     def gather_s(self, parameters: float) -> float:
         """Seconds to gather sharded weights once; 0 where a rank has them."""
-        if not self.reduces_each_pass:
+        if not self.gathers_each_pass:
             return 0.0
-        return Collectives(self.machine).all_gather_s(GATHERED * parameters, self._group)
+        return Collectives(self.machine).all_gather_s(self.training.gathered_bytes * parameters, self._group)
 
     def reduce_s(self, parameters: float) -> float:
         """Seconds to reduce gradients in each backward."""
@@ -72,9 +76,9 @@ class WeightExchange:
 
     def update_s(self, parameters: float) -> float:
         """Seconds to gather updated weights once a step."""
-        if self.training.zero == 0 or self.reduces_each_pass:
+        if self.training.zero == 0 or self.gathers_each_pass:
             return 0.0
-        return Collectives(self.machine).all_gather_s(GATHERED * parameters, self._group)
+        return Collectives(self.machine).all_gather_s(self.training.gathered_bytes * parameters, self._group)
 
     def _reduce_s(self, parameters: float) -> float:
         collectives, nbytes = Collectives(self.machine), self.training.states.reduced * parameters

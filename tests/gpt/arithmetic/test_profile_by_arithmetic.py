@@ -251,12 +251,60 @@ def test_levels_save_less_and_repeat_more(variant: Variant) -> None:
     assert attention.recompute_flops == expected
 
 
-def test_static_bytes_are_sixteen_a_parameter_over_all_ranks() -> None:
-    config = preset("13b")
-    profile = derive_profile(config, A800, Layout(tokens=4096, gpus=16, tp=4, cp=2))
+def static_bytes(config: GPTConfig, layout: Layout, **rest: object) -> int:
+    profile = derive_profile(config, A800, layout, **rest)
     static = sum(layer.static_bytes for layer in profile.layer_profiles())
-    static += profile.embedding.static_bytes + profile.head.static_bytes
-    assert static * 16 == pytest.approx(16 * parameter_count(config), rel=1e-4)
+    return static + profile.embedding.static_bytes + profile.head.static_bytes
+
+
+@pytest.mark.parametrize(("precision", "state"), [(Precision.BF16, 8), (Precision.FP32, 16)])
+def test_weights_gradients_and_moments_are_divided_over_all_ranks(precision: Precision, state: int) -> None:
+    config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4, cp=2)
+    static = static_bytes(config, layout, precision=precision)
+    assert static * 16 == pytest.approx(state * parameter_count(config), rel=1e-4)
+
+
+def test_gradients_of_several_microbatches_are_added_up_whole() -> None:
+    config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4)
+    added = static_bytes(config, layout, accumulate=2) - static_bytes(config, layout)
+    assert added == pytest.approx(2 * parameter_count(config) / 4, rel=1e-4)
+    # Alone with its shard, a rank adds them up in place.
+    alone = Layout(tokens=4096, gpus=4, tp=4)
+    assert static_bytes(config, alone, accumulate=2) == static_bytes(config, alone)
+
+
+def test_a_pipeline_keeps_a_steps_weights_and_gradients_whole() -> None:
+    config, piped = preset("13b"), Layout(tokens=4096, gpus=16, pp=2)
+    more = static_bytes(config, piped) - 8 * parameter_count(config) / 8
+    assert more == pytest.approx((2 + 2) * parameter_count(config), rel=1e-4)  # of all stages
+
+
+def test_collectives_of_weights_grow_with_the_nodes() -> None:
+    def layer(gpus: int, **layout: int) -> LayerProfile:
+        return derive_profile(preset("7b"), A800, Layout(tokens=4096, gpus=gpus, **layout)).classes[0]
+
+    seconds = [(one.gather_s, one.sync_s) for one in map(layer, (1, 8, 64, 1024))]
+    assert seconds[0] == (0, 0)
+    assert seconds == sorted(seconds)
+    assert len(set(seconds)) == 4
+
+
+def test_tensor_parallelism_beyond_a_node_runs_at_the_rate_of_its_nics() -> None:
+    inside, across = (
+        derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=ranks, tp=ranks)).classes[0] for ranks in (8, 32)
+    )
+    network = A800.network
+    nics = network.nics_per_node * network.nic_bytes_per_s * network.nic_efficiency
+    nbytes = (1 << 20) * 4096 * 2  # the hidden states of all tokens
+    assert across.forward_exchange_s == pytest.approx(4 * nbytes * 31 / 32 / nics, rel=1e-2)  # and latency
+    assert across.forward_exchange_s > 1.5 * inside.forward_exchange_s
+
+
+def test_a_pipelines_message_takes_longer_between_nodes() -> None:
+    within, beyond = (
+        derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=gpus, pp=2)).send_s for gpus in (4, 16)
+    )
+    assert 0 < within < beyond
 
 
 @pytest.mark.parametrize(

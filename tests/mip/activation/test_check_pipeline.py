@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from activation_problems import layer, machine, profile_of, random_problem
+from activation_problems import MIB, layer, machine, profile_of, random_problem
 
 from memo.errors import Infeasible, PlanError
 from memo.events import Tier
@@ -71,6 +71,20 @@ def test_walking_through_every_turn_finds_what_is_predicted(
         violation = check_plan(dataclasses.replace(plan, problem=tight))
         assert violation is not None
         assert violation.rule is Rule.DEVICE
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), CHUNKS)
+def test_heavy_ends_stand_beside_what_is_read_ahead(schedule: PipelineSchedule, chunks: int) -> None:
+    """As much as ten layers, so that each end's passes are the fullest moments of its stage."""
+    heavy = EndProfile(forward_s=1.0, backward_s=2.0, saved_bytes=100 * MIB, transient_bytes=1000 * MIB)
+    pipeline = Pipeline(stages=2, microbatches=4, schedule=schedule, chunks=chunks)
+    for seed in range(4):
+        problem = random_problem(seed, layers=2 * chunks + seed % 2, pipeline=pipeline)
+        profile = dataclasses.replace(problem.profile, embedding=heavy, head=heavy)
+        plan = any_plan(dataclasses.replace(problem, profile=profile), seed)
+        assert check_plan(plan) is None, (seed, check_plan(plan))
+        for played, stage in zip(simulate(plan).stages, plan.stages, strict=True):
+            assert played.peak(Tier.DEVICE).nbytes <= stage.peak_device_bytes + len(plan.layers)
 
 
 @pytest.mark.parametrize("schedule", TWO)

@@ -85,6 +85,16 @@ def test_a_plan_of_the_second_version_is_recomputed_in_one_piece() -> None:
     assert plan_from_json(json.dumps(root)) == CURVED
 
 
+@pytest.mark.parametrize(("together", "ranks"), [(1, 2), (2, 1)])
+def test_stages_of_a_node_are_ranks_of_a_stage_since_version_4(together: int, ranks: int) -> None:
+    root = json.loads(TEXT)
+    root["version"] = 3
+    del root["problem"]["pipeline"]["stage_ranks"]
+    root["problem"]["pipeline"]["stages_per_node"] = together
+    root["problem"]["budgets"]["ranks_per_node"] = 2
+    assert plan_from_json(json.dumps(root)).problem.pipeline.stage_ranks == ranks
+
+
 def test_keys_that_the_first_version_left_out_have_their_defaults() -> None:
     root = json.loads(as_version_1(TEXT))
     for part in root["layers"]:

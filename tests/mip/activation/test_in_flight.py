@@ -56,6 +56,11 @@ def test_what_comes_next_is_read_ahead_and_waits_through_the_forwards_in_between
     assert all(moment.waiting[0] >= 1 for moment in ahead)
 
 
+def test_a_second_half_is_read_ahead_also_where_no_forward_came_after_its_own() -> None:
+    order = turns("0F0 1F0 1I0 0I0 1W0 0W0")
+    assert any(moment.chunk == 0 and moment.ahead == (1, True) for moment in moments_of(order, 2))
+
+
 def test_a_copy_has_the_neighbouring_turn_for_its_window() -> None:
     order = turns("0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1")
     found = {(s.turn, s.hidden_by): s.times for s in copies_between_turns(order)}

@@ -23,6 +23,7 @@ from memo.mip.activation.rounding import LEAST_TOKENS
 from memo.mip.activation.solver import solve_problem
 from memo.mip.inputs.profile import ALL, ATTENTION, MATMULS
 from memo.mip.simulate.proof import prove
+from memo.mip.simulate.simulator import simulate
 
 
 def copy_s(host, disk, link, drive):
@@ -254,13 +255,54 @@ def test_disk_wear_bounds_what_is_written() -> None:
 def test_early_stages_hold_more_microbatches_and_get_more_of_the_nodes_host_memory() -> None:
     block = layer(matmuls=None)
     device = 2 * block.full_bytes + 4 * block.full_bytes
-    pipeline = Pipeline(stages=4, microbatches=8, stages_per_node=4)
+    pipeline = Pipeline(stages=4, microbatches=8, stage_ranks=1)
     budgets = Budgets(device_bytes=device, host_bytes=3000, ranks_per_node=4)
     plan = plan_activations(profile_of(*[block] * 16), machine(node_d2h_bytes_per_s=400.0), budgets, pipeline)
     host = [stage.peak_host_bytes for stage in plan.stages]
     assert host == sorted(host, reverse=True)
     assert host[0] > host[-1]
     assert sum(host) <= 3000
+
+
+@pytest.mark.parametrize(
+    ("stages", "each", "node", "found"),
+    [
+        (3, 4, 8, [{0: 4, 1: 4}, {2: 4}]),
+        (4, 3, 8, [{0: 3, 1: 3, 2: 2}, {2: 1, 3: 3}]),
+        (2, 12, 8, [{0: 8}, {0: 4, 1: 4}, {1: 8}]),
+        (2, 40, 8, [{0: 8}, {1: 8}]),
+        (2, 0, 8, [{0: 8}, {1: 8}]),
+        (3, 9, 8, [{0: 8}, {0: 1, 1: 7}, {1: 2, 2: 6}, {2: 3}]),
+    ],
+)
+def test_ranks_of_a_stage_fill_nodes_after_those_of_the_stage_before(
+    stages: int, each: int, node: int, found: list[dict[int, int]]
+) -> None:
+    problem = ActivationProblem(
+        profile=profile_of(*[layer()] * 4),
+        hardware=machine(),
+        budgets=Budgets(device_bytes=1 << 40, ranks_per_node=node),
+        pipeline=Pipeline(stages=stages, microbatches=4, stage_ranks=each),
+    )
+    assert list(problem.nodes) == found
+
+
+def test_a_stage_that_straddles_nodes_moves_no_more_than_the_fuller_one_has_room_for() -> None:
+    """Of four stages of three ranks the third has two on the first node of eight, and one on the second."""
+    block = layer(matmuls=None)
+    budgets = Budgets(device_bytes=6 * block.full_bytes, host_bytes=5000, ranks_per_node=8)
+    pipeline = Pipeline(stages=4, microbatches=8, stage_ranks=3)
+    plan = plan_activations(profile_of(*[block] * 16), machine(node_d2h_bytes_per_s=400.0), budgets, pipeline)
+    host = [stage.peak_host_bytes for stage in plan.stages]
+    nodes = [3 * host[0] + 3 * host[1] + 2 * host[2], host[2] + 3 * host[3]]
+    assert 0.9 * 5000 < nodes[0] <= 5000
+    assert nodes[1] <= 5000
+    for host_bytes, fits in ((nodes[0], True), (nodes[0] - 400, False)):
+        scarce = dataclasses.replace(budgets, host_bytes=host_bytes)
+        tight = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, budgets=scarce))
+        violation = check_plan(tight)
+        assert (violation is None) is fits, violation
+        assert bool(simulate(tight).overflows) is not fits
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -30,7 +30,7 @@ def problem(seed: int, schedule: PipelineSchedule) -> ActivationProblem:
         whole,
         profile=dataclasses.replace(whole.profile, classes=classes),
         budgets=dataclasses.replace(whole.budgets, ranks_per_node=STAGES),
-        pipeline=dataclasses.replace(pipeline, stages_per_node=STAGES),
+        pipeline=dataclasses.replace(pipeline, stage_ranks=1),
     )
 
 

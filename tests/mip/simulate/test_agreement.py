@@ -154,7 +154,7 @@ def test_stages_of_one_node_share_its_host() -> None:
     """Two stages with a rank each: what one holds is missing to the other."""
     problem = scaled(random_problem(3, layers=8))
     budgets = dataclasses.replace(problem.budgets, device_bytes=1 << 60, ranks_per_node=2)
-    pipeline = Pipeline(stages=2, microbatches=4, stages_per_node=2)
+    pipeline = Pipeline(stages=2, microbatches=4, stage_ranks=1)
     moved = LayerPlan(kept=0.5, host=0.5)
     layers = tuple(LayerPlan() if number in (3, 7) else moved for number in range(8))
 

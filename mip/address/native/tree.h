@@ -1,70 +1,27 @@
-// Canonical branch and bound for dynamic storage allocation, and the greedy fit; the compiled twin of tree.py, which
-// says why each prune is sound and against which the tests compare the answers. Here is also what makes it fast.
+// Canonical branch and bound for dynamic storage allocation: the compiled twin of branch_and_bound.py, which says why each
+// prune is sound and against which the tests compare the answers. Here is also what makes it fast.
 //
-// Buffers come in branching order: index is rank. Section ranges come as a CSR list, sizes in units. `floor` of a
-// section is the least offset any buffer still to be placed there can have. Between a node and its first child only the
-// sections whose lowest buffer moved can change, and only those are recomputed; after a failed child all of them are.
+// `floor` of a section is the least offset any buffer still to be placed there can have. Between a node and its first
+// child only the sections whose lowest buffer moved can change, and only those are recomputed; after a failed child all
+// of them are.
+
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <utility>
 #include <vector>
 
-namespace {
+#include "instance.h"
 
+namespace memo {
 
-struct Range {
-    int first, last;
-};
-
-uint64_t mix(uint64_t x) {
+inline uint64_t mix(uint64_t x) {
     x += 0x9e3779b97f4a7c15ull;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
 }
-
-// The buffers of one arena, by rank. Unit is 32 bits wide where the numbers allow, for twice the lanes of a vector.
-template <class Unit>
-struct Instance {
-    static constexpr Unit kNever = std::numeric_limits<Unit>::max() / 4;
-    int n, sections;
-    const int32_t* row;
-    const Range* ranges;
-    std::vector<Unit> sizes, alignments, fixed;
-    std::vector<int> lo, hi;  // hull of the ranges, one array each so that scans are contiguous
-
-    Instance(int n, int sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
-             const int64_t* alignments, const int64_t* fixed)
-        : n(n), sections(sections), row(row), ranges(reinterpret_cast<const Range*>(ranges)), sizes(sizes, sizes + n),
-          alignments(alignments, alignments + n), fixed(fixed, fixed + n), lo(n), hi(n) {
-        for (int i = 0; i < n; i++) {
-            lo[i] = this->ranges[row[i]].first;
-            hi[i] = this->ranges[row[i + 1] - 1].last;
-        }
-    }
-
-    bool meet(int a, int b) const {
-        if (lo[a] >= hi[b] || lo[b] >= hi[a]) return false;
-        if (row[a + 1] - row[a] == 1 && row[b + 1] - row[b] == 1) return true;
-        for (int x = row[a]; x < row[a + 1]; x++)
-            for (int y = row[b]; y < row[b + 1]; y++)
-                if (ranges[x].first < ranges[y].last && ranges[y].first < ranges[x].last) return true;
-        return false;
-    }
-
-    Unit align(int i, Unit offset) const {
-        Unit a = alignments[i];
-        return a == 1 ? offset : (offset + a - 1) / a * a;
-    }
-
-    template <class F>
-    void each_section(int i, F f) const {
-        for (int x = row[i]; x < row[i + 1]; x++)
-            for (int s = ranges[x].first; s < ranges[x].last; s++) f(s);
-    }
-};
 
 // The offset of the last placed buffer and its rank: later ones come after it in this order.
 template <class Unit>
@@ -83,9 +40,10 @@ class Tree {
 
     // A part of more than `small_part` buffers is met once, on the way down: its state is not remembered, and its floors
     // are kept from node to node. In a smaller one so many nodes fail that straight loops over all of it are quicker.
-    Tree(const Instance<Unit>& in, Unit capacity, int64_t node_limit, int32_t small_part, const volatile int32_t* stop, int64_t* conflicts,
-         int64_t* out)
-        : in(in), capacity(capacity), node_limit(node_limit), small_part(small_part), stop(stop), conflicts(conflicts), out(out),
+    Tree(const Instance<Unit>& in, Unit capacity, int64_t node_limit, int32_t small_part, const Clock& clock,
+         int64_t* conflicts, int64_t* out)
+        : in(in), capacity(capacity), node_limit(node_limit), small_part(small_part), clock(clock),
+          conflicts(conflicts), out(out),
           offset(in.n, 0), least(in.n, 0), placed(in.n, 0), rest(in.sections, 0), floor(in.sections, 0),
           crossing(in.sections + 1, 0), obstacles(in.n), witness(in.sections, 0),
           witnessed(in.n, 0) {
@@ -123,7 +81,7 @@ class Tree {
     const Unit capacity;
     const int64_t node_limit;
     const size_t small_part;
-    const volatile int32_t* stop;
+    const Clock& clock;
     int64_t* conflicts;
     int64_t* out;
     bool stopped = false;
@@ -231,7 +189,7 @@ class Tree {
     // `part` may still list placed buffers; `live` of it are not. `fresh`: floors are those of this very state.
     bool solve(const std::vector<int>& part, size_t live, int first, int last, Low low, bool fresh) {
         if (!live) return true;
-        if (++nodes > node_limit || *stop) {
+        if (++nodes > node_limit || clock.over()) {
             stopped = true;
             return false;
         }
@@ -331,66 +289,4 @@ class Tree {
     }
 };
 
-// One pass of first or best fit in the order given: each buffer goes into a gap between those placed before it.
-int64_t fit(const Instance<int64_t>& in, bool best, const volatile int32_t* stop, int64_t* out) {
-    using Unit = int64_t;
-    std::vector<std::pair<Unit, Unit>> taken;
-    std::vector<int> pinned;
-    for (int i = 0; i < in.n; i++)
-        if (in.fixed[i] >= 0) {
-            out[i] = in.fixed[i];
-            pinned.push_back(i);
-        }
-    Unit height = 0;
-    for (int i = 0; i < in.n && !*stop; i++) {
-        if (in.fixed[i] < 0) {
-            taken.clear();
-            for (int k = 0; k < i; k++)
-                if (in.lo[k] < in.hi[i] && in.lo[i] < in.hi[k] && in.fixed[k] < 0 && in.meet(i, k))
-                    taken.emplace_back(out[k], out[k] + in.sizes[k]);
-            for (int k : pinned)
-                if (in.meet(i, k)) taken.emplace_back(out[k], out[k] + in.sizes[k]);
-            std::sort(taken.begin(), taken.end());
-            Unit at = 0, chosen = -1, slack = in.kNever;
-            for (auto [begin, end] : taken) {
-                Unit free = begin - at - in.sizes[i];
-                if (free >= 0 && free < slack) {
-                    chosen = at;
-                    slack = free;
-                    if (!best) break;
-                }
-                at = std::max(at, in.align(i, end));
-            }
-            out[i] = chosen < 0 ? at : chosen;
-        }
-        height = std::max(height, out[i] + in.sizes[i]);
-    }
-    return *stop ? -1 : height;
-}
-
-}  // namespace
-
-extern "C" {
-
-int32_t memo_search(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
-                    const int64_t* alignments, const int64_t* fixed, int64_t capacity, int64_t node_limit, int32_t small_part,
-                    const volatile int32_t* stop, int64_t* conflicts, int64_t* nodes, int64_t* out) {
-    auto search = [&]<class Unit>(Unit narrow) {
-        Instance<Unit> in(n, sections, row, ranges, sizes, alignments, fixed);
-        Tree<Unit> tree(in, narrow, node_limit, small_part, stop, conflicts, out);
-        int32_t answer = tree.run();
-        *nodes = tree.nodes;
-        return answer;
-    };
-    int64_t largest = capacity;
-    for (int i = 0; i < n; i++) largest = std::max({largest, sizes[i], alignments[i], fixed[i]});
-    // Sums of three such numbers occur.
-    return largest < Instance<int32_t>::kNever / 4 ? search(int32_t(capacity)) : search(capacity);
-}
-
-int64_t memo_fit(int32_t n, int32_t sections, const int32_t* row, const int32_t* ranges, const int64_t* sizes,
-                 const int64_t* alignments, const int64_t* fixed, int32_t best, const volatile int32_t* stop,
-                 int64_t* out) {
-    return fit(Instance<int64_t>(n, sections, row, ranges, sizes, alignments, fixed), best != 0, stop, out);
-}
-}
+}  // namespace memo

@@ -1,0 +1,86 @@
+// The buffers of one arena as the loops of this folder see them, and the clock that ends those loops.
+//
+// Buffers are numbered by rank: their place in an order that the caller gives. Section ranges come as a CSR list, sizes
+// in units.
+
+#pragma once
+
+#include <cstdint>
+#include <ctime>
+#include <limits>
+#include <vector>
+
+namespace memo {
+
+struct Range {
+    int first, last;
+};
+
+// One deadline, in seconds of CLOCK_MONOTONIC, and a flag that the caller may raise before it. Every loop whose length
+// depends on the instance asks it, so that no other thread has to be scheduled in time.
+struct Clock {
+    const volatile int32_t* stop;
+    double deadline;
+
+    bool over() const {
+        if (*stop) return true;
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return double(now.tv_sec) + 1e-9 * double(now.tv_nsec) >= deadline;
+    }
+};
+
+// As the caller passes them: by index, in the order of its own arrays.
+struct Given {
+    int32_t n, sections;
+    const int32_t* row;
+    const Range* ranges;
+    const int64_t *sizes, *alignments, *fixed;
+};
+
+// Unit is 32 bits wide where the numbers allow, for twice the lanes of a vector.
+template <class Unit>
+struct Instance {
+    static constexpr Unit kNever = std::numeric_limits<Unit>::max() / 4;
+    int n, sections;
+    std::vector<int> row;
+    std::vector<Range> ranges;
+    std::vector<Unit> sizes, alignments, fixed;
+    std::vector<int> lo, hi;  // hull of the ranges, one array each so that scans are contiguous
+
+    Instance(const Given& given, const int32_t* order) : n(given.n), sections(given.sections), row{0} {
+        for (int rank = 0; rank < n; rank++) {
+            int i = order[rank];
+            ranges.insert(ranges.end(), given.ranges + given.row[i], given.ranges + given.row[i + 1]);
+            row.push_back(int(ranges.size()));
+            sizes.push_back(Unit(given.sizes[i]));
+            alignments.push_back(Unit(given.alignments[i]));
+            fixed.push_back(Unit(given.fixed[i]));
+            lo.push_back(ranges[row[rank]].first);
+            hi.push_back(ranges.back().last);
+        }
+    }
+
+    // Whether some section holds both.
+    bool meet(int a, int b) const {
+        if (lo[a] >= hi[b] || lo[b] >= hi[a]) return false;
+        if (row[a + 1] - row[a] == 1 && row[b + 1] - row[b] == 1) return true;
+        for (int x = row[a]; x < row[a + 1]; x++)
+            for (int y = row[b]; y < row[b + 1]; y++)
+                if (ranges[x].first < ranges[y].last && ranges[y].first < ranges[x].last) return true;
+        return false;
+    }
+
+    Unit align(int i, Unit offset) const {
+        Unit a = alignments[i];
+        return a == 1 ? offset : (offset + a - 1) / a * a;
+    }
+
+    template <class F>
+    void each_section(int i, F f) const {
+        for (int x = row[i]; x < row[i + 1]; x++)
+            for (int s = ranges[x].first; s < ranges[x].last; s++) f(s);
+    }
+};
+
+}  // namespace memo
