@@ -11,7 +11,9 @@ ELSEWHERE = ("__main__", "machine", "kernels", "gpu_")
 
 
 def main(names: list[str]) -> int:
-    modules = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py"))}
+    here = Path(__file__).parent
+    modules = {path.stem: path for path in sorted(here.glob("*.py"))}
+    modules |= {path.parent.name: path for path in sorted(here.glob("*/__main__.py"))}
     runnable = {
         name: path
         for name, path in modules.items()
@@ -27,7 +29,20 @@ def main(names: list[str]) -> int:
             print(f"benchmarks: unknown {name!r}; one of {', '.join(runnable)}", file=sys.stderr)
             return 2
         sys.argv = [name]
+        status = _run(name)
+        if status:
+            return status
+    return 0
+
+
+def _run(name: str) -> int:
+    """Runs one to its end; a package ends with its status."""
+    try:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0
 
 

@@ -77,7 +77,7 @@ def fit_all(targets: Sequence[Target]) -> dict[str, Any]:
 def rates_module(found: dict[str, Any]) -> str:
     """Source of the module with the kernels' rates, for `memo.gpt.arithmetic`."""
     lines = [
-        '"""Rates of kernels by GPU, fitted on published runs by `python -m benchmarks.published --fit`. Not to be edited."""',
+        '"""Rates of kernels by GPU, fitted on published runs: `python -m benchmarks.published --fit` writes this file."""',
         "",
         "from __future__ import annotations",
         "",

@@ -48,7 +48,9 @@ FULL = Training(
 )
 # Smith et al. trained in bfloat16, for which Megatron adds up and reduces gradients in float32.
 BFLOAT16 = dataclasses.replace(FULL, states=StateBytes(weight=2, gradient=4, optimizer=12, reduced=4, passes=30))
-SELECTIVE = dataclasses.replace(FULL, recompute=Recompute.SCORES, sequence_parallel=True)
+# Korthikanti et al. ran what became Megatron-LM 3.0: products add to gradients, and backward's sums overlap with them.
+FULL_2022 = dataclasses.replace(FULL, fused_accumulation=True, overlaps_backward_sums=True)
+SELECTIVE = dataclasses.replace(FULL_2022, recompute=Recompute.SCORES, sequence_parallel=True)
 
 
 def _model(row: Row, *, layers: int | None = None) -> GPTConfig:
@@ -92,7 +94,7 @@ def _korthikanti(row: Row) -> list[Target]:
     microbatches = row.count("global_batch") // (batch * layout.replicas)
     # m = 3 for 175B and 530B: those whose stages of three or more layers divide so, beside the 1T model's of two.
     chunks = 3 if pp > 1 and config.layers // pp % 3 == 0 else 1
-    full = Run(gpu=GPU, config=config, layout=layout, training=FULL, microbatches=microbatches, chunks=chunks)
+    full = Run(gpu=GPU, config=config, layout=layout, training=FULL_2022, microbatches=microbatches, chunks=chunks)
     selective = dataclasses.replace(full, training=SELECTIVE)
     targets = []
     if row["iter_s_full_recompute"]:
@@ -121,7 +123,7 @@ def _one_layer(row: Row) -> list[Target]:
         raise Inexpressible(f"no such method: {row['experiment']}")
     recompute, sequence_parallel = LAYER[row["experiment"]]
     config = GPTConfig(vocab_size=VOCAB, hidden=6144, layers=48, heads=64, kv_heads=64, ffn=4 * 6144, max_seq=SEQ)
-    training = dataclasses.replace(FULL, recompute=recompute, sequence_parallel=sequence_parallel)
+    training = dataclasses.replace(FULL_2022, recompute=recompute, sequence_parallel=sequence_parallel)
     run = Run(gpu=GPU, config=config, layout=Layout(tokens=SEQ, batch=4, gpus=8, tp=8), training=training)
 
     def both_s(fitted: Fitted) -> float:

@@ -257,12 +257,23 @@ class FrameworkLayer:
             products=products,
             attention=self._scores_s(backward=True),
             passes=self.times.passes_s(2 * self._passes() * self.tokens),
-            exchange=self._tensor_s(products) + self._context_s(),
+            exchange=self._waits * self._tensor_s(products) + self._context_s(),
         )
         if self.training.tiled_mlp and self.training.recompute is not Recompute.FULL:
             mlp = self._products(2)[0] + self._products(3)[0]
             own += Seconds(products=mlp)
         return own + self._again()
+
+    @property
+    def _waits(self) -> float:
+        """Part of tensor parallelism's collectives that backward waits for.
+
+        Sums, or with sequence parallelism the scatter that is half of them, have a product beside them that does not need
+        their result; the gathers before the products have not.
+        """
+        if not self.training.overlaps_backward_sums:
+            return 1.0
+        return 0.5 if self.training.sequence_parallel else 0.0
 
     def _again(self) -> Seconds:
         match self.training.recompute:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from memo.gpt.arithmetic.fitted_rates import FITTED
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
 from memo.gpt.arithmetic.framework_layer import E, FrameworkLayer
 from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
@@ -46,11 +47,17 @@ def profile_of_training(
         machine: peaks, memories and links of the machine.
         layout: size of the step and its parallelism.
         training: the framework's choices.
-        rates: what kernels reach on the machine; None is what its description says.
+        rates: what kernels reach on the machine; None is what was fitted for it, else what its description says.
         name: name of the model in the profile.
     """
-    parts = _Parts(config, machine, layout, training, KernelTimes(machine, rates or KernelRates.of(machine)))
+    parts = _Parts(config, machine, layout, training, KernelTimes(machine, rates or _known_rates(machine)))
     return parts.profile(name)
+
+
+def _known_rates(machine: Hardware) -> KernelRates:
+    """Rates fitted on the machine's kind of GPU: by its name, or by its chip's, which is the name's first part."""
+    fitted = FITTED.get(machine.name) or FITTED.get(machine.name.split("-")[0])
+    return fitted or KernelRates.of(machine)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

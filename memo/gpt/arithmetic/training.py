@@ -155,6 +155,8 @@ class Training:
     """Products of weights' gradients add to the gradient themselves; else another pass does, in each microbatch."""
     overlaps_gradients: bool = True
     """Gradients are reduced while backward runs; else all of them after it."""
+    overlaps_backward_sums: bool = False
+    """Sums over tensor ranks in backward run beside the products of the weights' gradients."""
     overlaps_tensor: bool = False
     """Tensor parallelism's collectives are cut into pieces that overlap with the products beside them."""
     optimizer_offload: bool = False
