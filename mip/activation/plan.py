@@ -258,6 +258,24 @@ class ActivationProblem:
     pipeline: Pipeline = ONE_STAGE
 
     @property
+    def replicas(self) -> int:
+        """Ranks of data parallelism; 1 where the plan does not know how many GPUs a stage has."""
+        signature = self.profile.signature
+        return max(self.pipeline.stage_ranks // (signature.tp * signature.cp), 1)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole job."""
+        signature = self.profile.signature
+        return self.replicas * signature.tp * signature.cp * self.pipeline.stages
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, of all replicas."""
+        signature = self.profile.signature
+        return self.replicas * signature.batch * signature.tokens * self.pipeline.microbatches
+
+    @property
     def lanes(self) -> LaneRates:
         """Rates of one rank's copies: its part of the node's, less what collectives take."""
         return self.hardware.lanes(self.budgets.ranks_per_node, taken=self.profile.link_share)

@@ -425,6 +425,18 @@ def test_a_profile_of_curves_is_planned_shown_checked_and_simulated(
     assert any(share["points"] for share in shares)
 
 
+def test_throughput_is_of_the_job_and_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "a800", "--gpus", "16", "--tp", "4"]
+    report = of_json(capsys, run)
+    assert report["tokens_per_s"] == pytest.approx(4 * 8192 / report["step_s"])
+    assert report["tokens_per_s_per_gpu"] == pytest.approx(report["tokens_per_s"] / 16)
+    assert 0.3 < report["mfu_causal"] < 0.7
+    assert main(run) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert "dp 4, tp 4" in shown
+    assert re.search(r"^[\d,]+ tokens/s on 16 GPUs, [\d,]+ each; mfu_causal", shown, re.MULTILINE)
+
+
 def test_the_step_is_told_apart_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ["plan", "--model", "7b", "--seq", "8k", "--gpu", "a800", "--pp", "2", "--accumulate", "8"]
     one, many = (of_json(capsys, [*cluster, "--gpus", gpus]) for gpus in ("2", "256"))

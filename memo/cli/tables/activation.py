@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from memo.cli.tables.address import printable, table
-from memo.mip.activation import ActivationPlan, LayerPlan, StagePrediction, free_swap_tokens
+from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, StagePrediction, free_swap_tokens
 from memo.mip.inputs import ALL, ATTENTION, MATMULS
 from memo.units import format_bytes, format_duration, format_tokens
 
-__all__ = ["activation_summary", "activation_table", "utilisation"]
+__all__ = ["activation_summary", "activation_table", "rate_text", "utilisation"]
 
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
 MUCH = 0.2
@@ -55,28 +55,34 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
 
 
 def utilisation(plan: ActivationPlan) -> dict[str, float]:
-    """Tokens per second of one replica, and mfu_causal, mfu_full and hfu as fractions of the machine's peak."""
+    """Tokens per second of the job and of a GPU, and mfu_causal, mfu_full and hfu as fractions of the machines' peak."""
     problem, profile = plan.problem, plan.problem.profile
-    signature = profile.signature
-    tokens = signature.batch * signature.tokens * problem.pipeline.microbatches
-    rate = tokens / plan.step_s if plan.step_s else 0.0
-    ranks = signature.tp * signature.cp * problem.pipeline.stages
-    peak = ranks * problem.hardware.peak_flops
+    rate = problem.step_tokens / plan.step_s if plan.step_s else 0.0
+    peak = problem.gpus * problem.hardware.peak_flops
     layers = zip(profile.layer_profiles(), plan.layers, strict=True)
     repeated = sum(known.recompute_flops * own.fraction(known.name) for layer, own in layers for known in layer.points)
-    repeated *= signature.tp * signature.cp * problem.pipeline.microbatches
+    repeated *= problem.gpus / problem.pipeline.stages * problem.pipeline.microbatches
     causal = profile.model_flops_causal_per_token * rate / peak
     return {
         "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / problem.gpus,
         "mfu_causal": causal,
         "mfu_full": profile.model_flops_full_per_token * rate / peak,
         "hfu": causal + (repeated / plan.step_s / peak if plan.step_s else 0.0),
     }
 
 
+def rate_text(problem: ActivationProblem, step_s: float) -> str:
+    """Tokens per second of the job, and of one of its GPUs."""
+    rate = problem.step_tokens / step_s if step_s else 0.0
+    each = f" on {problem.gpus} GPUs, {rate / problem.gpus:,.0f} each" if problem.gpus > 1 else ""
+    return f"{rate:,.0f} tokens/s{each}"
+
+
 def _headline(plan: ActivationPlan) -> str:
     signature, pipeline = plan.problem.profile.signature, plan.problem.pipeline
     sizes = [
+        ("dp", plan.problem.replicas),
         ("tp", signature.tp),
         ("cp", signature.cp),
         ("pp", pipeline.stages),
@@ -144,7 +150,7 @@ def _times(plan: ActivationPlan) -> str:
     added = _added(stage)
     return (
         f"{table((of, 'predicted', 'of step'), lines)}\n"
-        f"{figures['tokens_per_s']:,.0f} tokens/s, mfu_causal {figures['mfu_causal']:.1%}, "
+        f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
         f"mfu_full {figures['mfu_full']:.1%}, hfu {figures['hfu']:.1%}; "
         f"saving memory adds {added:.2%} to the computation"
     )

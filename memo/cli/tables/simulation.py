@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memo.cli.tables.activation import rate_text
 from memo.cli.tables.address import printable, table
 from memo.events import Lane, StallCause, Tier
 from memo.mip.activation import ActivationPlan, ActivationProblem, StagePrediction
@@ -54,13 +55,14 @@ def _headline(problem: ActivationProblem, simulation: Simulation, number: int) -
     stage = f"; stage {number}, the slowest, is shown" if len(simulation.stages) > 1 else ""
     return (
         f"{printable(signature.model)}, {signature.batch} x {format_tokens(signature.tokens)} tokens on "
-        f"{printable(problem.hardware.name)}{ways}: {_tokens_per_s(problem, simulation):,.0f} tokens/s{stage}"
+        f"{printable(problem.hardware.name)}{ways}: {rate_text(problem, simulation.step_s)}{stage}"
     )
 
 
 def _sizes(problem: ActivationProblem) -> list[tuple[str, int]]:
     signature, pipeline = problem.profile.signature, problem.pipeline
     return [
+        ("dp", problem.replicas),
         ("tp", signature.tp),
         ("cp", signature.cp),
         ("stages", pipeline.stages),
@@ -167,9 +169,7 @@ def _time(seconds: float) -> str:
 
 
 def _tokens_per_s(problem: ActivationProblem, simulation: Simulation) -> float:
-    signature = problem.profile.signature
-    tokens = signature.batch * signature.tokens * problem.pipeline.microbatches
-    return tokens / simulation.step_s if simulation.step_s else 0.0
+    return problem.step_tokens / simulation.step_s if simulation.step_s else 0.0
 
 
 def _share(part: float, whole: float | None) -> float | None:
