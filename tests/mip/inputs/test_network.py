@@ -123,6 +123,8 @@ def test_a_small_all_reduce_over_many_nodes_takes_the_tree() -> None:
     ranks = group(1024)
     # Up and down: 7 us within a node and seven steps of 21 us between 128; a ring would take 2 x (896 + 1270) us.
     assert TIMES.all_reduce_s(0, ranks) == pytest.approx(100e-6 + 2 * (7 + 7 * 21) * 1e-6)
+    # 32 MB pass each of the tree's ranks up and down at nine tenths of a ring's 32 GB/s.
+    assert TIMES.all_reduce_s(32e6, ranks) == pytest.approx(100e-6 + 2 * (154e-6 + 1e-3 / 0.9))
     # An all-gather has no tree.
     assert TIMES.all_gather_s(0, ranks) == pytest.approx(100e-6 + 2166e-6)
     # Large ones go around the ring, whose rate is higher.
