@@ -29,7 +29,20 @@ BOUND = 1e-5
 
 def training(data: Path, metrics: Path, *flags: str) -> list[str]:
     """A run of `memo train` on a model of four small layers."""
-    model = ["--layers", "4", "--hidden", "32", "--heads", "4", "--seq", "256", "--global-batch", "16", "--accumulate", "4"]
+    model = [
+        "--layers",
+        "4",
+        "--hidden",
+        "32",
+        "--heads",
+        "4",
+        "--seq",
+        "256",
+        "--global-batch",
+        "16",
+        "--accumulate",
+        "4",
+    ]
     files = ["--data", str(data), "--metrics", str(metrics), "--eval-every", "6", "--eval-steps", "3"]
     return ["-m", "memo.cli.main", "train", "--device", "cpu", "--warmup", "2", *model, *files, *flags]
 
