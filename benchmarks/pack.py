@@ -39,8 +39,8 @@ from memo.mip.address.solver import Progress, solve
 from memo.units import parse_duration_s
 
 DATA = Path(__file__).resolve().parent / "data" / "dsa"
-MINIMALLOC_LIMIT_S = 60.0
-MINIMALLOC_MOST = 10_000
+MINIMALLOC_LIMIT_S = 30.0
+MINIMALLOC_MOST = 2_000
 """Buffers of the largest instances that MiniMalloc is given."""
 NEAR = 0.005
 """Excess over the bound whose time is taken: processor seconds until the placement was within it."""

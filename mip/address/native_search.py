@@ -29,6 +29,8 @@ __all__ = ["Answer", "Compiled", "Engine", "Outcome", "Pure", "Weights", "make_e
 STACK_NBYTES_PER_BUFFER = 2048
 SMALL_PART = 1024
 """Buffers up to which tree.h treats a part as small; measured on instances of 150 to 24,000 buffers."""
+LARGEST = 1 << 60
+"""Sum of all sizes up to which no sum in the compiled loops overflows."""
 NATIVE = Path(__file__).with_name("native")
 
 
@@ -108,7 +110,9 @@ class Engine(Protocol):
 
 
 def make_engine(instance: Instance) -> Engine:
-    """Returns the compiled engine, or the one in Python where there is no compiler."""
+    """Returns the compiled engine, or the one in Python where there is no compiler or numbers are too large for it."""
+    if sum(instance.sizes) + instance.n * max(instance.alignments, default=0) + instance.lower_bound > LARGEST:
+        return Pure(instance)
     library = load(NATIVE / "engine.cpp", includes=tuple(sorted(NATIVE.glob("*.h"))))
     return Pure(instance) if library is None else Compiled(instance, library)
 

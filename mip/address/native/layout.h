@@ -68,14 +68,17 @@ class Layout {
         return true;
     }
 
-    // Puts the buffers of a placement, -1 for those it leaves out, below the target. True when all are, which takes at
+    // Puts the buffers of a placement, -1 for those it leaves out but never for a fixed one, below the target. True when all are, which takes at
     // most `steps` buffers put in by force.
     bool refill(const int64_t* start, int64_t target, int64_t steps, uint64_t seed, double by_size, double by_width) {
         ejects = true;
         std::vector<int> out;
         for (int i = 0; i < in.n; i++) {
-            if (start[i] >= 0 && start[i] + in.sizes[i] <= target)
-                place(i, start[i]);
+            int64_t at = in.fixed[i] >= 0 ? in.fixed[i] : start[i];
+            if (at >= 0 && at + in.sizes[i] <= target)
+                place(i, at);
+            else if (in.fixed[i] >= 0)
+                return false;
             else
                 out.push_back(i);
         }

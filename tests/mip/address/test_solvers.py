@@ -38,7 +38,7 @@ def engines(problem: Problem) -> list[Engine]:
     instance = make_instance(problem.buffers, alignment=problem.alignment)
     compiled = make_engine(instance)
     assert isinstance(compiled, Compiled), "the tests need a C++ compiler"
-    # Parts of any size go both ways through search.cpp: floors anew at each node, and kept from node to node.
+    # Parts of any size go both ways through tree.h: floors anew at each node, and kept from node to node.
     return [compiled, Compiled(instance, compiled._library, small_part=0), Pure(instance)]
 
 
