@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,9 @@ def _described(plan: Any) -> str:
 
 
 def lasting_rows(
-    shape: Shape, lengths: list[int], shares: list[float], *, steps: int, disk_dir: str
-) -> list[dict[str, Any]]:
+    shape: Shape, lengths: Sequence[int], shares: Sequence[float], *, steps: int, disk_dir: str
+) -> Iterator[dict[str, Any]]:
     """A row for each length and budget."""
-    rows = []
     for tokens in lengths:
         plain = max(run_arm(shape, tokens, disk_dir=disk_dir, steps=WARM_UP + 1)["peaks"])
         at_alpha = {
@@ -177,10 +177,7 @@ def lasting_rows(
                 "warnings": run["told"],
             }
             row["lasts"] = run["plan"] is not None and bool(after) and max(after) <= budget
-            rows.append(row)
-            _print(row)
-            _write(shape, rows)
-    return rows
+            yield row
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -223,7 +220,11 @@ def main() -> None:
         print(json.dumps(_arm(json.loads(args.arm))))
         return
     with tempfile.TemporaryDirectory(dir=args.disk_dir) as disk_dir:
-        rows = lasting_rows(Shape(), args.lengths, args.shares, steps=args.steps, disk_dir=disk_dir)
+        rows: list[dict[str, Any]] = []
+        for row in lasting_rows(Shape(), args.lengths, args.shares, steps=args.steps, disk_dir=disk_dir):
+            rows.append(row)
+            _print(row)
+            _write(Shape(), rows)
     possible = [row for row in rows if row["alphas_that_hold"]]
     print(
         f"{len(rows)} runs: for {len(possible)} of them some alpha holds the budget, and of these "

@@ -47,14 +47,16 @@ def test_reload_buffers_that_were_freed_leave_the_count_too() -> None:
 def test_bytes_in_the_host_tier_are_not_the_devices() -> None:
     memory, backend = device_budget_of(torch.device("cpu"), 1 << 40), CpuBackend()
     tier = HostTier(backend, 128 * MIB, segment_bytes=MIB)
-    before, slabs = memory.used_bytes(), touched_slab_bytes()
     source = filled(MIB)
+    memory.restart()
+    before, slabs = memory.used_bytes(), touched_slab_bytes()
     places = [tier.claim(MIB) for _ in range(64)]
     for place in places:
         assert place is not None
         place.copy_out(source, after=backend.compute_event()).synchronize()
     assert touched_slab_bytes() - slabs == 64 * MIB
     assert memory.used_bytes() - before < 8 * MIB
+    assert memory.peak_bytes() - before < 8 * MIB
     tier.close()
     assert touched_slab_bytes() == slabs
 

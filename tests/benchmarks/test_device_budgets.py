@@ -1,0 +1,24 @@
+"""A CPU run within its budget, measured from outside of memo: a lasting plan where a fixed alpha holds the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import device_budgets
+from benchmarks.device_budgets import Shape, lasting_rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_automatic_plan_lasts_where_alpha_0_holds_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_budgets, "ALPHAS", [0.0])
+    rows = list(lasting_rows(Shape(), [1024], [0.3, 0.8], steps=12, disk_dir=str(tmp_path)))
+    for row in rows:
+        assert row["alphas_that_hold"] == [0.0]
+        assert row["lasts"], row
+    assert [row["steps_over"] for row in rows] == [0, 0]
+    assert rows[1]["peak_settled_bytes"] > rows[0]["peak_settled_bytes"], "room is used"
