@@ -12,13 +12,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from benchmarks.published.machines import machine_of
 from benchmarks.published.rows import Inexpressible, Row
 from benchmarks.published.run import Fitted, Run
 from benchmarks.published.target import Table, Target, step_target
 from memo.gpt.arithmetic import Kernels, Layout, Loss, Recompute, StateBytes, Training, Transformer
 from memo.gpt.arithmetic.flops import parameter_count
 from memo.gpt.config import GPTConfig
+from memo.mip.inputs import hardware_preset
 
 __all__ = ["TABLES"]
 
@@ -112,7 +112,7 @@ def _longest(run: Run, fitted: Fitted) -> float:
 
 def _fits(run: Run, fitted: Fitted, tokens: int) -> bool:
     longer = dataclasses.replace(run, layout=dataclasses.replace(run.layout, tokens=tokens))
-    machine = machine_of(run.gpu)
+    machine = hardware_preset(run.gpu)
     if max(stage.peak_device_bytes for stage in longer.plan(fitted).stages) > machine.device_bytes - HELD:
         return False
     nodes = math.ceil(run.layout.gpus / machine.gpus_per_node)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.fit import kind_of
-from benchmarks.published.machines import machine_of
 from benchmarks.published.rows import Inexpressible, Row, read_rows
 from benchmarks.published.run import Fitted
 from benchmarks.published.target import Table, Target
 from memo.errors import MemoError
 from memo.gpt.arithmetic import KernelRates
+from memo.mip.inputs import hardware_preset
 
 __all__ = ["Comparison", "TableReport", "compare", "fittable", "print_report", "result_body"]
 
@@ -95,7 +95,7 @@ def compare(table: Table, folder: Path, fitted: dict[str, Fitted]) -> TableRepor
 def rates_of(gpu: str, fitted: dict[str, Fitted]) -> Fitted:
     """Rates of a GPU: fitted, or of its description where no published time was on it."""
     kind = kind_of(gpu)
-    return fitted[kind] if kind in fitted else Fitted(rates=KernelRates.of(machine_of(gpu)))
+    return fitted[kind] if kind in fitted else Fitted(rates=KernelRates.of(hardware_preset(gpu)))
 
 
 def print_report(report: TableReport) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from benchmarks.published.machines import machine_of
 from memo.gpt.arithmetic import KernelRates, Layout, Training, derive_profile
 from memo.gpt.config import GPTConfig
 from memo.mip.activation import ActivationPlan, ActivationProblem, Budgets, LayerPlan, Pipeline, predict_stages
-from memo.mip.inputs import Hardware, PipelineSchedule, Profile
+from memo.mip.inputs import Hardware, PipelineSchedule, Profile, hardware_preset
 
 __all__ = ["Fitted", "Run"]
 
@@ -42,7 +41,7 @@ class Run:
 
     def machine(self, fitted: Fitted) -> Hardware:
         """The machine with the links that the framework reaches."""
-        machine = machine_of(self.gpu)
+        machine = hardware_preset(self.gpu)
         network = dataclasses.replace(
             machine.network, node_efficiency=fitted.node_efficiency, nic_efficiency=fitted.nic_efficiency
         )

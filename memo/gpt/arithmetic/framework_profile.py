@@ -1,7 +1,8 @@
 """Profile of a model as a framework trains it: layers from framework_layer.py, embedding, head, optimizer, collectives.
 
-Owns the profile's composition for a `Training`. A method of recompute is part of the layer: its class has the one point
-`all`, which saves what the method keeps. memo's own engine is in profile_by_arithmetic.py. Needs no torch.
+Owns the profile's composition for a `Training`. A method of recompute is part of the layer: point `all` saves what the
+method keeps. Where that is more than the layer's input there is a second point, `input`, at which a plan recomputes the
+layer whole. memo's own engine is in profile_by_arithmetic.py. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from memo.gpt.arithmetic.fitted_rates import FITTED
 from memo.gpt.arithmetic.flops import flops_per_token, layer_parameter_count, mlp_parameter_count
 from memo.gpt.arithmetic.framework_layer import E, FrameworkLayer
 from memo.gpt.arithmetic.kernel_times import KernelRates, KernelTimes
-from memo.gpt.arithmetic.training import GATHERED, Loss
+from memo.gpt.arithmetic.training import GATHERED, Loss, Recompute
 from memo.gpt.arithmetic.transformer import Transformer
 from memo.gpt.arithmetic.weight_exchange import WeightExchange
-from memo.mip.inputs import ALL, Collectives, EndProfile, LayerProfile, PointProfile, Profile, Role, Signature
+from memo.mip.inputs import ALL, INPUT, Collectives, EndProfile, LayerProfile, PointProfile, Profile, Role, Signature
 
 if TYPE_CHECKING:
     from memo.gpt.arithmetic.layout import Layout
@@ -149,10 +150,20 @@ class _Parts:
         gathered = GATHERED * parameters if sharded or training.parameter_offload else 0.0
         share = self.layout.pp / self.config.layers
         forward, backward = layer.forward, layer.backward
+        # A method that keeps more than the input can give way to one that does not, layer by layer.
+        saved, kept = layer.saved_bytes, 0.0
+        points = (PointProfile(name=ALL, saved_bytes=round(saved)),)
+        if training.recompute in (Recompute.NONE, Recompute.SCORES):
+            kept = layer.input_bytes
+            points = (
+                PointProfile(name=ALL, saved_bytes=round(saved - kept)),
+                PointProfile(name=INPUT, saved_bytes=0, recompute_s=forward.total),
+            )
         return LayerProfile(
             name="block",
-            always_bytes=0,
-            points=(PointProfile(name=ALL, saved_bytes=round(layer.saved_bytes)),),
+            always_bytes=round(kept),
+            points=points,
+            divisible=False,
             forward_s=forward.total,
             backward_s=backward.total + self._accumulation_s(parameters),
             forward_exchange_s=forward.exchange,

@@ -22,7 +22,7 @@ from memo.mip.activation import (
     check_plan,
     predict_stages,
 )
-from memo.mip.inputs import Hardware, Profile, hardware_preset
+from memo.mip.inputs import ALL, INPUT, Hardware, Profile, hardware_preset
 
 A100 = hardware_preset("a100-80g")
 MODEL = preset("7b", max_seq=2048)
@@ -104,6 +104,25 @@ def test_a_fixed_plan_of_a_framework_passes_the_checker() -> None:
     plan = ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers))
     assert not check_plan(plan)
     assert plan.step_s > 4 * sum(layer.forward_s + layer.backward_s for layer in found.layer_profiles()) / 2
+
+
+def test_a_plan_with_every_layer_at_its_input_takes_the_time_of_full_recompute() -> None:
+    """Of the peak it counts one layer more: a plan holds two whole layers at a time, a checkpoint one."""
+    plans = []
+    for recompute, points in ((Recompute.FULL, {ALL: 1.0}), (Recompute.NONE, {INPUT: 1.0})):
+        problem = ActivationProblem(
+            profile=profile(Training(recompute=recompute)),
+            hardware=A100,
+            budgets=Budgets(device_bytes=A100.device_bytes),
+            pipeline=Pipeline(microbatches=3),
+        )
+        layers = (LayerPlan(points=points),) * MODEL.layers
+        plans.append(ActivationPlan(problem=problem, layers=layers, stages=predict_stages(problem, layers)))
+    fixed, planned = plans
+    assert planned.step_s == pytest.approx(fixed.step_s)
+    assert fixed.stages[0].recompute_s == 0 < planned.stages[0].recompute_s
+    whole = planned.problem.profile.classes[0].full_bytes
+    assert 0 <= planned.stages[0].peak_device_bytes - fixed.stages[0].peak_device_bytes < 1.5 * whole
 
 
 def test_impossible_choices_are_refused() -> None:
