@@ -152,7 +152,7 @@ class _Parts:
         forward, backward = layer.forward, layer.backward
         # A method that keeps more than the input can give way to one that does not, layer by layer.
         saved, kept = layer.saved_bytes, 0.0
-        points = (PointProfile(name=ALL, saved_bytes=round(saved)),)
+        points: tuple[PointProfile, ...] = (PointProfile(name=ALL, saved_bytes=round(saved)),)
         if training.recompute in (Recompute.NONE, Recompute.SCORES):
             kept = layer.input_bytes
             points = (
