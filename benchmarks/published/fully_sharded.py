@@ -22,6 +22,7 @@ from memo.gpt.arithmetic import (
     Training,
 )
 from memo.gpt.config import GPTConfig
+from memo.mip.inputs import hardware_preset
 
 __all__ = ["LLAMA3", "TABLES"]
 
@@ -39,11 +40,12 @@ MPT = {
 }
 # (hidden, layers, heads, width of the MLP) of each of Llama 3's sizes.
 LLAMA3 = {
+    "1B": (2048, 16, 32, 8192),
+    "3B": (3072, 28, 24, 8192),
     "8B": (4096, 32, 32, 14336),
     "70B": (8192, 80, 64, 28672),
     "405B": (16384, 126, 128, 53248),
 }
-GPUS = {"a100_80gb": "a100-80g", "a100_40gb": "a100-40g", "h100_80gb": "h100"}
 # Composer's DecoupledAdamW is not fused: some 20 passes over a parameter's tensors where a fused one makes 7.
 NOT_FUSED = 20 / 7
 # Composer computes cross entropy and perplexity of every training batch anew: each reads the logits and writes their
@@ -73,8 +75,9 @@ def llama3(size: str) -> GPTConfig:
 
 
 def _mpt(row: Row) -> list[Target]:
-    if row["Model"] not in MPT or row["GPU"] not in GPUS:
-        raise Inexpressible(f"no shape of MPT {row['Model']} or no machine {row['GPU']}")
+    if row["Model"] not in MPT:
+        raise Inexpressible(f"the shape of MPT {row['Model']} is not known here")
+    gpu = hardware_preset(row["GPU"].replace("_", "-").removesuffix("b")).name
     hidden, layers, heads = MPT[row["Model"]]
     seq, gpus = row.count("SeqLen (T)"), row.count("# GPUs")
     config = GPTConfig(
@@ -102,9 +105,7 @@ def _mpt(row: Row) -> list[Target]:
     if row.flag("Activation CPUOffload"):
         raise Inexpressible("activations on the host, copied as the step goes: a plan's work, not a fixed method")
     layout = Layout(tokens=seq, batch=row.count("MicroBatchSize"), gpus=gpus)
-    run = Run(
-        gpu=GPUS[row["GPU"]], config=config, layout=layout, training=training, microbatches=row.count("GradAccum")
-    )
+    run = Run(gpu=gpu, config=config, layout=layout, training=training, microbatches=row.count("GradAccum"))
     step_s = row.number("GlobalBatchSize (T)") / row.number("Throughput (T/s)")
     precision = "fp8" if training.fp8 else "pure" if pure else "amp"
     return [step_target(f"{row['Model']} s {seq} on {gpus} {row['GPU']} {precision}", run, step_s)]

@@ -30,7 +30,8 @@ BUCKETS = 2 * 1_000_000_000 + 2 * 2 * 500_000_000
 HOST_STATES = 1.5 * 16
 """Bytes per parameter on the host under optimizer offload: float32 weight, gradient and two moments, and the half of it
 that DeepSpeed's own estimate adds for buffers (deepspeed/runtime/zero/stage3.py, additional_buffer_factor)."""
-HOST_BYTES = {"h100": 1.9e12, "h200": 2.0e12}
+HOST_BYTES = {"h100": 1.9e12}
+"""Of a node, where the recipes say it; else the preset's."""
 STATES = StateBytes(weight=2, gradient=2, optimizer=12, reduced=2, passes=30)
 
 # (hidden, layers, heads, key/value heads, head size, width of the MLP, vocabulary), from the models' config.json.
@@ -38,14 +39,19 @@ MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": (4096, 32, 32, 8, 128, 14336, 128_256),
     "meta-llama/Llama-3.1-70B-Instruct": (8192, 80, 64, 8, 128, 28672, 128_256),
     "Qwen/Qwen3-32B": (5120, 64, 64, 8, 128, 25600, 151_936),
+    "meta-llama/Llama-3.2-1B-Instruct": (2048, 16, 32, 8, 64, 8192, 128_256),
+    "meta-llama/Llama-3.2-3B-Instruct": (3072, 28, 24, 8, 128, 8192, 128_256),
+    "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 128, 6144, 151_936),
+    "Qwen/Qwen3-4B": (2560, 36, 32, 8, 128, 9728, 151_936),
     "Qwen/Qwen3-8B": (4096, 36, 32, 8, 128, 12288, 151_936),
     "Qwen/Qwen3-14B": (5120, 40, 40, 8, 128, 17408, 151_936),
 }
 
 
 def _alst(row: Row) -> list[Target]:
-    if row["model"] not in MODELS or row["gpu"] not in HOST_BYTES:
-        raise Inexpressible(f"the shape of {row['model']} or the machine {row['gpu']} is not known here")
+    if row["model"] not in MODELS:
+        raise Inexpressible(f"the shape of {row['model']} is not known here")
+    gpu = hardware_preset(row["gpu"]).name
     hidden, layers, heads, kv_heads, head_size, ffn, vocabulary = MODELS[row["model"]]
     config = Transformer(
         vocab_size=vocabulary,
@@ -80,7 +86,7 @@ def _alst(row: Row) -> list[Target]:
     # The recipes without Liger's kernels are those without Ulysses, by the names of their files.
     shared = ranks if liger else 1
     layout = Layout(tokens=shared, gpus=ranks, cp=shared)
-    run = Run(gpu=row["gpu"], config=config, layout=layout, training=training)
+    run = Run(gpu=gpu, config=config, layout=layout, training=training)
     names = [name for name in ("ckpt_offload", "tiled_mlp", "liger", "param_offload") if row.flag(name)]
     label = f"{row['model'].split('/')[-1]} on {ranks} {row['gpu']}, {' '.join(names) or 'nothing'}"
     return [
@@ -88,7 +94,7 @@ def _alst(row: Row) -> list[Target]:
             label=label,
             quantity="tokens",
             published=row.number("max_len"),
-            gpu=row["gpu"],
+            gpu=gpu,
             predict=lambda fitted: _longest(run, fitted),
         )
     ]
@@ -116,7 +122,7 @@ def _fits(run: Run, fitted: Fitted, tokens: int) -> bool:
     if max(stage.peak_device_bytes for stage in longer.plan(fitted).stages) > machine.device_bytes - HELD:
         return False
     nodes = math.ceil(run.layout.gpus / machine.gpus_per_node)
-    return _host_bytes(longer, tokens) / nodes <= HOST_BYTES.get(run.gpu, math.inf)
+    return _host_bytes(longer, tokens) / nodes <= HOST_BYTES.get(run.gpu, machine.host_bytes)
 
 
 def _host_bytes(run: Run, tokens: int) -> float:

@@ -66,11 +66,14 @@ def _model(row: Row, *, layers: int | None = None) -> GPTConfig:
     )
 
 
+def _usual_batch(ranks: int) -> int:
+    """Sequences of a microbatch for other layouts: what the artifact has for as many ranks of a replica, or more."""
+    return next((batch for (tp, pp), (batch, _) in ARTIFACT.items() if tp * pp >= ranks), 1)
+
+
 def _narayanan(row: Row) -> list[Target]:
     config, tp, pp, gpus = _model(row), row.count("tp"), row.count("pp"), row.count("gpus")
-    if (tp, pp) not in ARTIFACT:
-        raise Inexpressible(f"the artifact has no microbatch for tp {tp}, pp {pp}")
-    batch, layers_of_chunk = ARTIFACT[tp, pp]
+    batch, layers_of_chunk = ARTIFACT.get((tp, pp)) or (_usual_batch(tp * pp), None)
     layout = Layout(tokens=SEQ, batch=batch, gpus=gpus, tp=tp, pp=pp)
     chunks = config.layers // pp // layers_of_chunk if layers_of_chunk else 1
     microbatches = row.count("global_batch") // (batch * layout.replicas)
@@ -148,6 +151,8 @@ def _stage_memory(row: Row) -> list[Target]:
     Without deallocation a stage also keeps the outputs that it has sent, until their backward.
     """
     rank = row.count("pp_rank")
+    if rank > 34:
+        raise Inexpressible(f"there is no rank {rank} of 35")
     config = GPTConfig(vocab_size=VOCAB, hidden=20480, layers=105, heads=128, kv_heads=128, ffn=4 * 20480, max_seq=SEQ)
     run = Run(gpu=GPU, config=config, layout=Layout(tokens=SEQ, gpus=280, tp=8, pp=35), training=FULL, microbatches=280)
 

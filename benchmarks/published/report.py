@@ -23,6 +23,8 @@ from memo.mip.inputs import hardware_preset
 
 __all__ = ["Comparison", "TableReport", "compare", "fittable", "print_report", "result_body"]
 
+UNUSABLE = (Inexpressible, MemoError, ArithmeticError, ValueError)
+"""What a row that is no run, or an impossible one, raises."""
 SHOWN = 4  # rows that are named for each reason
 
 
@@ -81,14 +83,17 @@ def compare(table: Table, folder: Path, fitted: dict[str, Fitted]) -> TableRepor
         for target in _targets(table, row, refused):
             try:
                 predicted = target.predict(rates_of(target.gpu, fitted))
-            except MemoError as error:
+            except UNUSABLE as error:
                 refused[str(error)].append(_name(row))
                 continue
             found.append(Comparison(target=target, fitted=row.fitted, predicted=predicted))
     if table.whole is not None:
-        for target in table.whole(rows):
-            predicted = target.predict(rates_of(target.gpu, fitted))
-            found.append(Comparison(target=target, fitted=False, predicted=predicted))
+        try:
+            for target in table.whole(rows):
+                predicted = target.predict(rates_of(target.gpu, fitted))
+                found.append(Comparison(target=target, fitted=False, predicted=predicted))
+        except UNUSABLE as error:
+            refused[f"the table as a whole: {error}"].append(table.title)
     return TableReport(table=table, comparisons=found, refused=dict(refused))
 
 
@@ -153,8 +158,11 @@ def _expressible(table: Table, rows: Sequence[Row], refused: dict[str, list[str]
 
 def _targets(table: Table, row: Row, refused: dict[str, list[str]]) -> Sequence[Target]:
     try:
-        return table.targets(row)
-    except (Inexpressible, MemoError) as reason:
+        targets = table.targets(row)
+        if not all(target.published > 0 for target in targets):
+            raise Inexpressible("a published number is not above 0")
+        return targets
+    except UNUSABLE as reason:
         refused.setdefault(str(reason), []).append(_name(row))
         return ()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = ["TABLES", "Inexpressible", "Row", "read_rows"]
 
+MOST = 10_000_000  # of anything that is counted
 TABLES = Path(__file__).parent.parent / "data" / "published"
 """Copies of the published tables, each with its source in its first lines."""
 
@@ -41,7 +42,7 @@ class Row:
         if not text:
             if default is None:
                 raise Inexpressible(f"no {column}")
-            return default
+            return float(default)
         try:
             return float(text)
         except ValueError:
@@ -49,7 +50,10 @@ class Row:
 
     def count(self, column: str, default: int | None = None) -> int:
         """The cell as a whole number; `default` where it is empty."""
-        return int(self.number(column, default))
+        number = self.number(column, default)
+        if not (number.is_integer() and 0 <= number <= MOST):
+            raise Inexpressible(f"{column} is {number:g}, no count up to {MOST:g}")
+        return int(number)
 
     def flag(self, column: str) -> bool:
         """True for `true`, `True` and 1."""

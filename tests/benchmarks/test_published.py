@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 from pathlib import Path
 
@@ -110,9 +111,25 @@ def test_rows_of_a_table_elsewhere_are_predicted_and_strange_ones_say_why(
     assert main(["--tables", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "7b s 2048 on 16 h100_80gb" in shown
-    assert "no shape of MPT 7b or no machine tpu" in shown
+    assert "unknown GPU 'tpu'" in shown
     assert "SeqLen (T) is 'long', no number" in shown
     assert not (tmp_path / "out").exists(), "results are of the tables that are here"
+
+
+@pytest.mark.parametrize("known", ALL, ids=lambda known: known.file)
+def test_no_row_stops_the_command(known: Table, tmp_path: Path) -> None:
+    """Rows of which a cell is empty, text, nothing, negative or huge are predicted or refused."""
+    rows = read_rows(TABLES, known.file)
+    generator, lines = random.Random(20), [",".join(f'"{name}"' for name in rows[0].cells)]
+    for _ in range(12):
+        cells = dict(generator.choice(rows).cells)
+        for name in generator.sample(sorted(cells), 2):
+            cells[name] = generator.choice(("", "many", "0", "-3", "3", "7", "1e30", "64"))
+        lines.append(",".join(f'"{cell}"' for cell in cells.values()))
+    (tmp_path / known.file).write_text("\n".join(lines) + "\n")
+    report = compare(known, tmp_path, read_fitted())
+    assert report.comparisons or report.refused
+    assert all(reason for reason in report.refused)
 
 
 def test_rows_with_the_same_inputs_are_not_told_apart() -> None:
