@@ -103,7 +103,7 @@ def derive_profile(
     if training is not None:
         return profile_of_training(config, machine, layout, training, rates=rates, name=name)
     if recompute is not None:
-        profile = profile_of_training(config, machine, layout, own, rates=rates, name=name)
+        profile = profile_of_training(config, machine, layout, own, rates=KernelRates.of(machine), name=name)
         fixed = tuple(dataclasses.replace(layer, points=layer.points[:1]) for layer in profile.classes)
         return dataclasses.replace(profile, classes=fixed)
     signature = Signature(
