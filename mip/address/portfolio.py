@@ -123,21 +123,21 @@ class ArenaSolver:
         return self.optimal or enough or met or time.monotonic() >= deadline
 
     def portfolio(self, *, deadline: float, gap: float = 0.0) -> None:
-        """Runs a sweep over time, which no deadline cuts short, then greedy fit in the portfolio's orders until `done`."""
+        """Runs greedy fit in the portfolio's orders until `done`; a sweep over time where none of them ends in time."""
         if self.impossible or self.optimal:
             return
-        if not self.offsets:
-            self.offer(self._engine.sweep(), "first fit by start")
         most = max(1, FIT_MEETINGS // max(1, self.instance.n_meetings))
         fits = ((name, order, best) for name, order in portfolio_orders(self.instance) for best in (False, True))
         for name, order, best in itertools.islice(fits, most):
-            if self.done(deadline=deadline, gap=gap):
-                return
             offsets = self._engine.fit(order, best=best, deadline=deadline)
             if offsets is None:
-                return
+                break
             # Greedy fit puts movable buffers around the fixed ones, so what it returns always holds.
             self.offer(offsets, f"{'best' if best else 'first'} fit by {name}")
+            if self.done(deadline=deadline, gap=gap):
+                return
+        if not self.offsets:
+            self.offer(self._engine.sweep(), "first fit by start")
 
     def follow(self, order: Sequence[int], method: str, *, deadline: float) -> None:
         """Runs greedy fit in the order of a known placement, from the lowest buffer up.
