@@ -210,6 +210,7 @@ def test_a_slower_program_around_the_layers_is_looked_at_once_and_keeps_its_plan
     machine, auto, steps = settled_at_a_pace(monkeypatch)
     steps(30, 1.0)
     before, looks = auto.plan, machine.listened
+    machine.slowness = 1.05  # too little for another plan
     steps(60, 1.5)  # its data comes more slowly, say
     assert auto.plan is before
     assert machine.listened == looks + 1
