@@ -44,7 +44,7 @@ MINIMALLOC_MOST = 2_000
 """Buffers of the largest instances that MiniMalloc is given."""
 NEAR = 0.005
 """Excess over the bound whose time is taken: processor seconds until the placement was within it."""
-LIMITS_S = (1.0, 2.0, 5.0)
+LIMITS_S = (2.0, 5.0, 10.0)
 
 GENERATED = {
     "irregular-300": Shape(layers=8, microbatches=1, seed=1),

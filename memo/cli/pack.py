@@ -56,7 +56,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--align", metavar="SIZE", help="every offset is a multiple of SIZE bytes, such as 512 (default: the problem's)"
     )
     parser.add_argument(
-        "--time-limit", default="60s", metavar="DURATION", help="time for the search, such as 500ms or 5m (default 60s)"
+        "--time-limit",
+        default="60s",
+        metavar="DURATION",
+        help="time to plan, the check of the plan included, such as 500ms or 5m (default 60s)",
     )
     parser.add_argument(
         "--gap",
@@ -68,11 +71,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=[str(method) for method in Method],
         default="auto",
-        help="solver: search (branch and bound), mip (mixed-integer program by HiGHS), mip-cbc (the same by CBC), or auto "
-        "(search, and mixed-integer programs for buffers in groups) (default auto)",
+        help="solver: search (greedy fits, local search, branch and bound), mip (mixed-integer program by HiGHS), mip-cbc "
+        "(the same by CBC), or auto (search, and mixed-integer programs for buffers in groups) (default auto)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="random seed of the search; same seed, same plan (default 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random seed of the search; same seed, same plan where the time limit is not reached (default 0)",
     )
     parser.add_argument(
         "-o", "--output", type=file_name, metavar="FILE", help="write the plan: CSV if FILE ends in .csv, else JSON"

@@ -227,8 +227,8 @@ class Stage:
         self._run(work.name, "forward", work.forward_s, work.forward_exchange_s)
         self._hold(Tier.DEVICE, -work.forward_transient_nbytes)
         if following is not None:
-            self._send(call)
             self._await(self._network_free_s)
+            self._send(call)
         before, self._undropped = self._undropped, call
         if before is not None and before.state is _State.LEAVING:
             self._drop(before)

@@ -54,6 +54,12 @@ def test_a_plan_is_read_from_standard_input(
     assert "255" in capsys.readouterr().out
 
 
+def test_without_a_capacity_the_shortest_time_ends_with_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["pack", str(DATA / "A.1048576.csv"), "--time-limit", "0.001ms", "-o", str(path)]) == ExitCode.OK
+    assert check(read_plan(path)) is None
+
+
 def test_the_same_problem_gives_the_same_bytes(plan_path: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     main(["pack", STEP, "-o", str(again)])

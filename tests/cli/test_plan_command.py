@@ -258,7 +258,7 @@ def test_a_report_that_is_none_is_one_line(
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--tp", "2"], ExitCode.USAGE, "not a multiple"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--gpus", "0"], ExitCode.USAGE, "gpus is 0"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--host", "8 gigs"], ExitCode.USAGE, "cannot read"),
-        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--accumulate", "0"], ExitCode.USAGE, "--accumulate 0 is less than 1"),
+        (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--accumulate", "0"], ExitCode.USAGE, "0 is less than 1"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--wear", "-1"], ExitCode.USAGE, "--wear"),
         (["--gpu", "a800", "--model", "7b", "--seq", "8k", "--plot", "x.png"], ExitCode.USAGE, "--sweep"),
         (["--gpu", "missing.json", "--model", "7b", "--seq", "8k"], ExitCode.FAILURE, "cannot read"),

@@ -55,15 +55,16 @@ class Layout:
 
     def tensor_group(self, gpus_per_node: int) -> Group:
         """Ranks of tensor parallelism, which are neighbours."""
-        return Group.of(self.tp, stride=1, gpus_per_node=gpus_per_node)
+        return Group.of(self.tp, stride=1, gpus_per_node=gpus_per_node, gpus=self.gpus)
 
     def context_group(self, gpus_per_node: int) -> Group:
         """Ranks of context parallelism."""
-        return Group.of(self.cp, stride=self.tp, gpus_per_node=gpus_per_node)
+        return Group.of(self.cp, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
 
     def data_group(self, gpus_per_node: int, *, size: int | None = None) -> Group:
         """Ranks with the same weights: those of data and context parallelism, or `size` of them that are neighbours."""
-        return Group.of(size or self.replicas * self.cp, stride=self.tp, gpus_per_node=gpus_per_node)
+        ranks = size or self.replicas * self.cp
+        return Group.of(ranks, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
         """Whether the next pipeline stage is on another node."""

@@ -100,8 +100,12 @@ def derive_profile(
     )
     if recompute is not None and precision is Precision.FP32:
         raise UsageError("a fixed method of recompute is known for 16-bit products; choose bf16 or bf16-autocast")
-    if training is not None or recompute is not None:
-        return profile_of_training(config, machine, layout, training or own, rates=rates, name=name)
+    if training is not None:
+        return profile_of_training(config, machine, layout, training, rates=rates, name=name)
+    if recompute is not None:
+        profile = profile_of_training(config, machine, layout, own, rates=KernelRates.of(machine), name=name)
+        fixed = tuple(dataclasses.replace(layer, points=layer.points[:1]) for layer in profile.classes)
+        return dataclasses.replace(profile, classes=fixed)
     signature = Signature(
         model=name,
         batch=layout.batch,

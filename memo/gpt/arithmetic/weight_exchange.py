@@ -48,7 +48,7 @@ class WeightExchange:
         """Ranks that hold the same shard."""
         stride = self.layout.tp * self.shards
         count = self.layout.replicas * self.layout.cp // self.shards
-        return Group.of(count, stride=stride, gpus_per_node=self.machine.gpus_per_node)
+        return Group.of(count, stride=stride, gpus_per_node=self.machine.gpus_per_node, gpus=self.layout.gpus)
 
     @property
     def gathers_each_pass(self) -> bool:

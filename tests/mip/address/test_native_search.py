@@ -14,6 +14,7 @@ from memo.mip.address import portfolio
 from memo.mip.address.checker import check
 from memo.mip.address.files import plan_to_json
 from memo.mip.address.instance import Instance, make_instance
+from memo.mip.address.lower_bound import peak
 from memo.mip.address.native_search import Answer, Compiled, Pure, Weights, make_engine
 from memo.mip.address.portfolio import ArenaSolver
 from memo.mip.address.problem import DEVICE, ArenaPlan, Buffer, Plan, Problem, Status
@@ -97,7 +98,7 @@ def test_refill_places_what_was_not_placed_and_moves_no_fixed_buffer() -> None:
     instance = instance_of(problem)
     engine = compiled(instance)
     start = list(engine.sweep())
-    start[10:90] = [-1] * 80
+    start[3], start[10:90] = -1, [-1] * 80
     target = instance.lower_bound + instance.lower_bound // 5
     found = engine.refill(start, target=target, steps=10_000, seed=0, weights=WEIGHTS, deadline=FAR)
     assert found is not None
@@ -217,11 +218,14 @@ def test_meetings_peaks_and_parts_are_those_of_the_definition(seed: int) -> None
 
 
 def test_a_fixed_buffer_of_low_load_holds_its_place_when_the_core_goes_first() -> None:
+    """It meets one buffer of the core, which must not be put on its bytes."""
     trace = generated("irregular-600").buffers
     low = trace[-1].end + 5
-    lone = Buffer(id="lone", start=low, end=low + 10, nbytes=512, fixed_offset=1 << 20)
-    beside = tuple(Buffer(id=f"beside {i}", start=low, end=low + 5, nbytes=1 << 20) for i in range(3))
-    problem = Problem(buffers=(*trace, lone, *beside))
+    long = dataclasses.replace(trace[0], end=low + 10)
+    least = peak((long, *trace[1:]))[1]
+    fixed = Buffer(id="fixed", start=low, end=low + 10, nbytes=least // 2048 * 1024, fixed_offset=0)
+    problem = Problem(buffers=(long, *trace[1:], fixed))
     plan = solve(problem, time_limit_s=60)
     assert plan.arena(DEVICE).method == "core first"
-    assert plan.offsets[len(trace)] == 1 << 20
+    assert plan.offsets[-1] == 0
+    assert plan.offsets[0] >= fixed.nbytes
