@@ -129,5 +129,5 @@ def test_tensor_parallelism_waits_less_where_its_collectives_overlap() -> None:
 
 def test_tensor_parallelism_beyond_a_node_takes_the_networks_time() -> None:
     within, beyond = (layer(Training(), tp=tp, gpus=tp).forward.exchange for tp in (8, 16))
-    # Eight NICs of 20 GB/s carry two thirds of what one GPU's links to its peers do.
-    assert beyond > 1.5 * within
+    # Eight NICs together carry less than one GPU's links to its peers.
+    assert beyond > 1.2 * within
