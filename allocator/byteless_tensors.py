@@ -113,13 +113,13 @@ class BytelessMode(LocalTensorMode):
         self._conversions = _Conversions(self._readable)
 
     def __enter__(self) -> Self:
-        super().__enter__()
-        self._conversions.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._conversions.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._conversions.__exit__(*exception)
-        super().__exit__(*exception)
+        self._conversions.__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Declares that tensors have no contents, such as parameters that were made by `torch.ones`."""
@@ -265,7 +265,7 @@ class BytelessMode(LocalTensorMode):
         else:
             for storage in storages:
                 if known or storage.nbytes() < mmap.PAGESIZE:  # a mapping is zeros
-                    storage.fill_(known)
+                    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(known)
         return _tensors_of(outcome.results, storages, tensors)
 
 

@@ -190,9 +190,8 @@ def _short(path: str) -> str:
 
 
 _SITE, _STDLIB = (f"{sysconfig.get_paths()[kind]}/" for kind in ("purelib", "stdlib"))
-_ROOT = Path(
-    __file__
-).parent.parent  # of the installed package, or of the tree, whose other folders are its subpackages
+# Of the installed package, or of the tree, whose other folders are its subpackages.
+_ROOT = Path(__file__).parent.parent
 _PLUMBING = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(errors.__file__).parent}/",

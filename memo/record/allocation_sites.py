@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AllocationSites", "is_in_backward"]
 
-_FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
-_NAMED = "memo_module"
+_FORWARD: Final = "forward"
+_BACKWARD: Final = "backward"
+_OPTIMIZER: Final = "optimizer"
+_NAMED: Final = "memo_module"
 
 
 class AllocationSites:
@@ -68,9 +70,8 @@ class AllocationSites:
     def _watch(self, name: str, layer: str, module: nn.Module) -> list[RemovableHandle]:
         def begin(_: nn.Module, args: object) -> None:
             before = self._recorder.site
-            if (
-                before.phase != _FORWARD and not is_in_backward()
-            ):  # the next microbatch of a step that runs backward itself
+            if before.phase != _FORWARD and not is_in_backward():
+                # The next microbatch of a step that runs backward itself.
                 before = AllocationSite(phase=_FORWARD)
             self._stack.append(before)
             group = before.group  # inside a layer, and in a recompute, the group of the pass that runs it

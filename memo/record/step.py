@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -110,7 +111,9 @@ def load_step(name: str, *, needs_loss: bool = False) -> Callable[..., Step]:
 
 def _parts(made: Any, name: str) -> tuple[nn.Module, Callable[[], Any], tuple[torch.optim.Optimizer, ...]]:
     """Model, step and optimizers of what a user's function returned."""
-    model, step, optimizers = None, made, ()
+    model: nn.Module | None = None
+    step = made
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     if isinstance(made, (tuple, list)) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, step = made[0], made[1]
         if len(made) == 3:
@@ -196,10 +199,11 @@ def _held(value: Any, *, depth: int) -> Iterator[nn.Module]:
             yield from _held(inner, depth=depth - 1)
 
 
+_HOLD_NO_MODULES = (str, bytes, int, float, torch.Tensor, torch.optim.Optimizer, type, ModuleType)
+
+
 def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes, int, float, torch.Tensor, torch.optim.Optimizer, type)) or inspect.ismodule(
-        value
-    ):
+    if isinstance(value, _HOLD_NO_MODULES):
         return []
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
