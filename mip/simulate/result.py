@@ -243,9 +243,11 @@ class StageSimulation:
         return sum(copy.nbytes for copy in self.copies if lane in copy.queue.lanes)
 
     def stalls(self) -> dict[tuple[StallCause, Lane], float]:
-        """Stall seconds by cause and late lane, the largest first."""
+        """Stall seconds by cause and late lane, the largest first; waits for collectives are none."""
         found: dict[tuple[StallCause, Lane], float] = {}
         for wait in self.waits:
+            if wait.cause is StallCause.COLLECTIVE:
+                continue
             key = (wait.cause, wait.lane)
             found[key] = found.get(key, 0.0) + wait.seconds
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))

@@ -63,7 +63,7 @@ def test_json_figures_add_up_and_agree_with_the_plan(
 ) -> None:
     found = shown(capsys, str(plan_path))
     (stage,) = found["stages"]  # type: ignore[misc]
-    parts = [stage[f"{name}_s"] for name in ("compute", "recompute", "stall", "idle")]
+    parts = [stage[f"{name}_s"] for name in ("compute", "communication", "recompute", "stall", "idle")]
     assert sum(parts) == pytest.approx(found["step_s"])
     assert sum(one["seconds"] for one in stage["stalls"]) == pytest.approx(stage["stall_s"])
     assert found["predicted_step_s"] == pytest.approx(plan.step_s)

@@ -24,7 +24,7 @@ def print_simulation(plan: ActivationPlan, problem: ActivationProblem, simulatio
     stage, prediction = simulation.stages[number], plan.stages[number]
     print(_headline(problem, simulation, number))
     print(f"\n{_times(plan, problem, simulation, stage, prediction)}")
-    if stage.waits:
+    if stage.stall_s:
         print(f"\n{_stalls(simulation, stage)}")
     print(f"\n{_peaks(stage, prediction)}")
     print(f"\n{_agreement(plan, problem, simulation)}")
