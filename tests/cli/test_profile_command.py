@@ -53,6 +53,24 @@ def test_a_model_of_the_users_own(
     assert report["layers"] == ["TransformerEncoderLayer"] * 2
 
 
+def test_a_step_that_runs_backward_itself_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole_step.py").write_text(
+        "import torch\n"
+        "def build(*, batch, tokens):\n"
+        "    layer = torch.nn.TransformerEncoderLayer(32, 2, batch_first=True)\n"
+        "    model = torch.nn.TransformerEncoder(layer, 2)\n"
+        "    x = torch.zeros(batch, tokens, 32, requires_grad=True)\n"
+        "    return model, lambda: model(x).sum().backward()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--model", "whole_step:build", "--seq", "16", "--repeats", "1"]) == ExitCode.FAILURE
+    error = capsys.readouterr().err
+    assert "the step of whole_step:build runs backward itself" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

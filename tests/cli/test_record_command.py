@@ -132,6 +132,29 @@ def test_a_users_own_step(user_module: str, capsys: pytest.CaptureFixture[str]) 
     assert summary["static_nbytes"] == (8 * 8 + 8) * 4
 
 
+def test_a_step_reads_the_assumed_number(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads whether its loss is above -1: if not, with 0, it returns nothing, and no backward runs."""
+    allocations = {}
+    for number in ("1", "0"):
+        command = ["record", "--model", f"{user_module}:by_contents", "--seq", "16", "--json", "--assume", number]
+        assert main(command) == ExitCode.OK
+        allocations[number] = json.loads(capsys.readouterr().out)["allocations"]
+    assert allocations["1"] > allocations["0"] > 0
+
+
+def test_a_named_optimizers_state_is_static(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["record", "--model", f"{user_module}:build", "--seq", "16", "--json", "--exact"]
+    static = {}
+    for spec in ("sgd", "sgd,momentum=0.9", "adam"):
+        assert main([*command, "--optimizer", spec]) == ExitCode.OK
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["optimizer"] == spec
+        static[spec] = summary["static_nbytes"]
+    parameters = (8 * 8 + 8) * 4
+    counters = 2 * 4  # Adam's steps, of two parameters
+    assert static == {"sgd": parameters, "sgd,momentum=0.9": 2 * parameters, "adam": 3 * parameters + counters}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -143,6 +166,9 @@ def test_a_users_own_step(user_module: str, capsys: pytest.CaptureFixture[str]) 
         (["--model", "users_step:by_contents"], ExitCode.FAILURE, "needs the contents of a tensor"),
         (["--model", "users_step:build", "--alpha", "0.5"], ExitCode.FAILURE, "no repeated layers"),
         (["--model", "users_step:build", "--layers", "3"], ExitCode.USAGE, "--layers"),
+        (["--model", "users_step:build", "--optimizer", "lion"], ExitCode.USAGE, "--optimizer lion: choose one of"),
+        (["--model", "users_step:build", "--optimizer", "sgd,fast"], ExitCode.USAGE, "is not name=value"),
+        (["--assume", "1", "--real"], ExitCode.USAGE, "not allowed with"),
         (["--seq", "many"], ExitCode.USAGE, "cannot read"),
         (["--batch", "0"], ExitCode.USAGE, "--batch"),
         (["--alpha", "2"], ExitCode.USAGE, "--alpha"),
