@@ -81,8 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--assume",
         type=float,
         metavar="NUMBER",
-        help="where the step reads a tensor that is computed from weights, such as loss.item(), each element is NUMBER "
-        "(default: that is an error)",
+        help="where the step reads a tensor that is computed from weights, such as loss.item(), each element is NUMBER"
+        "; of a comparison, 0 is false and any other number true (default: that is an error)",
     )
     reads.add_argument("--real", action="store_true", help="use real tensors, which a step may read")
     parser.add_argument(
