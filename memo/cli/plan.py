@@ -224,10 +224,10 @@ class Request:
         machine = (
             read_hardware(args.gpu) if args.gpu.endswith(".json") or "/" in args.gpu else hardware_preset(args.gpu)
         )
-        if args.net is not None:
-            machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
         if args.doctor is not None:
             machine = with_measured_rates(machine, args.doctor)
+        if args.net is not None:
+            machine = dataclasses.replace(machine, network=parse_network(args.net, machine.network))
         if (args.profile is None) == (args.model is None):
             raise UsageError("give either --model and --seq, or --profile")
         if args.profile is not None:

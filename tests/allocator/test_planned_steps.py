@@ -44,7 +44,10 @@ def allocator(machine: tuple[Native, Standin]) -> Iterator[PlannedAllocator]:
 
 
 def layers(count: int, nbytes: int, *, late: int = 0) -> list[Call]:
-    """Forward and backward: each layer saves a block; backward frees them in reverse, `late` of them one layer late."""
+    """Forward and backward: each layer saves a block; backward frees them in reverse, `late` of them one layer late.
+
+    A layer's gradients need what the layers behind it have freed, wherever a plan has placed them.
+    """
     calls = []
     for n in range(count):
         calls += [
@@ -53,7 +56,7 @@ def layers(count: int, nbytes: int, *, late: int = 0) -> list[Call]:
             Call(block=f"work{n}"),
         ]
     for n in reversed(range(count)):
-        calls.append(Call(block=f"grad{n}", nbytes=2 * nbytes))
+        calls.append(Call(block=f"grad{n}", nbytes=(2 + count - n) * nbytes))
         freed = [Call(block=f"saved{n}")]
         if n < late:
             freed = []

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def test_all_ways_take_the_same_step_and_the_plan_is_carried_out() -> None:
     bodies: list[dict[str, Any]] = []
-    request = dataclasses.replace(REQUEST, seq=2048, device_bytes=34 << 20)
+    request = dataclasses.replace(REQUEST, seq=2048, device_bytes=27 << 20)
     result = measure(request, CPU, bodies.append)
     assert [len(body["ways"]) for body in bodies] == [1, 2, 3]
     assert bodies[-1] == result

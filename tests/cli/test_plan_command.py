@@ -486,7 +486,7 @@ def test_what_is_sharded_and_offloaded_changes_the_memory(capsys: pytest.Capture
     ("more", "words"),
     [
         (["--mlp-tiles", "4", "--recompute", "full"], "--mlp-tiles 4 has no meaning with --recompute full"),
-        (["--precision", "fp32", "--recompute", "full"], "known for 16-bit products"),
+        (["--precision", "fp32", "--recompute", "full"], "planned in bf16, not in fp32"),
         (["--heads", "7"], "7 heads do not divide a hidden size of 4096"),
     ],
 )

@@ -67,5 +67,5 @@ class Layout:
         return Group.of(ranks, stride=self.tp, gpus_per_node=gpus_per_node, gpus=self.gpus)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
-        """Whether the next pipeline stage is on another node."""
-        return self.stage_gpus >= gpus_per_node
+        """Whether some stage's next one is on another node."""
+        return self.pp > 1 and self.gpus > gpus_per_node

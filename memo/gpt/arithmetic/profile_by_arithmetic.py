@@ -28,6 +28,7 @@ from memo.mip.inputs import (
     MATMULS,
     Collectives,
     EndProfile,
+    Group,
     Hardware,
     LayerProfile,
     PointProfile,
@@ -47,7 +48,7 @@ LOGIT_BYTES = 2 * 4  # a logit and its gradient in float32
 ATTENTION_BACKWARD = 2.5
 TILE_ROWS = 128  # rows of a block in a GPU's matrix product
 REPLAYED = 33  # kernels of a recompute of all but attention, at most
-MOST_LINK_SHARE = 0.9  # of a link that collectives take, so that copies are slow, not impossible
+MOST_LINK_SHARE = 0.5  # of a link that both use, each gets half
 LAUNCHES, LAUNCH_S = 8, 5e-6  # kernels of one tile in one pass, and the launch time of one
 
 
@@ -75,7 +76,7 @@ def derive_profile(
         accumulate: microbatches in a step, whose gradients are added up before they are reduced.
         zero: what is sharded over data-parallel ranks, as `Training.zero`; memo train shards everything.
         optimizer_offload: whether optimizer state and its step are on the host.
-        recompute: a fixed method for every layer, instead of points to plan with; not in float32.
+        recompute: a fixed method for every layer, instead of points to plan with; in bf16 only.
         training: all choices of another framework, which computes in 16 bits; None is memo's own engine.
         rates: what kernels reach on the machine, for `training`; None is what the machine's description says.
         name: name of the model in the profile.
@@ -93,13 +94,14 @@ def derive_profile(
         gathered_bytes=STATES[precision].weight,
         optimizer_offload=optimizer_offload,
         reduces_once=True,
+        accumulates=accumulate > 1,
         whole_in_step=layout.pp > 1,  # weights stay gathered through a step of a pipeline
         loss=Loss.CHUNKED,
         recompute=recompute or Recompute.NONE,
         dropout=config.dropout,
     )
-    if recompute is not None and precision is Precision.FP32:
-        raise UsageError("a fixed method of recompute is known for 16-bit products; choose bf16 or bf16-autocast")
+    if recompute is not None and precision is not Precision.BF16:
+        raise UsageError(f"a fixed method of recompute is planned in bf16, not in {precision}")
     if training is not None:
         return profile_of_training(config, machine, layout, training, rates=rates, name=name)
     if recompute is not None:
@@ -116,10 +118,14 @@ def derive_profile(
         pp=layout.pp,
     )
     sizes = ElementSizes.of(precision)
-    weights = _Weights(layout, WeightExchange(machine, layout, own), adds_up=accumulate > 1)
+    weights = _Weights(layout, WeightExchange(machine, layout, own))
     ends = _Ends(config, machine, layout, sizes, weights)
     layer = _layer(config, machine, layout, sizes, weights)
-    stage_parameters = -(-parameter_count(config) // layout.pp)
+    # Of the largest stage.
+    stage_parameters = parameter_count(config)
+    if layout.pp > 1:
+        blocks = -(-config.layers // layout.pp) * layer_parameter_count(config)
+        stage_parameters = blocks + config.vocab_size * config.hidden
     return Profile(
         signature=signature,
         role=Role.DERIVED,
@@ -129,9 +135,9 @@ def derive_profile(
         embedding=ends.embedding(),
         head=ends.head(),
         optimizer_s=weights.update_bytes(stage_parameters) / machine.hbm_bytes_per_s,
-        optimizer_exchange_s=weights.exchange.update_s(stage_parameters / layout.tp),
+        optimizer_exchange_s=weights.exchange.update_s(stage_parameters / layout.tp) + ends.tied_s(),
         send_s=_send_s(config, machine, layout, sizes),
-        link_share=_link_share(layer, machine, layout),
+        link_share=_link_share(config, layer, machine, layout, sizes, accumulate),
         model_flops_causal_per_token=flops_per_token(config, layout.tokens),
         model_flops_full_per_token=flops_per_token(config, layout.tokens, causal=False),
     )
@@ -218,8 +224,6 @@ class _Weights:
 
     layout: Layout
     exchange: WeightExchange
-    adds_up: bool
-    """Whether gradients of several microbatches are added up before they are reduced."""
 
     @property
     def _training(self) -> Training:
@@ -227,17 +231,23 @@ class _Weights:
 
     def gathered_bytes(self, parameters: float) -> float:
         """Bytes of a layer's gathered weights, where they are not on the device all the time."""
-        gathers = self._training.zero == 3 and self.exchange.shards > 1
+        gathers = self.exchange.gathers_each_pass and self.exchange.shards > 1
         return self._training.gathered_bytes * parameters / self.layout.tp if gathers else 0.0
+
+    def end_bytes(self, parameters: float) -> float:
+        """Bytes of an end's parameters on the device all the time.
+
+        torch's FSDP has the ends' weights whole from forward to backward, and their gradients until it reduces them, last.
+        """
+        training = self._training
+        whole = self.gathered_bytes(parameters)
+        if whole and not training.accumulates:
+            whole += training.states.gradient * parameters / self.layout.tp
+        return self.static_bytes(parameters) + whole
 
     def static_bytes(self, parameters: float) -> float:
         """Bytes that are on the device all the time."""
-        training, shards = self._training, self.exchange.shards
-        if shards == 1:
-            training = dataclasses.replace(training, whole_in_step=False)
-        adds_up = self.adds_up and training.zero >= 2 and shards > 1 and not training.whole_in_step
-        whole = training.states.gradient if adds_up else 0
-        return (training.resident_bytes(shards) + whole) * parameters / self.layout.tp
+        return self._training.resident_bytes(self.exchange.shards) * parameters / self.layout.tp
 
     def update_bytes(self, parameters: float) -> float:
         """Bytes that the optimizer reads and writes on the device."""
@@ -276,14 +286,16 @@ def _send_s(config: GPTConfig, machine: Hardware, layout: Layout, sizes: Element
     return Collectives(machine).send_s(nbytes, beyond_node=layout.leaves_node(machine.gpus_per_node))
 
 
-def _link_share(layer: LayerProfile, machine: Hardware, layout: Layout) -> float:
+def _link_share(
+    config: GPTConfig, layer: LayerProfile, machine: Hardware, layout: Layout, sizes: ElementSizes, accumulate: int
+) -> float:
     """Fraction of a GPU's link to the host that collectives of a layer's two passes take, in one direction."""
-    collectives, nodes = Collectives(machine), machine.gpus_per_node
-    exchanged = layer.forward_exchange_s + layer.backward_exchange_s
-    inner = layout.tensor_group(nodes) if layout.tp > 1 else layout.context_group(nodes)
-    nbytes = exchanged * collectives.host_link_bytes_per_s(inner)
-    nbytes += (2 * layer.gather_s + layer.reduce_s) * collectives.host_link_bytes_per_s(layout.data_group(nodes))
-    seconds = max(layer.forward_s + layer.backward_s, 2 * layer.gather_s + layer.reduce_s)
+    rate_of, nodes = Collectives(machine).host_link_bytes_per_s, machine.gpus_per_node
+    weights_s = 2 * layer.gather_s + layer.reduce_s + layer.sync_s / accumulate
+    nbytes = 2.5 * _tensor_s(config, machine, layout, sizes) * rate_of(layout.tensor_group(nodes))
+    nbytes += 2 * _context_s(config, machine, layout, sizes) * rate_of(layout.context_group(nodes))
+    nbytes += weights_s * rate_of(layout.data_group(nodes))
+    seconds = max(layer.forward_s + layer.backward_s, weights_s)
     link = min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
     return min(nbytes / seconds / link, MOST_LINK_SHARE) if link else 0.0
 
@@ -297,6 +309,21 @@ class _Ends:
     layout: Layout
     sizes: ElementSizes
     weights: _Weights
+
+    @property
+    def _head_weights(self) -> int:
+        """Parameters of the output projection beside the embedding's; another stage has a copy of tied ones."""
+        config = self.config
+        return 0 if config.tie_embeddings and self.layout.pp == 1 else config.vocab_size * config.hidden
+
+    def tied_s(self) -> float:
+        """Seconds to add the two copies' gradients of a tied table, once a step; 0 where there is one copy."""
+        if not self.config.tie_embeddings or self.layout.pp == 1:
+            return 0.0
+        exchange, nodes = self.weights.exchange, self.machine.gpus_per_node
+        nbytes = exchange.training.states.gradient * self._head_weights / self.layout.tp / exchange.shards
+        group = Group(size=2, per_node=1 if self.layout.leaves_node(nodes) else 2)
+        return Collectives(self.machine).all_reduce_s(nbytes, group)
 
     def embedding(self) -> EndProfile:
         """Embedding: reads a row per token, adds to it in backward; the float32 rotary tables live for all layers.
@@ -313,10 +340,11 @@ class _Ends:
             forward_s=2 * row * tokens / machine.hbm_bytes_per_s + waits_s,
             backward_s=4 * row * tokens / machine.hbm_bytes_per_s,
             forward_exchange_s=waits_s,
-            sync_s=exchange.sync_s(parameters / self.layout.tp),
+            # Without a pipeline the head's come last, too: FSDP reduces the ends together.
+            sync_s=exchange.sync_s((parameters + (self._head_weights if self.layout.pp == 1 else 0)) / self.layout.tp),
             saved_bytes=round(8 * tokens + (rotary if config.positions == "rotary" else 0)),
             transient_bytes=round(row * tokens * (1 if self.layout.tp == 1 else 2 * self.layout.tp + 1)),
-            static_bytes=round(self.weights.static_bytes(parameters)),
+            static_bytes=round(self.weights.end_bytes(parameters)),
         )
 
     def head(self) -> EndProfile:
@@ -324,7 +352,7 @@ class _Ends:
         config, machine, tokens = self.config, self.machine, self.layout.rank_tokens
         flops = 2.0 * config.vocab_size * config.hidden * tokens
         row = config.hidden * self.sizes.stream * tokens
-        weights = 0 if config.tie_embeddings else config.vocab_size * config.hidden
+        weights = self._head_weights
         exchange = self.weights.exchange
         waits_s = exchange.gather_s(weights / self.layout.tp)
         logits = LOGIT_BYTES * min(LOGITS, tokens * config.vocab_size)
@@ -336,9 +364,9 @@ class _Ends:
             + waits_s,
             backward_s=6 * row / machine.hbm_bytes_per_s,
             forward_exchange_s=waits_s,
-            sync_s=exchange.sync_s(weights / self.layout.tp),
+            sync_s=exchange.sync_s(weights / self.layout.tp) if self.layout.pp > 1 else 0.0,
             forward_flops=3 * flops,
             saved_bytes=round(3 * row),  # the norm's input, its output, and the output's gradient
             transient_bytes=round(logits + row + matrix),
-            static_bytes=round(self.weights.static_bytes(weights)),
+            static_bytes=round(self.weights.end_bytes(weights)),
         )

@@ -148,6 +148,8 @@ class Training:
     """Bytes per parameter of a gathered weight."""
     reduces_once: bool = False
     """Under `zero` 2 and 3: gradients are added up whole and reduced with a step's last microbatch."""
+    accumulates: bool = False
+    """Whether a step has several microbatches."""
     whole_in_step: bool = False
     """Under `zero` 2 and 3: weights are gathered once a step and stay until its end, and gradients are added up whole:
     torch's FSDP under pipeline schedules."""
@@ -186,8 +188,12 @@ class Training:
             shards: ranks that what is sharded is divided over.
         """
         states, zero = self.states, self.zero
-        gathered = self.gathered_bytes + states.reduced if self.whole_in_step and zero >= 2 else 0.0
+        whole = 0.0
+        if zero >= 2 and shards > 1 and self.whole_in_step:
+            whole = states.reduced + (self.gathered_bytes if zero == 3 else 0)
+        elif zero >= 2 and shards > 1 and self.reduces_once and self.accumulates:
+            whole = states.gradient
         weight = 0.0 if self.parameter_offload else states.weight / (shards if zero >= 3 else 1)
         gradient = 0.0 if self.optimizer_offload and zero >= 2 else states.gradient / (shards if zero >= 2 else 1)
         optimizer = 0.0 if self.optimizer_offload else states.optimizer / (shards if zero >= 1 else 1)
-        return weight + gradient + optimizer + gathered
+        return weight + gradient + optimizer + whole

@@ -53,7 +53,8 @@ class WeightExchange:
     @property
     def gathers_each_pass(self) -> bool:
         """Whether weights are gathered in each microbatch."""
-        return self.training.zero >= 2 and not self.training.whole_in_step
+        training = self.training
+        return not training.whole_in_step and training.zero >= (3 if training.reduces_once else 2)
 
     @property
     def reduces_each_pass(self) -> bool:

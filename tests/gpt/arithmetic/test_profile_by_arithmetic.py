@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from memo.errors import UsageError
-from memo.gpt.arithmetic.flops import parameter_count, recompute_flops_per_token
+from memo.gpt.arithmetic.flops import layer_parameter_count, recompute_flops_per_token
 from memo.gpt.arithmetic.profile_by_arithmetic import Layout, derive_profile
+from memo.gpt.arithmetic.training import Recompute
 from memo.gpt.config import GPTConfig, Variant, preset
 from memo.gpt.model.model import Block
 from memo.gpt.model.rotary import rotary_tables
@@ -20,6 +21,7 @@ from memo.gpt.train_config import Precision
 from memo.mip.activation.free_swap_length import free_swap_tokens
 from memo.mip.activation.plan import Budgets
 from memo.mip.inputs.hardware import Hardware, hardware_preset
+from memo.mip.inputs.network import Network
 from memo.mip.inputs.profile import ALL, ATTENTION, LayerProfile, Profile
 
 GIB = 1 << 30
@@ -252,22 +254,61 @@ def test_levels_save_less_and_repeat_more(variant: Variant) -> None:
 
 
 def static_bytes(config: GPTConfig, layout: Layout, **rest: object) -> int:
-    profile = derive_profile(config, A800, layout, **rest)
-    static = sum(layer.static_bytes for layer in profile.layer_profiles())
-    return static + profile.embedding.static_bytes + profile.head.static_bytes
+    """Of all layers."""
+    return sum(layer.static_bytes for layer in derive_profile(config, A800, layout, **rest).layer_profiles())
+
+
+def layer_parameters(config: GPTConfig) -> int:
+    return config.layers * layer_parameter_count(config)
 
 
 @pytest.mark.parametrize(("precision", "state"), [(Precision.BF16, 8), (Precision.FP32, 16)])
 def test_weights_gradients_and_moments_are_divided_over_all_ranks(precision: Precision, state: int) -> None:
     config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4, cp=2)
     static = static_bytes(config, layout, precision=precision)
-    assert static * 16 == pytest.approx(state * parameter_count(config), rel=1e-4)
+    assert static * 16 == pytest.approx(state * layer_parameters(config), rel=1e-4)
+
+
+def test_the_ends_weights_and_gradients_are_whole_through_a_step() -> None:
+    config = preset("13b")
+    embedding = derive_profile(config, A800, Layout(tokens=4096, gpus=16, tp=4)).embedding
+    table = config.vocab_size * config.hidden
+    assert embedding.static_bytes == pytest.approx((8 / 4 + 2 + 2) * table / 4, rel=1e-6)
+    alone = derive_profile(config, A800, Layout(tokens=4096, gpus=4, tp=4)).embedding
+    assert alone.static_bytes == pytest.approx(8 * table / 4, rel=1e-6)
+
+
+def test_a_stage_of_tied_embeddings_has_a_copy_of_its_own() -> None:
+    config = preset("350m")
+    assert config.tie_embeddings
+    one, two = (derive_profile(config, A800, Layout(tokens=1024, gpus=pp, pp=pp)) for pp in (1, 2))
+    assert (one.head.static_bytes, one.optimizer_exchange_s) == (0, 0)
+    assert two.head.static_bytes == two.embedding.static_bytes
+    assert two.optimizer_exchange_s > 0
+
+
+def test_what_is_sharded_less_takes_more_memory_and_no_more_gathers() -> None:
+    config, layout = preset("7b"), Layout(tokens=8192, gpus=16)
+    static = [static_bytes(config, layout, zero=zero) for zero in (0, 1, 2, 3)]
+    assert static == sorted(static, reverse=True)
+    gathers = [derive_profile(config, A800, layout, zero=zero).classes[0].gather_s > 0 for zero in (0, 1, 2, 3)]
+    assert gathers == [False, False, False, True]
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_fixed_methods_hold_the_weights_that_plans_hold(recompute: Recompute) -> None:
+    for layout in (Layout(tokens=4096, gpus=16), Layout(tokens=4096, gpus=2, pp=2), Layout(tokens=4096, gpus=16, pp=2)):
+        for accumulate in (1, 4):
+            own, fixed = (
+                static_bytes(preset("13b"), layout, accumulate=accumulate, recompute=how) for how in (None, recompute)
+            )
+            assert fixed == pytest.approx(own, rel=0.01)
 
 
 def test_gradients_of_several_microbatches_are_added_up_whole() -> None:
     config, layout = preset("13b"), Layout(tokens=4096, gpus=16, tp=4)
     added = static_bytes(config, layout, accumulate=2) - static_bytes(config, layout)
-    assert added == pytest.approx(2 * parameter_count(config) / 4, rel=1e-4)
+    assert added == pytest.approx(2 * layer_parameters(config) / 4, rel=1e-4)
     # Alone with its shard, a rank adds them up in place.
     alone = Layout(tokens=4096, gpus=4, tp=4)
     assert static_bytes(config, alone, accumulate=2) == static_bytes(config, alone)
@@ -275,8 +316,11 @@ def test_gradients_of_several_microbatches_are_added_up_whole() -> None:
 
 def test_a_pipeline_keeps_a_steps_weights_and_gradients_whole() -> None:
     config, piped = preset("13b"), Layout(tokens=4096, gpus=16, pp=2)
-    more = static_bytes(config, piped) - 8 * parameter_count(config) / 8
-    assert more == pytest.approx((2 + 2) * parameter_count(config), rel=1e-4)  # of all stages
+    more = static_bytes(config, piped) - 8 * layer_parameters(config) / 8
+    assert more == pytest.approx((2 + 2) * layer_parameters(config), rel=1e-4)  # of all stages
+    profile = derive_profile(config, A800, piped)
+    whole = derive_profile(config, A800, Layout(tokens=4096, gpus=2, pp=2))
+    assert profile.classes[0].backward_transient_bytes == whole.classes[0].backward_transient_bytes
 
 
 def test_collectives_of_weights_grow_with_the_nodes() -> None:
@@ -305,6 +349,11 @@ def test_a_pipelines_message_takes_longer_between_nodes() -> None:
         derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=gpus, pp=2)).send_s for gpus in (4, 16)
     )
     assert 0 < within < beyond
+    # Stages of four GPUs, of which every second one hands over to another node.
+    assert derive_profile(preset("7b"), A800, Layout(tokens=1 << 20, gpus=16, tp=4, pp=4)).send_s > 0.2 * beyond
+    single = dataclasses.replace(A800, network=Network())
+    with pytest.raises(UsageError, match="no network connects"):
+        derive_profile(preset("7b"), single, Layout(tokens=1 << 20, gpus=16, tp=4, pp=4))
 
 
 @pytest.mark.parametrize(
