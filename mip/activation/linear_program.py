@@ -220,6 +220,11 @@ class Model:
         return (float(pulp.value(self._total)) + further) * self._second
 
     @property
+    def priced_s(self) -> float:
+        """The same with the prices that break ties, by which programs of one problem are compared."""
+        return self.step_s + float(pulp.value(self._prices) or 0.0) * self._second
+
+    @property
     def excess_bytes(self) -> float:
         """Excess over the relaxed tier's budget; for wear, bytes a day."""
         assert self._excess is not None

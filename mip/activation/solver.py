@@ -103,7 +103,7 @@ def _best_model(problem: ActivationProblem, pieces: Mapping[str, float]) -> Mode
     solved = [model for model in _programs(problem, pieces) if model.solve()]
     if not solved:
         return None
-    exact = min(solved, key=lambda model: model.step_s * (1 if model.staying is None else 1 + LEAST_SAVING))
+    exact = min(solved, key=lambda model: model.priced_s * (1 if model.staying is None else 1 + LEAST_SAVING))
     if not exact.shares:
         return exact
     uniform = Model(exact.problem, sharing=Sharing.UNIFORM, staying=exact.staying, pieces=pieces)
