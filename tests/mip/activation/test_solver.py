@@ -371,6 +371,21 @@ def test_long_sequences_are_cut_at_tiles_and_never_hold_more_than_asked() -> Non
     assert 0.95 * 700_000 < plan.stages[0].peak_host_bytes <= 700_000
 
 
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_of_plans_that_take_equally_long_the_one_that_moves_least_is_taken(extra: int) -> None:
+    """Bytes that are gathered to move are none where nothing is divided, though a program counts them; copies are free."""
+    block = layer(always=20 << 20, all=140 << 20, matmuls=None, attention=None)
+    fast = machine(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, duplex_bytes_per_s=2e12)
+    budgets = Budgets(device_bytes=(4 + extra) * block.full_bytes, host_bytes=1 << 40)
+    moved = []
+    for gathered in (False, True):
+        problem = ActivationProblem(profile=profile_of(*[block] * 9), hardware=fast, budgets=budgets)
+        plan = solve_problem(gathering(problem) if gathered else problem)
+        moved.append(plan.stages[0].peak_host_bytes)
+    assert moved[0] > 0
+    assert moved[1] == pytest.approx(moved[0], rel=1e-6)
+
+
 def test_no_recompute_is_given_more_than_there_is_room_for_because_ranges_end_on_tiles() -> None:
     """What the first range loses is not the middle one's where the device is full of what that is given."""
     block = layer(always=20_000, all=140_000, matmuls=(80_000, 0.3), beside=30_000, attention=4.0)
