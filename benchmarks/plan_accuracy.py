@@ -186,7 +186,7 @@ class Computed:
 
     @property
     def layer_bytes(self) -> int:
-        """What a layer saves: sixteen units of s·h in single precision."""
+        """Saved bytes of a layer: sixteen units of s·h in single precision."""
         return 16 * self.tokens * self.hidden * 4
 
     @property
@@ -351,7 +351,7 @@ class Accuracy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one case gave: seconds of each round, by arm."""
+    """Result of one case: seconds of each round, by arm."""
 
     case: Case | Computed
     planned_with_s: float

@@ -58,8 +58,17 @@ def parse_bytes(text: int | str, *, what: str = "size") -> int:
     return nbytes
 
 
-def format_bytes(nbytes: float) -> str:
-    """Formats bytes with four significant digits and an IEC unit: `1.5 GiB`, `0 B`, `-2 KiB`."""
+def format_bytes(nbytes: float, *, up: bool = False) -> str:
+    """Formats bytes with four significant digits and an IEC unit: `1.5 GiB`, `0 B`, `-2 KiB`.
+
+    Args:
+        nbytes: the number.
+        up: round upwards, so that what is named is enough.
+    """
+    if up and nbytes >= 1024:
+        size = 1024.0 ** min(int(math.log(nbytes, 1024)), 4)
+        digit = 10.0 ** (math.floor(math.log10(nbytes / size)) - 3)
+        return format_bytes(math.ceil(nbytes / size / digit) * digit * size)
     sign, value = ("-", -nbytes) if nbytes < 0 else ("", float(nbytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -60,3 +60,11 @@ def test_amounts_are_written_as_they_are_read() -> None:
     assert [format_bytes(n) for n in (0, 1000, 3 << 29, -(1 << 40))] == ["0 B", "1000 B", "1.5 GiB", "-1 TiB"]
     assert [format_tokens(n) for n in (1 << 20, 3 << 10, 1000)] == ["1m", "3k", "1000"]
     assert [format_duration(s) for s in (0.34, 4.81, 185)] == ["340 ms", "4.81 s", "3 min 05 s"]
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 5, 1023, 1024, 80_330_000_000, 164_444_836_581, (1 << 40) + 1, 671_325_792_778, 1 << 50]
+)
+def test_a_size_that_is_rounded_up_is_enough(nbytes: int) -> None:
+    shown = parse_bytes(format_bytes(nbytes, up=True).replace(" ", ""))
+    assert nbytes <= shown <= nbytes * 1.001 + 1

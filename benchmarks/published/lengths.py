@@ -31,7 +31,7 @@ HOST_STATES = 1.5 * 16
 """Bytes per parameter on the host under optimizer offload: float32 weight, gradient and two moments, and the half of it
 that DeepSpeed's own estimate adds for buffers (deepspeed/runtime/zero/stage3.py, additional_buffer_factor)."""
 HOST_BYTES = {"h100": 1.9e12}
-"""Of a node, where the recipes say it; else the preset's."""
+"""Host memory of a node, where the recipes say it; else the preset's."""
 STATES = StateBytes(weight=2, gradient=2, optimizer=12, reduced=2, passes=30)
 
 # (hidden, layers, heads, key/value heads, head size, width of the MLP, vocabulary), from the models' config.json.

@@ -24,7 +24,7 @@ from memo.mip.inputs import hardware_preset
 __all__ = ["Comparison", "TableReport", "compare", "fittable", "print_report", "result_body"]
 
 UNUSABLE = (Inexpressible, MemoError, ArithmeticError, ValueError)
-"""What a row that is no run, or an impossible one, raises."""
+"""Errors of a row that is no run, or an impossible one."""
 SHOWN = 4  # rows that are named for each reason
 
 

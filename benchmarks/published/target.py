@@ -27,7 +27,7 @@ class Target:
     """Kind of GPU, whose rates are fitted together."""
     predict: Callable[[Fitted], float]
     work: Callable[[Fitted], float] | None = None
-    """What the fit may take instead, in proportion while rates change a little; None where nothing depends on rates."""
+    """Seconds that the fit may take instead, proportional for small changes of rates; None where none depend on rates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ USABLE = 0.94
 USABLE_RSS = 0.8
 """Usable share of the free host memory on a CPU, which other processes share."""
 UNSEEN_RSS_BYTES = 16 << 20
-"""What a CPU process may still come to hold after it has been measured: staging blocks of a disk's I/O threads, four of
-4 MiB that become resident as they are first used, and code."""
+"""Bytes that a CPU process may still come to hold after it has been measured: staging blocks of a disk's I/O threads, four
+of 4 MiB that become resident as they are first used, and code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class CachedPlan:
     overruns: int = 0
     """Plans in a row whose steps went above the device's budget; 0 once one has held."""
     alpha: float | None = None
-    """Of a plan that treats all layers alike (memo.autoplan.uniform_plans); None of a solver's."""
+    """Alpha of a plan that treats all layers alike (memo.autoplan.uniform_plans); None for a solver's plan."""
     infeasible: str | None = None
     """Why the solver found no plan, where it found none."""
     samples: list[Profile] = dataclasses.field(default_factory=list)

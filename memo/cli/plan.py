@@ -89,8 +89,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         choices=("plan", *_METHODS),
         default="plan",
-        help="what layers compute again: plan chooses; none, selective (scores, where they are in memory) and full (the "
-        "layer) are fixed methods, counted as compute, that move nothing unless --host says so (default plan)",
+        help="what layers compute again: plan chooses; none, selective (scores: as none, since "
+        "attention is fused) and full (the layer) are fixed methods, counted as compute, that move nothing unless --host "
+        "says so (default plan)",
     )
     how.add_argument(
         "--zero",

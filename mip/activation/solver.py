@@ -252,13 +252,13 @@ def _infeasible_text(problem: ActivationProblem) -> str:
     where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
     words = (
         f"no plan fits: the device lacks {excess} bytes ({format_bytes(excess)}) {where}; the smallest device budget "
-        f"that fits is {budgets.device_bytes + excess} bytes ({format_bytes(budgets.device_bytes + excess)})"
+        f"that fits is {budgets.device_bytes + excess} bytes ({format_bytes(budgets.device_bytes + excess, up=True)})"
     )
     for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
         model = _least_excess(problem, tier)
         if model is not None:
             least = budget + math.ceil(model.excess_bytes)
-            words += f"; or a {tier} budget of {least} bytes ({format_bytes(least)}) a node"
+            words += f"; or a {tier} budget of {least} bytes ({format_bytes(least, up=True)}) a node"
     return words
 
 

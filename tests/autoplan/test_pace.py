@@ -14,7 +14,7 @@ def test_a_change_that_lasts_is_noticed_soon(ratio: float) -> None:
     pace = Pace()
     assert not any(pace.add(1.0) for _ in range(20))
     found = [pace.add(ratio) for _ in range(WINDOW + pace.patience)]
-    assert True in found
+    assert any(found)
     assert not any(found[: WINDOW // 2 + 1]), "a minority of odd steps moves no median"
 
 

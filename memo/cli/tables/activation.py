@@ -9,7 +9,7 @@ from typing import Any
 
 from memo.cli.tables.address import printable, table
 from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, StagePrediction, free_swap_tokens
-from memo.mip.inputs import ALL, ATTENTION, MATMULS
+from memo.mip.inputs import ALL, ATTENTION, MATMULS, Role
 from memo.units import format_bytes, format_duration, format_tokens
 
 __all__ = ["activation_summary", "activation_table", "rate_text", "utilisation"]
@@ -147,18 +147,26 @@ def _times(plan: ActivationPlan) -> str:
     of = f"time of stage {number}, the slowest" if len(plan.stages) > 1 else "time"
     lines = [(name, _time(seconds), _share(seconds, plan.step_s)) for name, seconds in rows]
     figures = utilisation(plan)
-    added = _added(stage)
-    return (
+    shown = (
         f"{table((of, 'predicted', 'of step'), lines)}\n"
         f"{rate_text(plan.problem, plan.step_s)}; mfu_causal {figures['mfu_causal']:.1%}, "
-        f"mfu_full {figures['mfu_full']:.1%}, hfu {figures['hfu']:.1%}; "
-        f"saving memory adds {added:.2%} to the computation"
+        f"mfu_full {figures['mfu_full']:.1%}"
     )
+    if _is_fixed(plan):
+        return f"{shown}; a fixed method's recompute counts as compute"
+    return f"{shown}, hfu {figures['hfu']:.1%}; saving memory adds {_added(stage):.2%} to the computation"
+
+
+def _is_fixed(plan: ActivationPlan) -> bool:
+    """Whether layers recompute by a fixed method, which leaves a plan no choice."""
+    profile = plan.problem.profile
+    return profile.role is Role.DERIVED and all(len(layer.points) == 1 for layer in profile.classes)
 
 
 def _layers(plan: ActivationPlan) -> str:
     if plan.declined:
-        return f"nothing to move: {plan.declined}; every layer keeps everything"
+        kept = "every layer keeps what its fixed method saves" if _is_fixed(plan) else "every layer keeps everything"
+        return f"nothing to move: {plan.declined}; {kept}"
     rows, points = [], _points(plan)
     cut = any(layer.piece < 1 for layer in plan.layers)
     for first, last, layer in _runs(plan):
@@ -197,7 +205,7 @@ def _reasons(plan: ActivationPlan) -> str:
     lines = [f"why not faster: {reason}" for reason in plan.binding]
     lines += [f"warning: {words}" for words in _beyond_nodes(plan)]
     length = free_swap_tokens(problem.profile, problem.hardware, ranks_per_node=problem.budgets.ranks_per_node)
-    if length is not None:
+    if length is not None and not _is_fixed(plan):
         lines.append(f"full swap hides behind compute {f'from {length:,} tokens' if length else 'at any length'}")
     return "\n".join(lines)
 
@@ -214,7 +222,8 @@ def _beyond_nodes(plan: ActivationPlan) -> list[str]:
     named = " and ".join(f"{name} {size}" for name, size in (("tp", signature.tp), ("cp", signature.cp)) if size > 1)
     return [
         f"{named} {'leave' if min(signature.tp, signature.cp) > 1 else 'leaves'} the node of {per_node} GPUs: its "
-        f"collectives take {exchanged / worked:.0%} of the layers' time; use --pp or data parallelism between nodes"
+        f"collectives take {exchanged / worked:.0%} of the layers' time; use at most {per_node} ranks for them, "
+        "and pipelines or data parallelism between nodes"
     ]
 
 

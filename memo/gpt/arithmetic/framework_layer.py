@@ -207,7 +207,7 @@ class FrameworkLayer:
         """Bytes that backward holds beside what is saved: what is recomputed, and gradients of the widest tensors."""
         config, tp = self.config, self.layout.tp
         again = max(self.whole_bytes - self.saved_bytes, 0.0)
-        if self.training.recompute is Recompute.SCORES:
+        if self.training.recompute is Recompute.SCORES and self.training.attention is AttentionKernel.MATERIALISED:
             # Recomputed scores are there while attention's backward runs, when no gradient of the MLP is.
             return again
         stream = 2 * E * config.hidden / self._outside

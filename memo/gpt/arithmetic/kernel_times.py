@@ -23,7 +23,7 @@ __all__ = ["KernelRates", "KernelTimes"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
-    """What kernels reach on one kind of GPU."""
+    """Efficiencies of kernels on one kind of GPU."""
 
     matmul_efficiency: float
     """Fraction of the peak that matrix products without edges reach."""
