@@ -64,7 +64,8 @@ def profile(
         UsageError: A layer does not run exactly once in a step.
         RecordError: The step cannot run on byteless tensors, since its shapes depend on data.
         NoRepeatedLayers: The model has no repeated layers.
-        After any of them the model's weights are unchanged; it may hold gradients.
+
+    After any of them the model's weights are unchanged; it may hold gradients.
 
     Example:
         import memo
