@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     )
     from memo.mip.activation.free_swap_length import free_swap_tokens as free_swap_tokens
     from memo.mip.activation.in_flight import in_flight_within as in_flight_within, peak_in_flight as peak_in_flight
-    from memo.mip.activation.memory_peaks import device_peak_candidates as device_peak_candidates
+    from memo.mip.activation.memory_peaks import (
+        DeviceMemory as DeviceMemory,
+        Use as Use,
+        device_peak_candidates as device_peak_candidates,
+        stage_memory as stage_memory,
+    )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
     from memo.mip.activation.plan import (
         ActivationPlan as ActivationPlan,
@@ -45,7 +50,7 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "device_peak_candidates",
+            "memory_peaks": "DeviceMemory Use device_peak_candidates stage_memory",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
             "solver": "solve_problem",

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memo.errors import PlanError
-from memo.mip.activation.memory_peaks import device_peak_candidates
+from memo.mip.activation.memory_peaks import stage_memory
 from memo.mip.activation.network_load import ExposedCommunication, exchange_s, exposed_sync_s, work_s
 from memo.mip.activation.overlap_windows import Window, copies_in, copies_out
 from memo.mip.activation.plan import (
@@ -115,13 +115,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
     layers = [problem.profile.layer_profiles()[index] for index in indices]
     mine = [plans[index] for index in indices]
     traffic = [Traffic.of(layer, plan) for layer, plan in zip(layers, mine, strict=True)]
-    kept = [plan.saved_bytes(layer) * plan.kept for layer, plan in zip(layers, mine, strict=True)]
-    recompute_extra_bytes = [plan.beside_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
     host, disk = ([getattr(moved, name) for moved in traffic] for name in ("host_bytes", "disk_bytes"))
-    whole = [layer.full_bytes + extra for layer, extra in zip(layers, recompute_extra_bytes, strict=True)]
-    unmoved = [w - h - d for w, h, d in zip(whole, host, disk, strict=True)]
-    held = [plan.held_bytes(layer) for layer, plan in zip(layers, mine, strict=True)]
-    on_device = {"kept": kept, "recompute_extra_bytes": recompute_extra_bytes, "unmoved": unmoved, "held": held}
     network = ExposedCommunication.of(problem, stage, layers=layers, plans=mine)
     stalls = _Stalls.of(problem, stage, layers=layers, plans=mine, traffic=traffic, network=network)
     chunks = _predict_chunks(problem, stage, layers=layers, plans=mine, stalls=stalls, network=network)
@@ -136,7 +130,7 @@ def _predict_stage(problem: ActivationProblem, stage: int, plans: Sequence[Layer
         stall_disk_write_s=stalls.disk_write_s,
         stall_h2d_s=stalls.h2d_s,
         stall_disk_read_s=stalls.disk_read_s,
-        peak_device_bytes=round(max(place.nbytes(**on_device) for place in device_peak_candidates(problem, stage))),
+        peak_device_bytes=stage_memory(problem, stage, plans).nbytes,
         peak_host_bytes=round(_most(problem, stage, host)),
         peak_disk_bytes=round(_most(problem, stage, disk)),
         disk_written_bytes=round(problem.pipeline.microbatches * sum(disk)),

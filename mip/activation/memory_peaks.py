@@ -1,7 +1,8 @@
 """Candidates for the device's memory peak in a stage's step, by the rules of `memo.mip.activation.plan`.
 
 Owns the counts: which layers are whole on the device at a candidate, and in how many microbatches each of the others is
-held. The plan of a layer is not known here, so that the linear program and the prediction use the same rows.
+held. A candidate does not know the plan of a layer, so that the linear program and the prediction use the same rows;
+`stage_memory` puts a plan in, and says by use what the device holds at the highest of them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,64 @@ from typing import TYPE_CHECKING
 
 from memo.mip.activation.plan import chunk_layers, stage_layers
 from memo.mip.inputs.pipeline_schedules import Kind
+from memo.mip.inputs.profile import StaticBytes
 
 if TYPE_CHECKING:
     from memo.mip.activation.in_flight import Moment
-    from memo.mip.activation.plan import ActivationProblem
-    from memo.mip.inputs.profile import LayerProfile
+    from memo.mip.activation.plan import ActivationProblem, LayerPlan
+    from memo.mip.inputs.profile import EndProfile, LayerProfile
 
-__all__ = ["PeakCandidate", "device_peak_candidates", "stage_static_bytes"]
+__all__ = ["DeviceMemory", "PeakCandidate", "Use", "device_peak_candidates", "stage_memory", "stage_static"]
+
+
+class Use(enum.StrEnum):
+    """Use of a byte on the device; every byte has one."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    """Master weights and moments."""
+    GATHERED = "gathered_weights"
+    """Whole weights of sharded ones, and their gradients until they are reduced."""
+    CAST = "cast_weights"
+    """Copies of weights in the number format of matrix products."""
+    EMBEDDING = "embedding"
+    """What it saves for the step, and its transients where it runs."""
+    HEAD = "head"
+    """What it saves between its passes, and logits and transients where it runs."""
+    SAVED = "saved_tensors"
+    """What layers save and the plan keeps on the device."""
+    ROUNDING = "rounding_buffers"
+    """What the running layers save beyond that: bytes on their way out, or back, or recomputed."""
+    RECOMPUTE = "recompute"
+    """Bytes that a recompute is given, and holds."""
+    TRANSIENT = "transients"
+    """Tensors of the running layer that nothing saves."""
+    OTHER = "other"
+    """Libraries' memory, and static bytes that a profile does not tell apart."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on the device of one rank of a stage, at the instant when they are most."""
+
+    stage: int
+    where: str
+    """What runs, such as `layer 29` or `the head`."""
+    phase: str
+    """`forward`, `backward` or `recompute` of a layer; empty for the model's ends."""
+    uses: Mapping[Use, int]
+    """Bytes by use, in the order of `Use`, without those that have none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Sum over all uses: the stage's peak."""
+        return sum(self.uses.values())
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that are there before any activation."""
+        return sum(self.uses.get(use, 0) for use in (Use.WEIGHTS, Use.GRADIENTS, Use.OPTIMIZER, Use.CAST, Use.OTHER))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +79,9 @@ class PeakCandidate:
     """A point of a stage's step at which the device's memory may peak."""
 
     name: str
-    resident_bytes: int
-    """Bytes that do not depend on the plan: rounding buffers, transients, embedding and head."""
+    phase: str
+    resident: Mapping[Use, int]
+    """Bytes that do not depend on the plan: static ones, rounding buffers, transients, embedding and head."""
     kept: tuple[int, ...]
     """By layer of the stage: number of microbatches that hold only its kept bytes."""
     whole: tuple[int, ...]
@@ -37,25 +90,32 @@ class PeakCandidate:
     """By layer: number that hold all of it but the moved bytes."""
     recomputing: tuple[int, ...]
     """By layer: number whose recompute runs."""
+    running: tuple[int, ...]
+    """By layer: number that hold it whole, whose bytes that autograd saves are in `resident` as rounding buffers."""
 
-    def nbytes(
-        self,
-        *,
-        kept: Sequence[float],
-        recompute_extra_bytes: Sequence[float],
-        unmoved: Sequence[float],
-        held: Sequence[float],
-    ) -> float:
+    @property
+    def resident_bytes(self) -> int:
+        """Sum of `resident`."""
+        return sum(self.resident.values())
+
+    def nbytes(self, layers: _LayerBytes) -> float:
         """Bytes on the device, given the bytes of each layer by kind."""
-        counted = (
-            (self.kept, kept),
-            (self.whole, recompute_extra_bytes),
-            (self.unmoved, unmoved),
-            (self.recomputing, held),
-        )
-        return self.resident_bytes + sum(
-            count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count
-        )
+        return self.resident_bytes + self._saved(layers) + self._recompute(layers)
+
+    def uses(self, layers: _LayerBytes) -> dict[Use, int]:
+        """The same bytes by use, which add up to `nbytes` rounded to a byte."""
+        uses = dict.fromkeys(Use, 0) | dict(self.resident)
+        kept_of_running = round(_sum((self.running, layers.kept)))
+        uses[Use.ROUNDING] -= kept_of_running
+        uses[Use.RECOMPUTE] += int(self._recompute(layers))
+        uses[Use.SAVED] += round(self.nbytes(layers)) - sum(uses.values())
+        return {use: nbytes for use, nbytes in uses.items() if nbytes}
+
+    def _saved(self, layers: _LayerBytes) -> float:
+        return _sum((self.kept, layers.kept), (self.unmoved, layers.unmoved))
+
+    def _recompute(self, layers: _LayerBytes) -> float:
+        return _sum((self.whole, layers.recompute_extra), (self.recomputing, layers.held))
 
     def dominates(self, other: PeakCandidate) -> bool:
         """Whether this candidate holds at least as much of everything as the other."""
@@ -64,21 +124,68 @@ class PeakCandidate:
         return all(a >= b for a, b in zip(mine, others, strict=True))
 
 
-def stage_static_bytes(problem: ActivationProblem, stage: int) -> int:
+def stage_static(problem: ActivationProblem, stage: int) -> StaticBytes:
     """Bytes of parameters, gradients and optimizer state of one rank of a stage."""
     layers, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
-    static = sum(layers[index].static_bytes for index in own)
+    static = sum((layers[index].static for index in own), StaticBytes())
     if own[0] == 0:
-        static += problem.profile.embedding.static_bytes
+        static += problem.profile.embedding.static
     if own[-1] == len(layers) - 1:
-        static += problem.profile.head.static_bytes
+        static += problem.profile.head.static
     return static
 
 
 def device_peak_candidates(problem: ActivationProblem, stage: int) -> list[PeakCandidate]:
     """Lists the candidates of a stage: for each moment the embedding, each layer and the head, in forward order."""
+    static = stage_static(problem, stage)
     moments = problem.pipeline.moments(stage)
-    return [candidate for moment in moments for candidate in _MomentPeaks(problem, stage, moment).candidates()]
+    return [candidate for moment in moments for candidate in _MomentPeaks(problem, stage, moment, static).candidates()]
+
+
+def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPlan]) -> DeviceMemory:
+    """Says by use what one rank of a stage holds at its peak.
+
+    Args:
+        problem: the problem that is planned.
+        stage: number of the stage.
+        plans: plan of each layer of the model.
+    """
+    known, own = problem.profile.layer_profiles(), stage_layers(problem, stage)
+    layers = _LayerBytes.of([known[index] for index in own], [plans[index] for index in own])
+    peak = max(device_peak_candidates(problem, stage), key=lambda place: place.nbytes(layers))
+    return DeviceMemory(stage=stage, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerBytes:
+    """Bytes of each layer of a stage under its plan, by kind."""
+
+    kept: Sequence[float]
+    recompute_extra: Sequence[float]
+    """What its recompute is given beside what autograd saves."""
+    unmoved: Sequence[float]
+    held: Sequence[float]
+    """What its recompute holds."""
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile], plans: Sequence[LayerPlan]) -> _LayerBytes:
+        """Bytes of these layers."""
+        saved = [plan.saved_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
+        extra = [plan.beside_bytes(layer) for layer, plan in zip(layers, plans, strict=True)]
+        return cls(
+            kept=[nbytes * plan.kept for nbytes, plan in zip(saved, plans, strict=True)],
+            recompute_extra=extra,
+            unmoved=[
+                layer.full_bytes + given - nbytes * (plan.host + plan.disk)
+                for layer, plan, nbytes, given in zip(layers, plans, saved, extra, strict=True)
+            ],
+            held=[plan.held_bytes(layer) for layer, plan in zip(layers, plans, strict=True)],
+        )
+
+
+def _sum(*counted: tuple[Sequence[int], Sequence[float]]) -> float:
+    """Sum of each layer's count times its bytes."""
+    return sum(count * nbytes for counts, each in counted for count, nbytes in zip(counts, each, strict=True) if count)
 
 
 class _Residence(enum.Enum):
@@ -94,19 +201,26 @@ class _Residence(enum.Enum):
 class _Tally:
     """Running sum of the bytes on the device."""
 
-    def __init__(self, layers: Sequence[LayerProfile], resident_bytes: int) -> None:
-        self.resident_bytes = resident_bytes
+    def __init__(self, layers: Sequence[LayerProfile], resident: Mapping[Use, int]) -> None:
+        self._resident = dict(resident)
         self._layers = layers
+        self._running = [0] * len(layers)
         self._counts = {how: [0] * len(layers) for how in _Residence}
 
     def add(self, number: int, how: _Residence, times: int = 1) -> None:
         """Adds a layer `times` times; negative removes it."""
         layer = self._layers[number]
         if how is _Residence.WHOLE:
-            self.resident_bytes += times * layer.full_bytes
+            self.hold({Use.ROUNDING: times * layer.full_bytes})
+            self._running[number] += times
             if not any(point.beside_bytes for point in layer.points):
                 return
         self._counts[how][number] += times
+
+    def hold(self, nbytes: Mapping[Use, int]) -> None:
+        """Adds bytes that do not depend on the plan."""
+        for use, more in nbytes.items():
+            self._resident[use] = self._resident.get(use, 0) + more
 
     def turn(self, number: int, how: _Residence) -> None:
         """Makes one that was there in this form whole."""
@@ -114,19 +228,20 @@ class _Tally:
         self.add(number, _Residence.WHOLE)
 
     def copy(self) -> _Tally:
-        twin = _Tally(self._layers, self.resident_bytes)
+        twin = _Tally(self._layers, self._resident)
+        twin._running = list(self._running)
         twin._counts = {how: list(counts) for how, counts in self._counts.items()}
         return twin
 
-    def candidate(self, name: str) -> PeakCandidate:
+    def candidate(self, name: str, phase: str) -> PeakCandidate:
         counts = {how.name.lower(): tuple(counts) for how, counts in self._counts.items()}
-        return PeakCandidate(name=name, resident_bytes=self.resident_bytes, **counts)
+        return PeakCandidate(name=name, phase=phase, resident=self._resident, running=tuple(self._running), **counts)
 
 
 class _MomentPeaks:
     """One moment: the calls besides the running one, and the running chunk layer by layer."""
 
-    def __init__(self, problem: ActivationProblem, stage: int, moment: Moment) -> None:
+    def __init__(self, problem: ActivationProblem, stage: int, moment: Moment, static: StaticBytes) -> None:
         self._moment = moment
         self._indices = stage_layers(problem, stage)
         known = problem.profile.layer_profiles()
@@ -139,21 +254,28 @@ class _MomentPeaks:
             self._chunks.append(range(first, first + len(chunk)))
         self._own = self._chunks[moment.chunk]
         self._has_head = ends and self._own is self._chunks[-1]
-        static = stage_static_bytes(problem, stage)
+        resident = {
+            Use.WEIGHTS: static.weights,
+            Use.GRADIENTS: static.gradients,
+            Use.OPTIMIZER: static.optimizer,
+            Use.GATHERED: static.gathered,
+            Use.CAST: static.cast,
+            Use.OTHER: static.other,
+        }
         if self._starts:
-            static += self._embedding.saved_bytes * moment.held[0]
+            resident[Use.EMBEDDING] = self._embedding.saved_bytes * moment.held[0]
         if ends:
-            static += self._head.saved_bytes * (moment.waiting[-1] + moment.between[-1])
-        self._others = self._tally(static)
+            resident[Use.HEAD] = self._head.saved_bytes * (moment.waiting[-1] + moment.between[-1])
+        self._others = self._tally(resident)
 
-    def _tally(self, static: int) -> _Tally:
+    def _tally(self, resident: Mapping[Use, int]) -> _Tally:
         """Sum of all calls but the running one, where none of their layers is whole."""
-        tally, moment = _Tally(self._layers, static), self._moment
+        tally, moment = _Tally(self._layers, resident), self._moment
         for waiting, between, chunk in zip(moment.waiting, moment.between, self._chunks, strict=True):
             for number in chunk:
                 tally.add(number, _Residence.KEPT, waiting)
                 tally.add(number, _Residence.UNMOVED, between)
-                tally.resident_bytes += between * self._layers[number].between_bytes
+                tally.hold({Use.TRANSIENT: between * self._layers[number].between_bytes})
         return tally
 
     def candidates(self) -> Iterator[PeakCandidate]:
@@ -161,24 +283,39 @@ class _MomentPeaks:
         kind, own = self._moment.kind, self._own
         second_half, forward = kind is Kind.WEIGHT, kind is Kind.FORWARD
         if self._starts and self._moment.chunk == 0 and kind in (Kind.BACKWARD, Kind.FORWARD):
-            yield self._at("the embedding", self._embedding.transient_bytes, {}, ends_turn=True)
+            yield self._at("the embedding", _of_end(self._embedding, Use.EMBEDDING), {}, ends_turn=True)
         halves = kind in (Kind.INPUT, Kind.WEIGHT)
         heads_own = self._head.saved_bytes if self._has_head and halves else 0
         for number in own:
             whole = range(number, number + 2) if second_half else range(number - 1, number + 1)
             ends_turn = number == (own[-1] if second_half else own[0])
-            resident = heads_own
+            resident = {Use.HEAD: heads_own, Use.TRANSIENT: 0}
             if halves:  # gradients of the layers that the first half has been through, and the second not yet
-                resident += sum(layer.between_bytes for layer in self._layers[number : own.stop])
+                resident[Use.TRANSIENT] = sum(layer.between_bytes for layer in self._layers[number : own.stop])
             layer, name, running = self._layers[number], f"layer {self._indices[number]}", self._running(whole)
             left = forward and number > own[0]
-            yield self._at(name, resident + layer.transient_bytes, running, ends_turn=ends_turn, latest_left=left)
+            in_forward = forward or (kind is Kind.BACKWARD and layer.peaks_in_forward)
+            yield self._at(
+                name,
+                _with(resident, layer.transient_bytes, layer.gathered_bytes),
+                running,
+                phase="forward" if in_forward else "backward",
+                ends_turn=ends_turn,
+                latest_left=left,
+            )
             if kind in (Kind.BACKWARD, Kind.INPUT) and any(point.held_bytes for point in layer.points):
-                resident += layer.backward_transient_bytes
-                yield self._at(name, resident, running, ends_turn=ends_turn, recomputing=number)
+                yield self._at(
+                    name,
+                    _with(resident, layer.backward_transient_bytes, layer.backward_gathered_bytes),
+                    running,
+                    phase="recompute",
+                    ends_turn=ends_turn,
+                    recomputing=number,
+                )
         if self._has_head:
             running = {} if second_half else self._running(range(own[-1], own.stop))
-            resident = self._head.saved_bytes + self._head.transient_bytes
+            resident = _of_end(self._head, Use.HEAD)
+            resident[Use.HEAD] += self._head.saved_bytes
             yield self._at("the head", resident, running, ends_turn=second_half, latest_left=forward)
 
     def _running(self, whole: range) -> Mapping[int, _Residence]:
@@ -196,16 +333,17 @@ class _MomentPeaks:
     def _at(
         self,
         name: str,
-        nbytes: int,
+        resident: Mapping[Use, int],
         running: Mapping[int, _Residence],
         *,
+        phase: str = "",
         ends_turn: bool = False,
         recomputing: int | None = None,
         latest_left: bool = False,
     ) -> PeakCandidate:
         """The candidate of one place; `latest_left`: the last layer of the forward before has left meanwhile."""
         tally = self._others.copy()
-        tally.resident_bytes += nbytes
+        tally.hold(resident)
         if self._moment.whole_chunk is not None and not latest_left:
             tally.turn(self._chunks[self._moment.whole_chunk][-1], _Residence.KEPT)
         for number, how in running.items():
@@ -217,4 +355,15 @@ class _MomentPeaks:
             number = self._chunks[chunk][0 if second_half else -1]
             if number < len(self._layers) - 1:  # the last layer does not move, and needs no reading
                 tally.turn(number, _Residence.UNMOVED if second_half else _Residence.KEPT)
-        return tally.candidate(name)
+        return tally.candidate(name, phase)
+
+
+def _of_end(end: EndProfile, use: Use) -> dict[Use, int]:
+    """Transient bytes of an end of the model."""
+    return {use: end.transient_bytes - end.gathered_bytes, Use.GATHERED: end.gathered_bytes}
+
+
+def _with(resident: Mapping[Use, int], transient_bytes: int, gathered_bytes: int) -> dict[Use, int]:
+    """These bytes and a layer's transient ones, of which some are gathered weights."""
+    transient = resident[Use.TRANSIENT] + transient_bytes - gathered_bytes
+    return {**resident, Use.TRANSIENT: transient, Use.GATHERED: gathered_bytes}

@@ -181,6 +181,10 @@ class LayerProfile:
     """Peak bytes of forward beside what it saves."""
     backward_transient_bytes: int = 0
     """Peak bytes of backward beside what forward saved."""
+    forward_gathered_bytes: int = 0
+    """The part of `forward_transient_bytes` in whole weights, this layer's and the next one's, of sharded ones."""
+    backward_gathered_bytes: int = 0
+    """The part of `backward_transient_bytes` in those and in their whole gradients, until they are reduced."""
     between_bytes: int = 0
     """Gradients that the first half of a split backward leaves for the second; 0 where they are counted elsewhere."""
     static: StaticBytes = StaticBytes()
@@ -194,6 +198,12 @@ class LayerProfile:
         check_amounts(self, f"layer class {self.name[:80]!r}")
         if self.forward_exchange_s > self.forward_s or self.backward_exchange_s > self.backward_s:
             raise PlanError(f"layer class {self.name[:80]!r}: it communicates for longer than it runs")
+        passes = (
+            (self.forward_gathered_bytes, self.forward_transient_bytes),
+            (self.backward_gathered_bytes, self.backward_transient_bytes),
+        )
+        if any(gathered > transient for gathered, transient in passes):
+            raise PlanError(f"layer class {self.name[:80]!r}: gathered weights are a part of its transient bytes")
         self._check_points()
 
     def _check_points(self) -> None:
@@ -233,6 +243,16 @@ class LayerProfile:
         """Larger transient of the two passes; a recompute in backward has a forward's, or its point's `held_bytes`."""
         return max(self.forward_transient_bytes, self.backward_transient_bytes)
 
+    @property
+    def peaks_in_forward(self) -> bool:
+        """Whether `transient_bytes` is forward's."""
+        return self.forward_transient_bytes > self.backward_transient_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The part of `transient_bytes` in gathered weights and their gradients."""
+        return self.forward_gathered_bytes if self.peaks_in_forward else self.backward_gathered_bytes
+
     def point(self, name: str) -> PointProfile | None:
         """The point of this name; None where the layer does not have it."""
         return next((known for known in self.points if known.name == name), None)
@@ -257,12 +277,16 @@ class EndProfile:
     of its own passes."""
     transient_bytes: int = 0
     """Peak bytes beside those, in either pass."""
+    gathered_bytes: int = 0
+    """The part of `transient_bytes` in whole weights of sharded ones."""
     static: StaticBytes = StaticBytes()
 
     def __post_init__(self) -> None:
         check_amounts(self, "embedding or head")
         if self.forward_exchange_s > self.forward_s or self.backward_exchange_s > self.backward_s:
             raise PlanError("embedding or head: it communicates for longer than it runs")
+        if self.gathered_bytes > self.transient_bytes:
+            raise PlanError("embedding or head: gathered weights are a part of its transient bytes")
 
     @property
     def static_bytes(self) -> int:

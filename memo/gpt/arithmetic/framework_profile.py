@@ -185,6 +185,8 @@ class _Parts:
             attention_s=forward.attention,
             forward_transient_bytes=round(2 * gathered + layer.forward_transient_bytes),
             backward_transient_bytes=round(3 * gathered + layer.backward_transient_bytes),
+            forward_gathered_bytes=round(2 * gathered),
+            backward_gathered_bytes=round(3 * gathered),
             static=self._static(dense=self._dense, routed=self._routed)
             + StaticBytes(other=round(share * training.workspace_bytes)),
             storages=layer.storages,
@@ -203,6 +205,7 @@ class _Parts:
         parameters = self._vocabulary + self._positions
         waits = exchange.gather_s(parameters)
         masks = row / E if self.training.dropout else 0.0
+        gathered = GATHERED * parameters * (self.training.zero >= 3)
         return EndProfile(
             forward_s=self.times.passes_s(2 * row) + waits,
             backward_s=self.times.passes_s(4 * row) + waits + exchange.reduce_s(parameters),
@@ -210,7 +213,8 @@ class _Parts:
             backward_exchange_s=waits + exchange.reduce_s(parameters),
             sync_s=exchange.sync_s(parameters) if self.training.overlaps_gradients else 0.0,
             saved_bytes=round(masks + 8 * layer.tokens),
-            transient_bytes=round(2 * row + GATHERED * parameters * (self.training.zero >= 3)),
+            transient_bytes=round(2 * row + gathered),
+            gathered_bytes=round(gathered),
             static=self._static(dense=parameters),
         )
 
@@ -239,6 +243,7 @@ class _Parts:
             sync_s=exchange.sync_s(self._head_weights) if training.overlaps_gradients else 0.0,
             saved_bytes=round(2 * row),
             transient_bytes=round(logits + row + gathered + weights),
+            gathered_bytes=round(weights),
             static=self._static(dense=self._head_weights),
         )
 

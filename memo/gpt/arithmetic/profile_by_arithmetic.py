@@ -212,6 +212,8 @@ def _layer(
         + comparing_nbytes(round(block.largest * tokens)),
         # With the gradients of the layer's weights and of the one before, until they are reduced.
         backward_transient_bytes=round(4 * gathered_weights + copied_weights + block.backward_transient * tokens),
+        forward_gathered_bytes=round(2 * gathered_weights),
+        backward_gathered_bytes=round(4 * gathered_weights),
         between_bytes=round(block.between * tokens),
         static=weights.static(parameters) + StaticBytes(cast=round(copied_weights)),
         storages=block.storages,
