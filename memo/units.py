@@ -1,7 +1,8 @@
 """Parsing and formatting of sizes, token counts and durations. Shared by every package; imports only `memo.errors`.
 
-Token counts use k = 1024 and m = 1048576, so 128k is 131072. Bytes use IEC units only (`80GiB`): GB is read as 10^9 by
-some and as 2^30 by others, and a budget must mean one thing.
+Token counts use k = 1024 and m = 1048576, so 128k is 131072. Bytes are in binary units (`80GiB` is 80 x 2^30) or decimal
+ones (`80GB` is 80 x 10^9), as the standards define them. `80G` and a bare `80` are refused: they are read in two ways or
+more, and a budget must mean one thing.
 """
 
 from __future__ import annotations
@@ -20,24 +21,34 @@ __all__ = [
     "parse_tokens",
 ]
 
-_BYTE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTE_UNITS = {
+    "B": 1,
+    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T"), 1)},
+    "KB": 1000,
+}
 _BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)")
 _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)([kKmM]?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+LEAST_BARE = 1 << 20
+"""Bytes from which a number without a unit is taken as bytes; a smaller one may well be meant as GiB."""
 _MOST = 1 << 62
 """Largest number of bytes or tokens that the plan and trace formats can hold."""
 _DURATION_S = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def parse_bytes(text: int | str, *, what: str = "size") -> int:
+def parse_bytes(text: int | str, *, what: str = "size", bare: bool = False) -> int:
     """Parses a number of bytes.
 
     Args:
-        text: an int, or text such as `4096`, `64KiB` or `1.5GiB`; a fraction of a byte is dropped.
+        text: an int of bytes, or text with a unit: B, KiB, MiB, GiB, TiB in powers of 1024, or kB, MB, GB, TB in powers of
+            1000, such as `64KiB`, `1.5GiB` or `8GB`. Without one: `0`, or whole bytes from 2^20 on. A fraction of a byte is
+            dropped.
         what: name of the quantity, for the error message.
+        bare: whether smaller numbers without a unit are bytes, too: of what nobody counts in GiB.
 
     Raises:
-        UsageError: negative, not a number, more than 2^62, or a unit other than B, KiB, MiB, GiB, TiB.
+        UsageError: negative, not a number, more than 2^62, another unit, or a number below 2^20 without one.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UsageError(f"{what}: {_shown(text)} is not a size; write for instance 8GiB")
@@ -45,11 +56,19 @@ def parse_bytes(text: int | str, *, what: str = "size") -> int:
         nbytes = text
     else:
         match = _BYTES.fullmatch(text.strip())
-        if match is None or match[2] not in _BYTE_UNITS:
+        if match is not None and not match[2] and (bare or match[1] == "0" or _is_many_bytes(match[1])):
+            unit = 1
+        elif match is not None and match[2] in ("", *"kKMGT"):
+            letter = match[2].upper() or "G"
+            other = f"{match[1]}{letter}B" if match[2] else f"{match[1]}B for bytes"
             raise UsageError(
-                f"{what}: cannot read {_shown(text)}; write for instance 8GiB (units B, KiB, MiB, GiB, TiB)"
+                f"{what}: {_shown(text)} can be read in several ways; write {match[1]}{letter}iB, or {other}"
             )
-        unit = _BYTE_UNITS[match[2]]
+        elif match is not None and match[2] in _BYTE_UNITS:
+            unit = _BYTE_UNITS[match[2]]
+        else:
+            raise UsageError(f"{what}: cannot read {_shown(text)}; write for instance 8GiB, or 8GB for 8 x 10^9 bytes")
+        assert match is not None
         nbytes = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if nbytes < 0:
         raise UsageError(f"{what}: {_shown(text)} is negative; write for instance 8GiB")
@@ -58,17 +77,19 @@ def parse_bytes(text: int | str, *, what: str = "size") -> int:
     return nbytes
 
 
-def format_bytes(nbytes: float, *, up: bool = False) -> str:
+def format_bytes(nbytes: float, *, up: bool = False, down: bool = False) -> str:
     """Formats bytes with four significant digits and an IEC unit: `1.5 GiB`, `0 B`, `-2 KiB`.
 
     Args:
         nbytes: the number.
         up: round upwards, so that what is named is enough.
+        down: round downwards, so that no less is possible.
     """
-    if up and nbytes >= 1024:
+    if (up or down) and nbytes >= 1024:
         size = 1024.0 ** min(int(math.log(nbytes, 1024)), 4)
         digit = 10.0 ** (math.floor(math.log10(nbytes / size)) - 3)
-        return format_bytes(math.ceil(nbytes / size / digit) * digit * size)
+        digits = math.ceil(nbytes / size / digit) if up else math.floor(nbytes / size / digit)
+        return format_bytes(digits * digit * size)
     sign, value = ("-", -nbytes) if nbytes < 0 else ("", float(nbytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -134,6 +155,10 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def _is_many_bytes(number: str) -> bool:
+    return "." not in number and int(number) >= LEAST_BARE
 
 
 def _shown(given: object) -> str:

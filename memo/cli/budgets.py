@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from memo.errors import UsageError
 from memo.mip.activation import Budgets
-from memo.units import parse_bytes
+from memo.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from memo.mip.inputs import Hardware
@@ -43,13 +44,30 @@ def budgets_of(args: argparse.Namespace, machine: Hardware) -> Budgets:
         machine: what the defaults are fractions of.
 
     Raises:
-        UsageError: a size or a rate cannot be read.
+        UsageError: a size or a rate cannot be read, or the device budget is more than the GPU has. A host budget above
+            what the machine is described with is warned about, since hosts of one GPU differ.
     """
-    device = (
-        int(DEVICE_SHARE * machine.device_bytes) if args.device is None else parse_bytes(args.device, what="--device")
-    )
-    every = int(HOST_SHARE * machine.host_bytes) if args.recompute == "plan" else 0
-    host = every if args.host is None else parse_bytes(args.host, what="--host")
+    device, host = int(DEVICE_SHARE * machine.device_bytes), int(HOST_SHARE * machine.host_bytes)
+    if args.recompute != "plan":
+        host = 0
+    if args.device is not None:
+        device = parse_bytes(args.device, what="--device")
+        if device == 0:
+            raise UsageError("--device 0: a plan needs memory of the GPU; write for instance --device 40GiB")
+        if device > machine.device_bytes:
+            most = format_bytes(machine.device_bytes, down=True)
+            raise UsageError(
+                f"--device {args.device} is more than the {most} of {machine.name}; give no more, or another --gpu"
+            )
+    if args.host is not None:
+        host = parse_bytes(args.host, what="--host")
+        if host > machine.host_bytes:
+            most = format_bytes(machine.host_bytes, down=True)
+            print(
+                f"memo plan: warning: --host {args.host} is more than the {most} that a node of {machine.name} is "
+                "described with; the plan is for a node that has it",
+                file=sys.stderr,
+            )
     if args.wear is not None and not args.wear >= 0:
         raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
     return Budgets(

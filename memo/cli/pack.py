@@ -164,7 +164,7 @@ def _caching_table(plan: Plan, caching: Sequence[CachingUse]) -> str:
 
 
 def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
-    alignment = problem.alignment if args.align is None else parse_bytes(args.align, what="--align")
+    alignment = problem.alignment if args.align is None else parse_bytes(args.align, what="--align", bare=True)
     if alignment < 1:
         raise UsageError("--align must be at least 1")
     capacities = dict(problem.capacities)
@@ -176,7 +176,7 @@ def _with_options(problem: Problem, args: argparse.Namespace) -> Problem:
             arena = next(iter(problem.arenas), "device")
         elif arena not in problem.arenas:
             raise UsageError(f"--capacity {text}: no buffer is in arena {arena!r}")
-        capacities[arena] = parse_bytes(size, what="--capacity")
+        capacities[arena] = parse_bytes(size, what="--capacity", bare=True)
     return dataclasses.replace(problem, alignment=alignment, capacities=capacities)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DeviceMemory as DeviceMemory,
         Use as Use,
         device_peak_candidates as device_peak_candidates,
+        highest_memory as highest_memory,
         stage_memory as stage_memory,
     )
     from memo.mip.activation.mlp_tiles import MLP_TILE_COUNTS as MLP_TILE_COUNTS, solve_mlp_tiles as solve_mlp_tiles
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         StageTurns as StageTurns,
         chunk_layers as chunk_layers,
     )
-    from memo.mip.activation.solver import solve_problem as solve_problem
+    from memo.mip.activation.solver import DoesNotFit as DoesNotFit, fits as fits, solve_problem as solve_problem
     from memo.mip.activation.stage_plans import (
         extract_stage_plan as extract_stage_plan,
         lower_tier_nbytes as lower_tier_nbytes,
@@ -50,10 +51,10 @@ else:
             "files": "plan_to_json profile_to_json read_activation_plan read_any_plan read_hardware read_profile",
             "free_swap_length": "free_swap_tokens",
             "in_flight": "in_flight_within peak_in_flight",
-            "memory_peaks": "DeviceMemory Use device_peak_candidates stage_memory",
+            "memory_peaks": "DeviceMemory Use device_peak_candidates highest_memory stage_memory",
             "mlp_tiles": "MLP_TILE_COUNTS solve_mlp_tiles",
             "plan": "ActivationPlan ActivationProblem Budgets LayerPlan StageTurns Pipeline StagePrediction chunk_layers",
-            "solver": "solve_problem",
+            "solver": "DoesNotFit fits solve_problem",
             "stage_plans": "extract_stage_plan lower_tier_nbytes",
         },
     )

@@ -142,7 +142,8 @@ def _device(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
     for walk in walks:
         if walk.peak > budget + 0.5:
             where = "an end of the model" if walk.peak_layer is None else f"layer {walk.peak_layer}"
-            message = f"{walk.peak:.0f} bytes at {where} are {walk.peak - budget:.0f} above the budget of {budget}"
+            over = format_bytes(walk.peak - budget, up=True)
+            message = f"{format_bytes(walk.peak)} at {where} are {over} above the budget of {format_bytes(budget)}"
             return Violation(rule=Rule.DEVICE, message=message, layer=walk.peak_layer)
     return None
 
@@ -159,14 +160,15 @@ def _shared(plan: ActivationPlan, walks: list[Walk]) -> Violation | None:
         ):
             used = sum(nbytes + walk.rounding for nbytes, walk in zip(moved, here, strict=True) if nbytes)
             if used > budget + 0.5:
-                message = f"{used:.0f} bytes on a node are {used - budget:.0f} above its {rule} budget of {budget}"
+                over = format_bytes(used - budget, up=True)
+                message = f"{format_bytes(used)} on a node are {over} above its {rule} budget of {format_bytes(budget)}"
                 rounded = ", rounded to whole storages and pages" if any(walk.rounding for walk in here) else ""
-                return Violation(rule=rule, message=f"{message} ({format_bytes(budget)}){rounded}")
+                return Violation(rule=rule, message=f"{message}{rounded}")
         wear = budgets.disk_wear_bytes_per_day
         a_day = pipeline.microbatches * sum(walk.written for walk in here)
         a_day *= SECONDS_A_DAY / step_s if step_s else 0.0
         if wear is not None and a_day > wear * (1 + 1e-9) + 1:
-            message = f"{a_day:.4g} bytes a day are written to a node's disks, above the {wear:.4g} allowed"
+            message = f"{a_day / 1e12:.4g} TB a day are written to a node's disks, above the {wear / 1e12:.4g} allowed"
             return Violation(rule=Rule.WEAR, message=message)
     return None
 

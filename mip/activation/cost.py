@@ -25,6 +25,7 @@ from memo.mip.activation.plan import (
 from memo.mip.inputs.hardware import LaneRates
 from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import LayerProfile
+from memo.units import format_bytes
 
 __all__ = [
     "Traffic",
@@ -243,5 +244,5 @@ def _time(nbytes: float, bytes_per_s: float) -> float:
     if nbytes <= 0:
         return 0.0
     if not bytes_per_s:
-        raise PlanError(f"the plan moves {nbytes:.0f} bytes over a link that has no bandwidth")
+        raise PlanError(f"the plan moves {format_bytes(nbytes)} over a link that has no bandwidth")
     return nbytes / bytes_per_s

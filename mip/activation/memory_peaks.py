@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from memo.mip.activation.plan import ActivationProblem, LayerPlan
     from memo.mip.inputs.profile import EndProfile, LayerProfile
 
-__all__ = ["DeviceMemory", "PeakCandidate", "Use", "device_peak_candidates", "stage_memory", "stage_static"]
+__all__ = [
+    "DeviceMemory",
+    "PeakCandidate",
+    "Use",
+    "device_peak_candidates",
+    "highest_memory",
+    "stage_memory",
+    "stage_static",
+]
 
 
 class Use(enum.StrEnum):
@@ -154,6 +162,12 @@ def stage_memory(problem: ActivationProblem, stage: int, plans: Sequence[LayerPl
     layers = _LayerBytes.of([known[index] for index in own], [plans[index] for index in own])
     peak = max(device_peak_candidates(problem, stage), key=lambda place: place.nbytes(layers))
     return DeviceMemory(stage=stage, where=peak.name, phase=peak.phase, uses=peak.uses(layers))
+
+
+def highest_memory(problem: ActivationProblem, plans: Sequence[LayerPlan]) -> DeviceMemory:
+    """What a rank of the stage with the highest peak holds then; of equal stages the first."""
+    stages = range(problem.pipeline.stages)
+    return max((stage_memory(problem, stage, plans) for stage in stages), key=lambda memory: memory.nbytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memo.errors import Infeasible
 from memo.mip.activation.cost import stage_compute_s
 from memo.mip.activation.plan import ActivationPlan, ActivationProblem
-from memo.mip.activation.solver import solve_problem
+from memo.mip.activation.solver import DoesNotFit, solve_problem
 
 __all__ = ["MLP_TILE_COUNTS", "solve_mlp_tiles"]
 
@@ -32,18 +31,18 @@ def solve_mlp_tiles(
         counts: numbers of tiles to try, ascending.
 
     Raises:
-        Infeasible: no number of tiles fits; the message is that of the largest, which needs least memory.
+        DoesNotFit: no number of tiles fits; the message is that of the largest, which needs least memory.
         SolverFailed: the solver crashed.
     """
     best: ActivationPlan | None = None
-    refused: Infeasible | None = None
+    refused: DoesNotFit | None = None
     for count in counts:
         problem = problem_of(count)
         if best is not None and _least_s(problem) >= best.step_s:
             break
         try:
             plan = solve_problem(problem)
-        except Infeasible as error:
+        except DoesNotFit as error:
             refused = error
             continue
         if best is None or plan.step_s < best.step_s:
@@ -52,7 +51,7 @@ def solve_mlp_tiles(
             break
     if best is None:
         assert refused is not None
-        raise Infeasible(f"with MLPs in {counts[-1]} tiles, {refused}" if len(counts) > 1 else str(refused))
+        raise refused.with_message(f"with MLPs in {counts[-1]} tiles, {refused}") if len(counts) > 1 else refused
     return best
 
 

@@ -15,6 +15,7 @@ from memo.errors import Infeasible
 from memo.mip.activation.checker import require_valid
 from memo.mip.activation.cost import predict_stages
 from memo.mip.activation.linear_program import Limit, Model, Resource, Sharing
+from memo.mip.activation.memory_peaks import DeviceMemory, Use, device_peak_candidates, highest_memory
 from memo.mip.activation.plan import (
     ActivationPlan,
     ActivationProblem,
@@ -25,7 +26,7 @@ from memo.mip.activation.whole_points import at_points, round_points
 from memo.mip.inputs.profile import ALL, LayerProfile, Profile
 from memo.units import format_bytes, format_duration
 
-__all__ = ["solve_problem"]
+__all__ = ["DoesNotFit", "fits", "solve_problem"]
 
 UNIFORM_PRICE = 1e-4
 """Fraction of a step that treating layers alike may cost."""
@@ -39,8 +40,44 @@ ALMOST_ALL = 1e-6
 """Fraction of a layer above which all of it is taken to be saved."""
 MOST_IN_VAIN = 2
 """Sizes of pieces in a row that gain nothing until no smaller one is tried."""
+WORDS = {use: str(use).replace("_", " ") for use in Use}
 LEAST_SAVING = 1e-6
 """Fraction of a step; smaller savings come from the prices that break ties."""
+
+
+class DoesNotFit(Infeasible):
+    """No plan fits a problem.
+
+    Attributes:
+        problem: the problem.
+        memory: what the device holds at its peak under the plan that lacks least device memory.
+        least_bytes: for `device`, `host` and `disk` the smallest budget that suffices by itself; no entry where none does.
+    """
+
+    def __init__(
+        self, message: str, *, problem: ActivationProblem, memory: DeviceMemory, least_bytes: Mapping[str, int]
+    ) -> None:
+        super().__init__(message)
+        self.problem, self.memory, self.least_bytes = problem, memory, dict(least_bytes)
+
+    def with_message(self, message: str) -> DoesNotFit:
+        """The same with another message."""
+        return DoesNotFit(message, problem=self.problem, memory=self.memory, least_bytes=self.least_bytes)
+
+
+def fits(problem: ActivationProblem) -> bool:
+    """Whether some plan fits the budgets: whether `solve_problem` returns one.
+
+    Raises:
+        SolverFailed: the solver crashed.
+    """
+    budget = problem.budgets.device_bytes
+    stages = range(problem.pipeline.stages)
+    if any(place.resident_bytes > budget for stage in stages for place in device_peak_candidates(problem, stage)):
+        return False
+    if _keep_all(problem) is not None:
+        return True
+    return any(_solve(problem, pieces) is not None for pieces in ({}, *piece_candidates(problem)))
 
 
 def solve_problem(problem: ActivationProblem) -> ActivationPlan:
@@ -50,7 +87,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         A plan that has passed `memo.mip.activation.checker`. `declined` is set where everything fits without a plan.
 
     Raises:
-        Infeasible: no plan fits; the message names the tier, the place, the bytes, and the smallest sufficient budgets.
+        DoesNotFit: no plan fits; the message names the tier, the place, the bytes, and the smallest sufficient budgets.
         SolverFailed: the solver crashed.
     """
     kept = _keep_all(problem)
@@ -68,7 +105,7 @@ def solve_problem(problem: ActivationProblem) -> ActivationPlan:
         if in_vain == MOST_IN_VAIN:
             break
     if best is None:
-        raise Infeasible(_infeasible_text(problem))
+        raise _infeasible(problem)
     require_valid(best)
     return best
 
@@ -243,23 +280,35 @@ def _binding_text(resource: Resource, where: str, saving: float) -> str:
     return f"{name or resource} {where} is full: a {unit} more saves {worth} a step"
 
 
-def _infeasible_text(problem: ActivationProblem) -> str:
-    """Text of an Infeasible: where the device overflows, by how much, and each budget that would suffice by itself."""
+def _infeasible(problem: ActivationProblem) -> DoesNotFit:
+    """Says where the device overflows, by how much, with what, and each budget that would suffice by itself."""
     model = _least_excess(problem, Resource.DEVICE)
     assert model is not None
     budgets = problem.budgets
-    excess = math.ceil(model.excess_bytes)
+    memory = highest_memory(problem, model.layer_plans())
+    excess = max(math.ceil(model.excess_bytes), 1)
+    least = {"device": budgets.device_bytes + excess}
     where = next((limit.where for limit in model.limits() if limit.resource is Resource.DEVICE), "in all")
     words = (
-        f"no plan fits: the device lacks {excess} bytes ({format_bytes(excess)}) {where}; the smallest device budget "
-        f"that fits is {budgets.device_bytes + excess} bytes ({format_bytes(budgets.device_bytes + excess, up=True)})"
+        f"no plan fits: the device lacks {format_bytes(excess, up=True)} {where}, {_largest(memory)}; the smallest device "
+        f"budget that fits is {format_bytes(least['device'], up=True)}"
     )
     for tier, budget in ((Resource.HOST, budgets.host_bytes), (Resource.DISK, budgets.disk_bytes)):
         model = _least_excess(problem, tier)
         if model is not None:
-            least = budget + math.ceil(model.excess_bytes)
-            words += f"; or a {tier} budget of {least} bytes ({format_bytes(least, up=True)}) a node"
-    return words
+            least[str(tier)] = budget + math.ceil(model.excess_bytes)
+            words += f"; or a {tier} budget of {format_bytes(least[str(tier)], up=True)} a node"
+    return DoesNotFit(words, problem=problem, memory=memory, least_bytes=least)
+
+
+def _largest(memory: DeviceMemory) -> str:
+    """The largest item of a device's memory, in words."""
+    total = format_bytes(memory.nbytes)
+    if memory.static_bytes > memory.nbytes / 2:
+        static = format_bytes(memory.static_bytes)
+        return f"of {total} {static} are weights, gradients and optimizer state"
+    use = max(memory.uses, key=lambda use: memory.uses[use])
+    return f"of {total} {format_bytes(memory.uses[use])} are {WORDS[use]}"
 
 
 def _least_excess(problem: ActivationProblem, tier: Resource) -> Model | None:

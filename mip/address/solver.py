@@ -180,21 +180,24 @@ class _ArenaWork:
 
     def _no_plan(self, *, proven: bool) -> Infeasible | SolverTimeout:
         solver, unit, capacity = self._solver, self._instance.unit, self._capacity or 0
-        known = f"; {_bytes(solver.upper * unit)} are known to do" if solver.upper else ""
-        least = _bytes(solver.lower * unit)
+        known = f"; {format_bytes(solver.upper * unit, up=True)} are known to do" if solver.upper else ""
+        least = format_bytes(solver.lower * unit, down=True)
         if not proven:
             return SolverTimeout(
-                f"arena {self._name!r}: no plan within {_bytes(capacity)} was found in time (no plan can be below "
+                f"arena {self._name!r}: no plan within {format_bytes(capacity)} was found in time (no plan can be below "
                 f"{least}{known}); give it more time or a larger capacity"
             )
         at, load = peak(self._buffers, alignment=self._problem.alignment)
         if load > capacity:
             words = (
-                f"at instant {at} the live buffers need {_bytes(load)}, "
-                f"{_bytes(load - capacity)} more than its capacity of {_bytes(capacity)}"
+                f"at instant {at} the live buffers need {format_bytes(load)}, "
+                f"{format_bytes(load - capacity, up=True)} more than its capacity of {format_bytes(capacity)}"
             )
         else:
-            words = f"no placement is within {_bytes(capacity)}, though at most {_bytes(load)} are live at once"
+            words = (
+                f"no placement is within {format_bytes(capacity)}, though at most {format_bytes(load, up=True)} are live "
+                "at once"
+            )
         return Infeasible(f"arena {self._name!r}: {words}; it takes at least {least}{known}")
 
     def _report(self, solver: ArenaSolver) -> None:
@@ -236,8 +239,3 @@ def _rounded(nbytes: int, alignment: int) -> int:
 
 def _meet(one: Buffer, other: Buffer) -> bool:
     return any(a < d and c < b for a, b in one.spans() for c, d in other.spans())
-
-
-def _bytes(nbytes: int) -> str:
-    """The exact number, and from a KiB on what it is in binary units."""
-    return f"{nbytes} bytes" if nbytes < 1024 else f"{nbytes} bytes ({format_bytes(nbytes)})"

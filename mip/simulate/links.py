@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from memo.errors import PlanInvalid
 from memo.events import Lane
 from memo.mip.inputs.hardware import LaneRates
+from memo.units import format_bytes
 
 __all__ = ["Copy", "Links", "Queue", "shares"]
 
@@ -171,7 +172,7 @@ class Links:
                 stuck = next(copy for copy in copies if not copy.done)
                 way = f"{'to' if stuck.queue.out else 'from'} {'disk' if stuck.queue.disk else 'host'}"
                 raise PlanInvalid(
-                    f"{stuck.module} moves {stuck.nbytes} bytes {way}, where the hardware has no bandwidth"
+                    f"{stuck.module} moves {format_bytes(stuck.nbytes)} {way}, where the hardware has no bandwidth"
                 )
 
     def _step(self, to_s: float) -> bool:

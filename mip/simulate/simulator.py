@@ -24,6 +24,7 @@ from memo.mip.inputs.pipeline_schedules import Kind
 from memo.mip.inputs.profile import EndProfile, LayerProfile
 from memo.mip.simulate.result import EndWork, LayerWork, Part, Simulation, StageSimulation
 from memo.mip.simulate.stage import Stage
+from memo.units import format_bytes
 
 __all__ = ["MAX_CALLS", "layer_work", "require_within_budgets", "simulate"]
 
@@ -75,8 +76,9 @@ def require_within_budgets(simulation: Simulation) -> None:
     for number, peak in simulation.overflows:
         stage = f"stage {number}: " if len(simulation.stages) > 1 else ""
         raise PlanInvalid(
-            f"{stage}in {peak.where}, {peak.t_s:.3f} s into the step, {peak.tier} holds {peak.nbytes} bytes, "
-            f"{peak.over_nbytes} more than its budget of {peak.budget_nbytes}"
+            f"{stage}in {peak.where}, {peak.t_s:.3f} s into the step, {peak.tier} holds "
+            f"{format_bytes(peak.nbytes)}, {format_bytes(peak.over_nbytes, up=True)} more than its budget of "
+            f"{format_bytes(peak.budget_nbytes or 0)}"
         )
 
 

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memo.cli.tables.address import printable, table
-from memo.mip.activation import ActivationPlan, ActivationProblem, LayerPlan, StagePrediction, free_swap_tokens
+from memo.mip.activation import (
+    ActivationPlan,
+    ActivationProblem,
+    DeviceMemory,
+    LayerPlan,
+    StagePrediction,
+    Use,
+    free_swap_tokens,
+    highest_memory,
+)
 from memo.mip.inputs import ALL, ATTENTION, MATMULS, Role
 from memo.units import format_bytes, format_duration, format_tokens
 
-__all__ = ["activation_summary", "activation_table", "rate_text", "utilisation"]
+__all__ = [
+    "activation_summary",
+    "activation_table",
+    "memory_summary",
+    "memory_table",
+    "rate_text",
+    "utilisation",
+]
+
+USES = {
+    Use.GRADIENTS: "gradients of the weights",
+    Use.OPTIMIZER: "optimizer state",
+    Use.GATHERED: "gathered weights",
+    Use.CAST: "weights cast for products",
+    Use.HEAD: "head and logits",
+    Use.SAVED: "saved tensors kept",
+    Use.OTHER: "not told apart",
+}
+"""Names of uses in the memory table, where they differ from those in JSON."""
 
 _CAUSES = ("d2h", "disk_write", "h2d", "disk_read")
 MUCH = 0.2
@@ -21,8 +48,9 @@ _CAUSE_WORDS = ("copy to host", "disk write", "copy from host", "disk read")
 
 
 def activation_table(plan: ActivationPlan) -> str:
-    """Tables of the tiers, the step's time and the treatment of the layers, and the constraints that bind."""
-    parts = [_headline(plan), _tiers(plan), _times(plan), _layers(plan), _reasons(plan)]
+    """Tables of the tiers, a GPU's memory, the step's time and the treatment of the layers, and what binds."""
+    memory = memory_table(plan.problem, highest_memory(plan.problem, plan.layers))
+    parts = [_headline(plan), _tiers(plan), memory, _times(plan), _layers(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -46,12 +74,54 @@ def activation_summary(plan: ActivationPlan) -> dict[str, Any]:
             {**dataclasses.asdict(stage), "stall_s": stage.stall_s, "microbatch_s": stage.microbatch_s}
             for stage in plan.stages
         ],
+        "memory": memory_summary(problem, highest_memory(problem, plan.layers)),
         "binding": list(plan.binding),
         "warnings": _beyond_nodes(plan),
         "layer_plans": [
             {"first": first, "last": last, **dataclasses.asdict(layer)} for first, last, layer in _runs(plan)
         ],
     }
+
+
+def memory_summary(problem: ActivationProblem, memory: DeviceMemory) -> dict[str, Any]:
+    """Object of a GPU's memory at its peak: bytes by use, which add up to `peak_bytes`."""
+    return {
+        "stage": memory.stage,
+        "where": memory.where,
+        "phase": memory.phase or None,
+        "uses_bytes": {str(use): memory.uses.get(use, 0) for use in Use},
+        "peak_bytes": memory.nbytes,
+        "budget_bytes": problem.budgets.device_bytes,
+        "device_bytes": problem.hardware.device_bytes,
+    }
+
+
+def memory_table(problem: ActivationProblem, memory: DeviceMemory) -> str:
+    """Table of a GPU's memory at its peak by use; the rows, as rounded, add up to the peak."""
+    budget, there = problem.budgets.device_bytes, problem.hardware.device_bytes
+    unit, size = ("GiB", 1 << 30) if memory.nbytes >= 1 << 30 else ("MiB", 1 << 20)
+    peak, rows = _rounded(memory.uses, size)
+    of = f" of stage {memory.stage}" if problem.pipeline.stages > 1 else ""
+    instant = f"at {memory.where}" + (f", {memory.phase}" if memory.phase else "")
+    lines = [
+        (USES.get(use, str(use).replace("_", " ")), f"{hundredths / 100:,.2f}") for use, hundredths in rows.items()
+    ]
+    lines.append(("peak", f"{peak / 100:,.2f}"))
+    left = budget - memory.nbytes
+    lines.append(("left of the budget" if left >= 0 else "above the budget", f"{abs(left) / size:,.2f}"))
+    if budget < there:
+        lines.append(("left for CUDA and the allocator", f"{(there - budget) / size:,.2f}"))
+    return table((f"memory of a GPU{of} at its peak, {instant}", unit), lines)
+
+
+def _rounded(uses: Mapping[Use, int], size: int) -> tuple[int, dict[Use, int]]:
+    """Hundredths of a unit of the sum, and of each use, so rounded that they add up; without those that are 0."""
+    exact = {use: 100 * nbytes / size for use, nbytes in uses.items()}
+    peak = round(100 * sum(uses.values()) / size)
+    rows = {use: int(hundredths) for use, hundredths in exact.items()}
+    for use in sorted(rows, key=lambda use: rows[use] - exact[use])[: peak - sum(rows.values())]:
+        rows[use] += 1
+    return peak, {use: hundredths for use, hundredths in rows.items() if hundredths}
 
 
 def utilisation(plan: ActivationPlan) -> dict[str, float]:

@@ -1,0 +1,146 @@
+"""What to change where no plan fits: the largest item of a GPU's memory, and the cheapest changes that make a plan fit.
+
+Each change is tried: it is named only if the planner finds a plan with it, everything else as asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from memo.cli.tables.activation import memory_summary, memory_table, use_name
+from memo.errors import UsageError
+from memo.mip.activation import fits
+from memo.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from memo.cli.plan import Request
+    from memo.mip.activation import DeviceMemory, DoesNotFit
+
+__all__ = ["changes_that_fit", "explain_misfit"]
+
+MOST_TIMES = 64
+"""Times as many GPUs, or parts of the sequence, that are tried."""
+
+
+def explain_misfit(request: Request, misfit: DoesNotFit, *, as_json: bool) -> DoesNotFit:
+    """Prints a GPU's memory under the plan that lacks least, and returns the error that says what to change.
+
+    Args:
+        request: the request.
+        misfit: what planning it raised.
+        as_json: print one object instead of the table.
+    """
+    changes = changes_that_fit(request, misfit)
+    error = misfit.with_message(_message(request, misfit, changes))
+    if as_json:
+        memory = memory_summary(misfit.problem, misfit.memory)
+        found = {"status": "infeasible", "message": str(error), "memory": memory, "fits": changes}
+        print(json.dumps({**found, "least_budgets_bytes": misfit.least_bytes}))
+    else:
+        print(f"{memory_table(misfit.problem, misfit.memory)}\n")
+    return error
+
+
+def changes_that_fit(request: Request, misfit: DoesNotFit) -> list[str]:
+    """Flags that each make a plan fit by itself, the one that asks for least first; the smallest value of each."""
+    found = []
+    for options in _changes(request):
+        fitting = next((flag for flag, changed in options if _fits(changed)), None)
+        if fitting is not None:
+            found.append(fitting)
+    for tier, there in (("device", request.machine.device_bytes), ("host", request.machine.host_bytes)):
+        least = misfit.least_bytes.get(tier)
+        if least is not None and least <= there:
+            found.append(f"--{tier} {format_bytes(least, up=True).replace(' ', '')}")
+    return found
+
+
+def _changes(request: Request) -> Iterator[Iterator[tuple[str, Request]]]:
+    """Changes of a named model's request: of each kind ever larger ones, as flags and the request with them."""
+    if request.config is None:
+        return
+    if not request.optimizer_offload:
+        yield iter([("--optimizer-offload", dataclasses.replace(request, optimizer_offload=True))])
+    if request.zero < 3 and request.layout.replicas > 1:
+        yield iter([("--zero 3", dataclasses.replace(request, zero=3))])
+    yield _more_gpus(request)
+    yield _more_ranks(request, "tp")
+    yield _more_ranks(request, "cp")
+    yield _shorter(request)
+
+
+def _more_gpus(request: Request) -> Iterator[tuple[str, Request]]:
+    zero = "" if request.zero == 3 else " --zero 3"
+    for times in _powers(MOST_TIMES):
+        more = _on(request, gpus=times * request.layout.gpus)
+        yield f"--gpus {more.layout.gpus}{zero}", dataclasses.replace(more, zero=3)
+
+
+def _more_ranks(request: Request, name: str) -> Iterator[tuple[str, Request]]:
+    """More ranks of tensor or context parallelism within a node, on as many more GPUs as that takes."""
+    ranks, layout = getattr(request.layout, name), request.layout
+    for times in _powers(request.machine.gpus_per_node // (layout.tp * layout.cp)):
+        gpus = layout.gpus if layout.replicas % times == 0 else times * layout.gpus
+        flag = f"--{name} {times * ranks}" if gpus == layout.gpus else f"--gpus {gpus} --{name} {times * ranks}"
+        yield flag, _on(request, gpus=gpus, **{name: times * ranks})
+
+
+def _shorter(request: Request) -> Iterator[tuple[str, Request]]:
+    for times in _powers(MOST_TIMES):
+        tokens = request.layout.tokens // times
+        if tokens * times == request.layout.tokens:
+            yield f"--seq {format_tokens(tokens)}", _on(request, tokens=tokens)
+
+
+def _powers(most: int) -> Iterator[int]:
+    times = 2
+    while times <= most:
+        yield times
+        times *= 2
+
+
+def _on(request: Request, **layout: int) -> Request:
+    """The request with another layout."""
+    other = dataclasses.replace(request.layout, **layout)
+    ranks = min(other.gpus, request.machine.gpus_per_node)
+    return dataclasses.replace(
+        request, layout=other, budgets=dataclasses.replace(request.budgets, ranks_per_node=ranks)
+    )
+
+
+def _fits(request: Request) -> bool:
+    """Whether a plan with the most MLP tiles, which needs least memory, fits."""
+    try:
+        return fits(request.problem(request.tiles[-1]))
+    except UsageError:  # the layout does not divide the model
+        return False
+
+
+def _message(request: Request, misfit: DoesNotFit, changes: list[str]) -> str:
+    signature, memory = misfit.problem.profile.signature, misfit.memory
+    words = f"no plan fits: {signature.model} in {signature.dtype} at {format_tokens(signature.tokens)} tokens: "
+    words += _largest(memory, misfit.problem.budgets.device_bytes)
+    if changes:
+        others = f", as does {' or '.join(changes[1:])}" if len(changes) > 1 else ""
+        words += f"; {changes[0]} fits{others}"
+    elif request.config is not None:
+        words += (
+            f"; up to {MOST_TIMES} times the GPUs, tensor and context parallelism and a shorter sequence do not fit"
+        )
+    return f"{words}; the smallest device budget that fits is {format_bytes(misfit.least_bytes['device'], up=True)}"
+
+
+def _largest(memory: DeviceMemory, budget: int) -> str:
+    """The largest item of a GPU's memory against its budget."""
+    static, given = memory.static_bytes, f"the {format_bytes(budget, down=True)} of a GPU's budget"
+    if static > budget:
+        return f"weights, gradients and optimizer state take {format_bytes(static)} of {given} before any activation"
+    instant = f"at {memory.where}" + (f", {memory.phase}" if memory.phase else "")
+    use = max(memory.uses, key=lambda use: memory.uses[use])
+    largest, nbytes = use_name(use), memory.uses[use]
+    if static > nbytes:
+        largest, nbytes = "weights, gradients and optimizer state", static
+    return f"{format_bytes(memory.nbytes, up=True)} are needed of {given} {instant}, {format_bytes(nbytes)} of them for {largest}"
