@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo
+from memo.cli.file_kinds import FileKind, require_kind
+from memo.cli.progress import WaitingLine
 from memo.cli.step_source import OWN_MODEL, add_step_options, is_preset, step_builder
 from memo.errors import ExitCode, UsageError
 from memo.gpt import Precision
@@ -75,7 +77,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.alpha is not None and not 0 <= args.alpha < 1:
         raise UsageError(f"--alpha {args.alpha} is not from 0 to less than 1, where everything is moved")
     tokens = parse_tokens(args.seq, what="--seq")
-    explained, untold = _explained(args, _step(args, tokens))
+    with WaitingLine("memo explain", f"building {args.model}", quiet=args.json) as waiting:
+        step = _step(args, tokens)
+        waiting.say(f"running two forwards of {args.model}")
+        explained, untold = _explained(args, step)
     if args.json:
         kinds = [{**found.to_json(), "layers": names} for found, names in explained]
         print(
@@ -149,6 +154,7 @@ def _hugging_face_step(args: argparse.Namespace, tokens: int) -> Step:
     """
     if not Path(args.model).is_file():
         raise UsageError(f"{args.model}: no such file")
+    require_kind(args.model, FileKind.MODEL_CONFIG)
     try:
         import transformers
     except ImportError:

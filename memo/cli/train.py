@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memo.cli.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.file_kinds import FileKind, require_kind
 from memo.errors import ExitCode, UsageError
 from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
 from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
@@ -357,6 +358,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
     )
     tiers = ("plan", "device_budget", "host_budget", "disk_dir", "disk_budget", "alpha", "exact", "trace")
     offload = OffloadConfig(mode=flags.pop("offload"), **{name: flags.pop(name) for name in tiers})
+    if offload.plan is not None:
+        require_kind(offload.plan, FileKind.ACTIVATION_PLAN)
     if flags["mlp_tiles"] is None:
         flags["mlp_tiles"] = 1 if offload.plan is None else read_activation_plan(offload.plan).problem.profile.mlp_tiles
     if flags["resume"] not in (None, "latest"):

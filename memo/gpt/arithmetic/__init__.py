@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memo.lazy import attach
 
 if TYPE_CHECKING:
+    from memo.gpt.arithmetic.flops import parameter_count as parameter_count
     from memo.gpt.arithmetic.kernel_times import KernelRates as KernelRates
     from memo.gpt.arithmetic.layout import Layout as Layout
     from memo.gpt.arithmetic.profile_by_arithmetic import derive_profile as derive_profile
@@ -27,6 +28,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
+            "flops": "parameter_count",
             "kernel_times": "KernelRates",
             "layout": "Layout",
             "profile_by_arithmetic": "derive_profile",
