@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from memo.cli.batch_sizes import add_batch_flags, batch_sizes
 from memo.cli.file_kinds import FileKind, require_kind
+from memo.cli.progress import WaitingLine
 from memo.errors import ExitCode, UsageError
-from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RunConfig, TrainConfig
-from memo.gpt.optim import LossGuardConfig, LrSchedule, OnNan, OnSpike
+from memo.gpt import PRESETS, Documents, OffloadConfig, OffloadMode, Precision, RopeScaling, RunConfig, TrainConfig
+from memo.gpt.optim import MAX_DEFAULT_WARMUP, LossGuardConfig, LrSchedule, OnNan, OnSpike
 from memo.mip.activation import read_activation_plan
 from memo.parallel import ContextAttention, Layout, PipelineSchedule
 from memo.units import parse_bytes, parse_tokens
@@ -23,17 +24,18 @@ from memo.units import parse_bytes, parse_tokens
 __all__ = ["configure", "run"]
 
 _EPILOG = """\
-example:
+examples:
   memo train --model 125m --seq 32k --data texts/ --offload disk --disk-dir /scratch --steps 100 \\
              --checkpoint-dir run1 --checkpoint-every 20 --metrics run1.jsonl
+
+  memo train --model 7b --seq 32k --rope-scaling yarn:8 --steps 1200 --checkpoint-dir run2 --resume ...
 
   torchrun --nproc-per-node 8 -m memo.cli.main train --tp 4 --dp 2 --model 7b --seq 128k --batch 1 ...
 
 Ctrl-C finishes the step, saves a checkpoint and exits with code 130. --resume continues from there, with the same losses bit
-for bit. Sizes are written as 8GiB, token counts as 32k or 1m.
+for bit; at another --seq it begins a stage, with a learning rate of its own (docs/growing-context.md). Sizes are written as
+8GiB, token counts as 32k or 1m.
 """
-
-_MAX_AUTO_WARMUP = 2000  # steps
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=enum.StrEnum)
@@ -55,9 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Trains to the last step or until interrupted."""
     config = _config(args)
-    from memo.gpt.train import train
+    with WaitingLine("memo train", "starting", quiet=True) as waiting:  # a log has the run's own lines
+        from memo.gpt.train import train
 
-    return train(config)
+        return train(config, phase=lambda text: waiting.end() if text is None else waiting.say(text))
 
 
 def _model_flags(group: argparse._ArgumentGroup) -> None:
@@ -70,6 +73,18 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
     group.add_argument("--heads", type=int, metavar="N", help="number of query heads (default: the model's)")
     group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: the model's, 0)")
+    group.add_argument(
+        "--rope-theta",
+        type=float,
+        metavar="BASE",
+        help="base of the rotary frequencies, such as 500000 (default: the resumed checkpoint's, else the model's, 10000)",
+    )
+    group.add_argument(
+        "--rope-scaling",
+        metavar="KIND:FACTOR[:TOKENS]",
+        help="scale rotary frequencies for a context FACTOR times as long as the original one of TOKENS (default: --seq / "
+        "FACTOR); KIND is linear, ntk or yarn; none is no scaling (default: the resumed checkpoint's, else none)",
+    )
     group.add_argument(
         "--mlp-tiles",
         type=int,
@@ -131,7 +146,7 @@ def _training_flags(group: argparse._ArgumentGroup) -> None:
         "--warmup",
         type=int,
         metavar="STEPS",
-        help=f"steps of linear learning-rate warmup (default: a tenth of --steps, at most {_MAX_AUTO_WARMUP})",
+        help=f"steps of linear learning-rate warmup (default: a tenth of --steps, at most {MAX_DEFAULT_WARMUP})",
     )
     group.add_argument(
         "--min-lr", type=float, metavar="RATE", help="learning rate at the last step (default: a tenth of --lr)"
@@ -344,6 +359,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
         PlanError: the plan's file cannot be read.
     """
     flags = dict(vars(args))
+    if flags["rope_scaling"] not in (None, "none"):
+        flags["rope_scaling"] = RopeScaling.parse(flags["rope_scaling"], flags["seq"])
+    flags["auto_warmup"] = flags["warmup"] is None
     schedule = _schedule(flags.pop("lr"), flags.pop("min_lr"), flags.pop("warmup"), flags.pop("steps"))
     sizes = ("dp", "tp", "pp", "cp", "cp_attention", "schedule", "chunks", "sequence_parallel")
     layout = Layout(**{name: flags.pop(name) for name in sizes})
@@ -371,7 +389,7 @@ def _schedule(lr: float, min_lr: float | None, warmup: int | None, steps: int) -
     return LrSchedule(
         peak=lr,
         floor=lr / 10 if min_lr is None else min_lr,
-        warmup=min(_MAX_AUTO_WARMUP, steps // 10) if warmup is None else warmup,
+        warmup=LrSchedule.default_warmup(steps) if warmup is None else warmup,
         steps=steps,
     )
 

@@ -8,6 +8,7 @@ from memo.lazy import attach
 
 if TYPE_CHECKING:
     from memo.gpt.config import PRESETS as PRESETS, GPTConfig as GPTConfig, preset as preset
+    from memo.gpt.rope_scaling import RopeScaling as RopeScaling
     from memo.gpt.run_config import (
         Documents as Documents,
         OffloadConfig as OffloadConfig,
@@ -20,6 +21,7 @@ else:
         __name__,
         {
             "config": "GPTConfig PRESETS preset",
+            "rope_scaling": "RopeScaling",
             "run_config": "Documents OffloadConfig OffloadMode RunConfig",
             "train_config": "Precision TrainConfig",
         },

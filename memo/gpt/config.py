@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from memo.errors import UsageError
+from memo.gpt.rope_scaling import RopeScaling
 
 __all__ = ["PRESETS", "GPTConfig", "Mlp", "Norm", "Positions", "Variant", "preset"]
 
@@ -56,6 +57,8 @@ class GPTConfig:
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    """Scaled rotary frequencies, for more tokens than the model was first trained with; None is unscaled."""
     norm_eps: float = 1e-5
     mlp_tiles: int = 1
     """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
@@ -83,6 +86,8 @@ class GPTConfig:
             raise UsageError(
                 f"model: end_of_document {self.end_of_document} is not a token; give a number below {self.vocab_size}"
             )
+        if self.rope_scaling is not None and self.positions != "rotary":
+            raise UsageError(f"model: rope_scaling needs rotary positions, not {self.positions} ones")
         if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
 

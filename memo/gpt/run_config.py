@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, Variant
+from memo.gpt.config import PRESETS, Variant, preset
+from memo.gpt.rope_scaling import RopeScaling
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
@@ -103,12 +104,18 @@ class RunConfig:
     batch: int
     """Sequences in a microbatch of all data-parallel ranks together."""
     training: TrainConfig
-    """Its precision is replaced by `precision` once the device is known."""
+    """Its precision is replaced by `precision` once the device is known, its schedule by that of the run's stage."""
+    auto_warmup: bool = False
+    """The schedule's warmup is the default of a run of so many steps, and that of another stage is the default, too."""
     layers: int | None = None
     """Replaces the preset's number; likewise `hidden`, `heads` and `dropout`."""
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; None is the checkpoint's, or else the model's."""
+    rope_scaling: RopeScaling | Literal["none"] | None = None
+    """Scaling of the rotary frequencies; None is the checkpoint's, or else none."""
     mlp_tiles: int = 1
     documents: Documents = Documents.PACKED
     mask_documents: bool = False
@@ -151,6 +158,14 @@ class RunConfig:
         for name in ("seed", "eval_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
+        rope = (("--rope-theta", self.rope_theta), ("--rope-scaling", self.rope_scaling))
+        for flag, given in rope:
+            if given is not None and preset(self.model, variant=self.variant).positions != "rotary":
+                raise UsageError(
+                    f"{flag} applies to rotary positions, and {self.model} has learned ones; use --variant llama"
+                )
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise UsageError(f"--rope-theta {self.rope_theta} is not a positive number")
         if self.seed >= 1 << 63:
             raise UsageError("--seed is above 2^63 - 1, the largest seed of a random number generator")
         if not self.checkpoint_minutes >= 0:

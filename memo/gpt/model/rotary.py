@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from memo.gpt.rope_scaling import RopeScaling
+
 __all__ = ["RotaryTables", "rotary_tables", "rotate", "tables_at"]
 
 # cos and sin, each (tokens, 1, head size / 2), broadcasting over batch and heads.
@@ -18,7 +20,14 @@ TABLE_CHUNK = 1 << 16
 
 
 def rotary_tables(
-    seq: int, head_dim: int, theta: float, *, device: torch.device, dtype: torch.dtype, first: int = 0
+    seq: int,
+    head_dim: int,
+    theta: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    first: int = 0,
+    scaling: RopeScaling | None = None,
 ) -> RotaryTables:
     """Cosine and sine of position x theta^(-2i/d), Su et al. 2021.
 
@@ -29,6 +38,7 @@ def rotary_tables(
         device: device of the tables.
         dtype: data type of the tables; half precision gives float32.
         first: first position.
+        scaling: other frequencies and a factor of both tables, for a longer context; None is neither.
 
     Returns:
         Two tensors of shape (seq, 1, head_dim / 2).
@@ -36,6 +46,8 @@ def rotary_tables(
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     frequency = theta**-exponent
+    if scaling is not None:
+        frequency = torch.tensor(scaling.frequencies(head_dim, theta), device=device, dtype=torch.float64)
     cos = torch.empty(seq, 1, head_dim // 2, device=device, dtype=wide)
     sin = torch.empty_like(cos)
     for begin in range(0, seq, TABLE_CHUNK):
@@ -44,6 +56,9 @@ def rotary_tables(
         angle = position[:, None, None] * frequency
         cos[begin:end] = angle.cos()
         sin[begin:end] = angle.sin()
+    if scaling is not None and scaling.magnitude != 1.0:
+        cos *= scaling.magnitude
+        sin *= scaling.magnitude
     return cos, sin
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from memo.gpt.model.attention_kernel import Kernel, Kind, choose
 from memo.gpt.model.model import GPT
 from memo.gpt.run_config import Documents, RunConfig
 from memo.gpt.train.checkpoint_cadence import CheckpointCadence
+from memo.gpt.train.context_stage import Stage, frequencies
 from memo.gpt.train.interrupt import StopRequest
 from memo.gpt.train.metrics import MetricsFile
 from memo.gpt.train.offload_arguments import open_manager
@@ -48,8 +50,12 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(config: RunConfig) -> ExitCode:
+def train(config: RunConfig, *, phase: Callable[[str | None], None] = lambda _: None) -> ExitCode:
     """Trains until the last step or a stop request.
+
+    Args:
+        config: the run.
+        phase: called with what begins, in a few words; with None once the run's own lines say so.
 
     Returns:
         OK after the last step, INTERRUPTED after a stop request.
@@ -62,7 +68,7 @@ def train(config: RunConfig) -> ExitCode:
     try:
         with ExitStack() as stack:
             world = _join(config, device, stack) if ranks > 1 else None
-            return _Run(config, device, stack, world).go()
+            return _Run(config, device, stack, world, phase).go()
     except torch.OutOfMemoryError as error:
         raise DeviceOutOfMemory(f"{error}; {_TO_FIT}") from None
     except RuntimeError as error:
@@ -79,8 +85,16 @@ _TO_FIT = "use --offload disk or auto, a shorter --seq, a smaller --batch, or a 
 class _Run:
     """Parts of one run, opened in an order in which a refusal leaves nothing behind."""
 
-    def __init__(self, config: RunConfig, device: torch.device, stack: ExitStack, world: World | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        stack: ExitStack,
+        world: World | None,
+        phase: Callable[[str | None], None],
+    ) -> None:
         self.config = config
+        self.phase = phase
         self.world = world
         leads = world is None or world.rank == 0
         self.stop = StopRequest(forwarded=world is not None)
@@ -98,20 +112,25 @@ class _Run:
         self.cadence = CheckpointCadence(
             steps=config.checkpoint_every, minutes=config.checkpoint_minutes, done=self.done
         )
+        phase("reading the data")
         tokens = _open_tokens(config, world)
-        shape = _shape(config, tokens)
-        training = _training(config, device)
+        self.stage = Stage.of(config, start)
+        shape = _shape(config, tokens, start)
+        training = _training(config, device, self.stage)
         self.settings = _settings(config, shape, training)
-        notes += _differences(start, self.settings)
+        notes += _differences(start, self.settings, config, self.stage)
         batches = _batches(config, tokens, "train")
         self.eval_batches = _batches(config, tokens, "eval") if config.eval_every else None
+        phase("building the model")
         self.trainer, self.manager = _open_trainer(config, shape, training, batches, world, device, stack)
         if self.manager is not None:
             self.manager.step = self.done + 1
             notes += _plan_differences(config, self.manager.plan)
         if start is not None:
+            phase(f"loading {start.path}")
             _load(start, self.trainer, world)
-            self.trainer.loss_guard.restore(start.settings.get(_GUARD, {}))
+            guard = start.settings.get(_GUARD, {})
+            self.trainer.loss_guard.restore({**guard, "losses": ()} if self.stage.is_new else guard)
         self.meter = StepMeter(
             shape,
             seq=config.seq,
@@ -124,6 +143,7 @@ class _Run:
         )
         steps = config.training.schedule.steps
         self.progress = stack.enter_context(ProgressBar(done=self.done, steps=steps, quiet=not leads))
+        phase(None if self.progress.has_bar else "running the first step")
         for line in (*notes, *self._banner(shape, device, tokens, batches)):
             self.progress.line(line)
 
@@ -171,6 +191,7 @@ class _Run:
             self.metrics.write(metrics)
         if self.tensorboard is not None:
             self.tensorboard.write(metrics)
+        self.phase(None)
         self.progress.line(metrics.to_line(usage))
         if result.alarm is not None:
             done = "skipped" if result.skipped else "applied"
@@ -193,7 +214,7 @@ class _Run:
         if self.checkpoints is None:
             return
         self.cadence.begun(self.done)
-        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state()}
+        settings = {**self.settings, _GUARD: self.trainer.loss_guard.state(), _STAGE: self.stage.saved()}
         self.checkpoints.save(self.done, self.trainer.state(), settings, wait=wait)
         if wait:
             self._report_failure(self.checkpoints)
@@ -388,7 +409,7 @@ def _starting_point(
     return newest, [*notes, f"resume   {newest.path}"]
 
 
-def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
+def _shape(config: RunConfig, tokens: TokenFile | None = None, start: Checkpoint | None = None) -> GPTConfig:
     return preset(
         config.model,
         variant=config.variant,
@@ -400,21 +421,23 @@ def _shape(config: RunConfig, tokens: TokenFile | None = None) -> GPTConfig:
         dropout=config.dropout,
         mlp_tiles=config.mlp_tiles,
         end_of_document=tokens.end_of_document if config.mask_documents and tokens is not None else None,
+        **frequencies(config, start),
     )
 
 
-def _training(config: RunConfig, device: torch.device) -> TrainConfig:
+def _training(config: RunConfig, device: torch.device, stage: Stage) -> TrainConfig:
     default = Precision.BF16_AUTOCAST if device.type == "cuda" else Precision.FP32
-    return dataclasses.replace(config.training, precision=config.precision or default)
+    return dataclasses.replace(config.training, precision=config.precision or default, schedule=stage.schedule(config))
 
 
-_GUARD = "health"  # the loss guard's key in checkpoints
+_GUARD, _STAGE = "health", "stage"  # keys in checkpoints of the loss guard and of the stage
 
 
 def _settings(config: RunConfig, shape: GPTConfig, training: TrainConfig) -> dict[str, Any]:
     """Settings stored in a checkpoint: the model, and everything else that decides the next loss."""
     numbers = dataclasses.asdict(training)
     numbers[_GUARD] = numbers.pop("loss_guard")
+    del numbers["schedule"]["begin"]  # is the stage's
     settings = {
         # A run may resume with another number of tiles.
         "model": {key: value for key, value in dataclasses.asdict(shape).items() if key != "mlp_tiles"},
@@ -441,8 +464,8 @@ def _plan_differences(config: RunConfig, plan: ActivationPlan | None) -> list[st
     return [f"warning  {config.offload.plan} was made for {', '.join(other)}"] if other else []
 
 
-def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str]:
-    """Warning for each setting that differs from the checkpoint's.
+def _differences(start: Checkpoint | None, settings: dict[str, Any], config: RunConfig, stage: Stage) -> list[str]:
+    """Notes about a new stage, and a warning for each other setting that differs from the checkpoint's.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
@@ -450,12 +473,44 @@ def _differences(start: Checkpoint | None, settings: dict[str, Any]) -> list[str
     if start is None:
         return []
     former = {"documents": Documents.PACKED, **start.settings}  # older checkpoints have no such setting
-    if former.get("model") != settings["model"]:
-        was, now = dict(former.get("model") or {}), settings["model"]
-        changed = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in now if was.get(key) != now[key])
-        raise CheckpointError(f"{start.path} is of another model: {changed}; give the same model options")
+    was, now = {"rope_scaling": None, **(former.get("model") or {})}, settings["model"]
+    _require_same_model(start, was, now)
+    if stage.is_new:
+        former["training"] = {**former.get("training", {}), "schedule": settings["training"]["schedule"]}
+        former |= {"seq": config.seq}
+    former["model"] = now if stage.is_new else was
+    changes = _changes(former, {key: value for key, value in settings.items() if key != "model"})
+    changes += _changes(former["model"], {key: now[key] for key in _ROTARY if now["positions"] == "rotary"})
     return [
-        f"warning  {key} was {former.get(key)} in the checkpoint and is {value} now"
-        for key, value in settings.items()
-        if former.get(key) != value
+        *stage.notes(config, was, now),
+        *(f"warning  {key} was {before} in the checkpoint and is {value} now" for key, before, value in changes),
     ]
+
+
+_ROTARY = ("rope_theta", "rope_scaling")  # what a resumed run may change of a model with rotary positions
+
+
+def _require_same_model(start: Checkpoint, was: dict[str, Any], now: dict[str, Any]) -> None:
+    rotary = was.get("positions") == now["positions"] == "rotary"
+    free = {"max_seq", *_ROTARY} if rotary else set()  # rotary models have no table of positions
+    changed = [key for key in now if was.get(key) != now[key] and key not in free]
+    if changed == ["max_seq"]:
+        raise CheckpointError(
+            f"{start.path} has learned positions, a table of {format_tokens(was['max_seq'])} rows, so --seq stays as it is; "
+            "models with rotary positions, such as --variant llama, resume at any length"
+        )
+    if changed:
+        told = ", ".join(f"{key} {was.get(key)} there, {now[key]} here" for key in changed)
+        raise CheckpointError(f"{start.path} is of another model: {told}; give the same model options")
+
+
+def _changes(former: dict[str, Any], now: dict[str, Any], inside: str = "") -> list[tuple[str, Any, Any]]:
+    """Settings that differ, as (name, before, now), with those of nested objects by themselves."""
+    found: list[tuple[str, Any, Any]] = []
+    for key, value in now.items():
+        before = former.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            found += _changes(before, value, f"{inside}{key} ")
+        elif before != value:
+            found.append((f"{inside}{key}", before, value))
+    return found

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+from memo.errors import UsageError
 from memo.gpt.model import rotary
 from memo.gpt.model.rotary import rotary_tables, rotate
+from memo.gpt.rope_scaling import RopeScaling
 
 CPU = torch.device("cpu")
 
@@ -72,3 +74,64 @@ def test_gradient_of_rotation() -> None:
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
     tables = rotary_tables(4, 6, 1e4, device=CPU, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda value: rotate(value, tables), (x,))
+
+
+def scaled(kind: str, factor: float, *, head: int = 64, original: int = 4096) -> list[float]:
+    return RopeScaling(kind=kind, factor=factor, original=original).frequencies(head, 1e4)  # type: ignore[arg-type]
+
+
+def plain(head: int = 64) -> list[float]:
+    return [1e4 ** (-2 * i / head) for i in range(head // 2)]
+
+
+def test_linear_scaling_is_a_division_of_positions() -> None:
+    scaling = RopeScaling(kind="linear", factor=8.0, original=16)
+    far = rotary_tables(16 * 8, 8, 1e4, device=CPU, dtype=torch.float64, scaling=scaling)
+    near = rotary_tables(16, 8, 1e4, device=CPU, dtype=torch.float64)
+    for one, other in zip(far, near, strict=True):
+        torch.testing.assert_close(one[::8], other, rtol=0, atol=1e-14)
+
+
+def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest_by_the_factor() -> None:
+    found = scaled("ntk", 8.0)
+    assert found[0] == 1.0
+    assert found[-1] == pytest.approx(plain()[-1] / 8, rel=1e-12)  # b^(-(d-2)/d) with b s^(d/(d-2))
+    assert all(slow / 8 <= own <= slow for own, slow in zip(found, plain(), strict=True))
+
+
+def test_yarn_keeps_fast_pairs_divides_slow_ones_and_scales_scores() -> None:
+    found, own = scaled("yarn", 8.0), plain()
+    rotations = [4096 * frequency / (2 * math.pi) for frequency in own]
+    for pair, frequency, turns in zip(found, own, rotations, strict=True):
+        if turns > 32:
+            assert pair == frequency
+        elif turns < 1:
+            assert pair == frequency / 8
+        else:
+            share = (turns - 1) / 31
+            assert pair == pytest.approx((1 - share) * frequency / 8 + share * frequency, rel=1e-12)
+    assert min(rotations) < 1 < 32 < max(rotations)
+    scaling = RopeScaling(kind="yarn", factor=8.0, original=4096)
+    cos, sin = rotary_tables(9, 64, 1e4, device=CPU, dtype=torch.float64, scaling=scaling)
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, (0.1 * math.log(8) + 1) ** 2), rtol=1e-13, atol=0)
+
+
+def test_a_factor_of_one_changes_no_bit() -> None:
+    for kind in ("linear", "ntk", "yarn"):
+        scaling = RopeScaling(kind=kind, factor=1.0, original=64)  # type: ignore[arg-type]
+        assert scaling.frequencies(64, 1e4) == pytest.approx(plain(), rel=1e-15)
+        assert scaling.magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["yarn", "yarn:", "yarn:x", "yarn:0.5", "yarn:nan", "abf:8", "yarn:8:0", "yarn:8:many"]
+)
+def test_a_scaling_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--rope-scaling"):
+        RopeScaling.parse(text, 32768)
+
+
+def test_the_original_context_is_the_length_divided_by_the_factor() -> None:
+    assert RopeScaling.parse("yarn:8", 32768) == RopeScaling(kind="yarn", factor=8.0, original=4096)
+    assert RopeScaling.parse("yarn:8:2k", 32768).original == 2048
+    assert str(RopeScaling.parse("yarn:8", 32768)) == "yarn:8:4k"
