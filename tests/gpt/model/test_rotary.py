@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from memo.gpt.model import rotary
 from memo.errors import UsageError
 from memo.gpt.config import RopeScaling, RopeScalingKind
+from memo.gpt.model import rotary
 from memo.gpt.model.rotary import rotary_tables, rotate
 
 CPU = torch.device("cpu")
