@@ -28,7 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
     html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
-    _add_output(html, "write the page to FILE")
+    html.add_argument(
+        "--live",
+        action="store_true",
+        help="instead of writing a file, serve the page of a job that still runs, to this machine, with each new step",
+    )
+    html.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="with --live: 0 takes a free one (default 8000)"
+    )
+    _add_output(html, "write the page to FILE", required=False)
     chrome = _command(commands, "chrome", "write Chrome-trace JSON for Perfetto and chrome://tracing", _chrome)
     _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
     png = _command(commands, "png", "draw one step", _png)
@@ -97,8 +105,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("-o", "--output", type=file_path, required=True, metavar="FILE", help=text)
+def _add_output(parser: argparse.ArgumentParser, text: str, *, required: bool = True) -> None:
+    parser.add_argument("-o", "--output", type=file_path, required=required, metavar="FILE", help=text)
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
@@ -113,9 +121,30 @@ def _stats(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _live(args: argparse.Namespace) -> int:
+    from memo.trace import LiveServer
+
+    for flag, value in (("-o", args.output), ("--plan", args.plan), ("--steps", args.steps)):
+        if value is not None:
+            raise UsageError(f"{flag} has no meaning with --live, which serves the newest steps")
+    packed = [path for path in args.traces if path.endswith(".gz")]
+    if packed:
+        raise UsageError(f"{printable(packed[0])} is compressed, and --live follows a file that still grows")
+    if not 0 <= args.port < 1 << 16:
+        raise UsageError(f"--port {args.port} is not from 0 to 65535")
+    with LiveServer(args.traces, port=args.port) as server:
+        print(f"{server.url} follows {printable(', '.join(args.traces))}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+    return ExitCode.OK
+
+
 def _html(args: argparse.Namespace) -> int:
     from memo.trace import page_data, render_page
 
+    if args.live:
+        return _live(args)
+    if args.output is None:
+        raise UsageError("give -o FILE for the page, or --live for the page of a job that still runs")
     refuse_existing(args.output, force=args.force)
     report = build_report(_read(args))
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
