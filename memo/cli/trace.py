@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="trace_command", metavar="stats|html|diff|chrome|png", required=True)
     stats = _command(commands, "stats", "print the figures and the verdict of a run", _stats)
     _add_selection(stats)
+    _add_plain(stats)
     stats.add_argument(
         "--json", action="store_true", help="print one JSON object with every rank and step instead of tables"
     )
     html = _command(commands, "html", "write the timeline of a run as one self-contained HTML page", _html)
+    _add_plain(html)
     html.add_argument("--plan", type=Path, metavar="FILE", help="address plan to draw on the page (default: none)")
     html.add_argument(
         "--live",
@@ -41,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_output(chrome, "write the JSON to FILE, compressed if FILE ends in .gz")
     png = _command(commands, "png", "draw one step", _png)
     _add_selection(png)
+    _add_plain(png)
     _add_output(png, "write the picture to FILE, which ends in .png, .pdf or .svg")
     text = "compare two runs side by side"
     diff = commands.add_parser("diff", help=text, description=_sentence(text))
@@ -105,13 +109,29 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_plain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plain",
+        type=float,
+        metavar="SECONDS",
+        help="measured time of the same step without memo, which the verdict compares with (default: that of plain steps in "
+        "the trace, if there are any)",
+    )
+
+
 def _add_output(parser: argparse.ArgumentParser, text: str, *, required: bool = True) -> None:
     parser.add_argument("-o", "--output", type=file_path, required=required, metavar="FILE", help=text)
     parser.add_argument("-f", "--force", action="store_true", help="overwrite an existing file")
 
 
+def _report(args: argparse.Namespace) -> Report:
+    if args.plain is not None and not 0 < args.plain < math.inf:
+        raise UsageError(f"--plain {args.plain} is not a positive number of seconds")
+    return build_report(_read(args), plain_s=args.plain)
+
+
 def _stats(args: argparse.Namespace) -> int:
-    report = build_report(_read(args))
+    report = _report(args)
     rank, step = _selected(report, args)
     if args.json:
         print(json.dumps(report.to_json(), allow_nan=False))
@@ -146,7 +166,7 @@ def _html(args: argparse.Namespace) -> int:
     if args.output is None:
         raise UsageError("give -o FILE for the page, or --live for the page of a job that still runs")
     refuse_existing(args.output, force=args.force)
-    report = build_report(_read(args))
+    report = _report(args)
     data = page_data(report, packing=_packing(args.plan) if args.plan else [])
     model = report.of_rank(report.rank).trace.meta.get("model")
     title = f"memo trace: {printable(model)}" if isinstance(model, str) else "memo trace"
@@ -184,7 +204,7 @@ def _png(args: argparse.Namespace) -> int:
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"-o {printable(str(args.output))}: the name must end in .png, .pdf or .svg")
     refuse_existing(args.output, force=args.force)
-    report = build_report(_read(args))
+    report = _report(args)
     rank, step = _selected(report, args)
     with atomic_write(args.output, force=args.force) as target:
         draw_step(report, target, rank=rank, step=step)
