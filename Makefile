@@ -11,7 +11,7 @@ PARTS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-parallel lint typecheck format bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
+.PHONY: demo test test-all test-parallel lint typed typecheck format docs bench gpu-check gpu-bench gpu-emulated gpu-hour-prepare gpu-rehearsal setup clean integrations
 
 setup: $(STAMP)
 
@@ -46,12 +46,18 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# mypy sees the installed shape of the package: the root folders linked under one `memo`.
-typecheck: setup
+# mypy and the reference of the site see the installed shape of the package: the root folders linked under one `memo`.
+typed: setup
 	@rm -rf build/typed && mkdir -p build/typed/memo
 	@for f in memo/*; do ln -s ../../../$$f build/typed/memo/; done
 	@for d in swap allocator mip kernels; do ln -s ../../../$$d build/typed/memo/$$d; done
+
+typecheck: typed
 	cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p memo
+
+# The site of docs/, in build/site: open build/site/index.html. A link that leads nowhere is an error.
+docs: typed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARMS)

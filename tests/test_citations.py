@@ -84,5 +84,5 @@ def test_citations_and_links_are_told_from_what_looks_like_them() -> None:
     assert cited("(R5), rule R10, E2, E7; not E501, RE3, 3E4 or R0") == {"R5", "R10", "E2", "E7"}
     assert ENTRY.findall("**R5 A rule.** R6\n| E2 | an ordering |\n") == ["R5", "E2"]
     assert anchors("# Two `words`, one & none\n## Same\n## Same\n") == {"two-words-one--none", "same", "same-1"}
-    text = "[a](design.md#words) [b](none.md) [c](design.md#none) [d](#none) `[e](none.md)` [f](https://x.org/none)"
+    text = "[a](design.md#rules) [b](none.md) [c](design.md#none) [d](#none) `[e](none.md)` [f](https://x.org/none)"
     assert broken(DESIGN, text) == ["none.md", "design.md#none", "#none"]

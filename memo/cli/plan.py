@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING
 
 from memo.cli.batch_sizes import add_batch_flags, batch_sizes
+from memo.cli.budgets import add_budget_flags, budgets_of
 from memo.cli.output_files import display_name, file_name, refuse_existing
 from memo.cli.tables.activation import activation_summary, activation_table
 from memo.errors import ExitCode, UsageError
@@ -30,7 +31,7 @@ from memo.mip.activation import (
 )
 from memo.mip.inputs import PRESETS, Hardware, PipelineSchedule, hardware_preset, parse_network, with_measured_rates
 from memo.mip.simulate import prove
-from memo.units import parse_bytes, parse_tokens
+from memo.units import parse_tokens
 
 if TYPE_CHECKING:
     from memo.mip.inputs import Profile, Signature
@@ -53,9 +54,6 @@ _SHAPE = {
     "ffn": "inner width of the MLP",
     "vocab": "vocabulary",
 }
-DEVICE_SHARE, HOST_SHARE = 0.95, 0.8
-"""Fractions of device and host memory that are the default budgets; the CUDA context, the program and the page cache need
-the rest."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -136,18 +134,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use the rates that memo doctor --json measured on the machine (default: the rates of --gpu)",
     )
-    within = parser.add_argument_group("budgets")
-    within.add_argument("--device", metavar="SIZE", help="memory of one GPU, such as 80GiB (default: 95 %% of it)")
-    within.add_argument(
-        "--host", metavar="SIZE", help="host memory of one node, for all its ranks; 0 is none (default: 80 %% of it)"
-    )
-    within.add_argument("--nvme", default="0", metavar="SIZE", help="disk space of one node; 0 is none (default 0)")
-    within.add_argument(
-        "--wear",
-        type=float,
-        metavar="TB",
-        help="terabytes per day that may be written to the disks (default: no limit)",
-    )
+    add_budget_flags(parser)
     out = parser.add_argument_group("output")
     out.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to FILE as JSON")
     out.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
@@ -245,7 +232,7 @@ class Request:
             layout=layout,
             profile=profile,
             machine=machine,
-            budgets=_budgets(args, machine),
+            budgets=budgets_of(args, machine),
             accumulate=accumulate,
             schedule=_schedule(args, layout, accumulate),
             recompute=_METHODS.get(args.recompute),
@@ -370,20 +357,3 @@ def _require_agreement(args: argparse.Namespace, known: Signature) -> None:
             raise UsageError(
                 f"--{name} {given}: the profile is of {measured}; leave out --{name}, or measure another profile"
             )
-
-
-def _budgets(args: argparse.Namespace, machine: Hardware) -> Budgets:
-    device = (
-        int(DEVICE_SHARE * machine.device_bytes) if args.device is None else parse_bytes(args.device, what="--device")
-    )
-    every = int(HOST_SHARE * machine.host_bytes) if args.recompute == "plan" else 0
-    host = every if args.host is None else parse_bytes(args.host, what="--host")
-    if args.wear is not None and not args.wear >= 0:
-        raise UsageError(f"--wear {args.wear} is not zero or a positive number; give terabytes per day")
-    return Budgets(
-        device_bytes=device,
-        host_bytes=host,
-        disk_bytes=parse_bytes(args.nvme, what="--nvme"),
-        disk_wear_bytes_per_day=None if args.wear is None else args.wear * 1e12,
-        ranks_per_node=min(max(args.gpus, 1), machine.gpus_per_node),
-    )

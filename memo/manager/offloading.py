@@ -118,7 +118,8 @@ def offload(
         PlanError: `plan` cannot be read, breaks a rule, or does not fit the model or the schedule.
         ScratchUnusable, ScratchFull: The scratch directory cannot be used, or has no room for `disk_budget`.
         TraceError: The trace cannot be written.
-        After any of them the model is unmodified, and no activations are managed.
+
+    After any of them the model is unmodified, and no activations are managed.
 
     A forward inside `with manager:` raises:
         HostBudgetExceeded, ScratchFull: No tier has room (see `on_full`).
