@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _step(args: argparse.Namespace, tokens: int) -> Step:
     if args.model.endswith(".json"):
-        if args.variant != "gpt":
+        if args.variant is not None:
             raise UsageError("--variant applies to presets only; leave it out")
         return _hugging_face_step(args, tokens)
     if is_preset(args) and args.layers is None:

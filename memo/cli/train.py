@@ -63,7 +63,7 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     presets = ", ".join(PRESETS)
     group.add_argument("--model", default="tiny", metavar="NAME", help=f"model size: {presets} (default tiny)")
     group.add_argument(
-        "--variant", choices=("gpt", "llama"), default="gpt", help="architecture of the layers (default gpt)"
+        "--variant", choices=("gpt", "llama"), help="architecture of the layers (default: the model's, gpt where it has both)"
     )
     group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
