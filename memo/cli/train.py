@@ -68,6 +68,18 @@ def _model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--layers", type=int, metavar="N", help="number of layers (default: the model's)")
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream (default: the model's)")
     group.add_argument("--heads", type=int, metavar="N", help="number of query heads (default: the model's)")
+    group.add_argument(
+        "--rope-theta",
+        type=float,
+        metavar="BASE",
+        help="base of the rotary frequencies (default: the checkpoint's with --resume, else the model's)",
+    )
+    group.add_argument(
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="rotary positions of a model first trained on sequences FACTOR times shorter than --seq: linear, ntk or yarn, "
+        "such as yarn:8; none (default: the checkpoint's with --resume, else none)",
+    )
     group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: the model's, 0)")
     group.add_argument(
         "--mlp-tiles",

@@ -7,12 +7,28 @@ can use it alone. Invariant: a GPTConfig is consistent; heads divide the width, 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 import re
 from typing import Any, Literal, get_args
 
 from memo.errors import UsageError
+from memo.units import format_tokens
 
-__all__ = ["PRESETS", "GPTConfig", "Mlp", "Norm", "Positions", "Variant", "preset", "preset_key", "preset_name", "variant_of"]
+__all__ = [
+    "PRESETS",
+    "GPTConfig",
+    "Mlp",
+    "Norm",
+    "Positions",
+    "RopeScaling",
+    "RopeScalingKind",
+    "Variant",
+    "preset",
+    "preset_key",
+    "preset_name",
+    "variant_of",
+]
 
 Norm = Literal["layernorm", "rmsnorm"]
 Mlp = Literal["gelu", "swiglu"]
@@ -23,6 +39,63 @@ GPT2_VOCAB = 50257
 # A SwiGLU has three matrices where a GELU MLP has two: 2/3 of its width keeps the parameter count (Shazeer 2020,
 # "GLU Variants Improve Transformer"); the multiple of 256 is Llama's.
 SWIGLU_MULTIPLE = 256
+
+
+class RopeScalingKind(enum.StrEnum):
+    """How rotary frequencies are changed for sequences longer than those a model was first trained on."""
+
+    LINEAR = "linear"
+    """All positions divided by the factor (Chen et al. 2023, "Positional Interpolation")."""
+    NTK = "ntk"
+    """The base raised so that the lowest frequency is divided by the factor and the highest kept: theta s^(d/(d-2))
+    ("NTK-aware scaled RoPE", bloc97 2023; Peng et al. 2023, section 3.1)."""
+    YARN = "yarn"
+    """Frequencies of many turns within the original length kept, those of few divided, a ramp between, and queries and
+    keys scaled by 0.1 ln s + 1 (Peng et al. 2023, "YaRN", sections 3.2 to 3.4)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary positions of a model that was first trained on shorter sequences.
+
+    Raises:
+        UsageError: the factor is below 1, or the original length is not positive.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    """Longest sequence now over the original one."""
+    original_seq: int
+    """Tokens of the sequences that the model was first trained on."""
+
+    def __post_init__(self) -> None:
+        if not (1.0 <= self.factor < math.inf):
+            raise UsageError(f"rope scaling: the factor is {self.factor:g}; it must be a number of at least 1")
+        if self.original_seq < 1:
+            raise UsageError(f"rope scaling: an original length of {self.original_seq} tokens; give at least 1")
+
+    @classmethod
+    def parse(cls, text: str, *, seq: int) -> RopeScaling | None:
+        """Reads `linear:8`, `ntk:8` or `yarn:8`, where `seq` is 8 times the original length; None for `none`.
+
+        Raises:
+            UsageError: another text, or a factor that leaves no original length.
+        """
+        if text == "none":
+            return None
+        kind, _, factor = text.partition(":")
+        try:
+            found, number = RopeScalingKind(kind), float(factor)
+        except ValueError:
+            raise UsageError(
+                f"rope scaling {text!r}: give one of {', '.join(RopeScalingKind)} with a factor, such as yarn:8, or none"
+            ) from None
+        if not 1.0 <= number <= seq:
+            raise UsageError(f"rope scaling {text!r}: the factor must be from 1 to the length of a sequence")
+        return cls(kind=found, factor=number, original_seq=round(seq / number))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.factor:g} of {format_tokens(self.original_seq)} tokens"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +130,8 @@ class GPTConfig:
     bias: bool = True
     """Biases in the linear layers of the blocks and in LayerNorm."""
     rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     mlp_tiles: int = 1
     """Tiles of each MLP; above 1 it saves only its input and recomputes its wide activations in backward."""
@@ -84,8 +159,10 @@ class GPTConfig:
             raise UsageError(
                 f"model: end_of_document {self.end_of_document} is not a token; give a number below {self.vocab_size}"
             )
-        if not self.rope_theta > 0.0 or not self.norm_eps > 0.0:
+        if not 0.0 < self.rope_theta < math.inf or not self.norm_eps > 0.0:
             raise UsageError("model: rope_theta and norm_eps must be positive")
+        if self.positions != "rotary" and self.rope_scaling is not None:
+            raise UsageError("model: rope_scaling is for rotary positions, and these are learned")
 
     @property
     def head_dim(self) -> int:

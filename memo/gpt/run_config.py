@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from memo.errors import UsageError
-from memo.gpt.config import PRESETS, Variant
+from memo.gpt.config import PRESETS, RopeScaling, Variant
 from memo.gpt.train_config import Precision, TrainConfig
 from memo.parallel import Layout
 
@@ -109,6 +110,10 @@ class RunConfig:
     hidden: int | None = None
     heads: int | None = None
     dropout: float | None = None
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; None is the checkpoint's, else the model's."""
+    rope_scaling: str | None = None
+    """As of `RopeScaling.parse`; None is the checkpoint's, else none."""
     mlp_tiles: int = 1
     documents: Documents = Documents.PACKED
     mask_documents: bool = False
@@ -164,5 +169,9 @@ class RunConfig:
             raise UsageError("--planned-allocator needs a GPU; leave it out with --device cpu")
         if self.documents is Documents.WHOLE and self.mask_documents:
             raise UsageError("--mask-documents: with --documents whole a row is of one document; leave one of them out")
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise UsageError(f"--rope-theta {self.rope_theta} is not a positive number")
+        if self.rope_scaling is not None:
+            RopeScaling.parse(self.rope_scaling, seq=self.seq)
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise UsageError(f"--peak-flops {self.peak_flops} is not a positive number")
